@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.schema.rollout import RolloutGroup
+from lockstep.schema.weights import WeightUpdate
+
+
+class TokenLoss(Protocol):
+    """A loss as a function of the logprobs of the labels.
+
+    `separable` says that the loss of a token needs no other token's logprob: then gradients are made chunk by chunk
+    while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed twice.
+    """
+
+    separable: bool
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+        """Scalar: this micro-batch's share of the loss of the optimizer step.
+
+        Args:
+            logprobs: [R] float32, nats of `batch.labels[rows]`; requires grad.
+            entropy: [R] float32, nats; requires grad only if the loss has an entropy term.
+            rows: which slots of the batch the R entries are; every trained slot is in exactly one call.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats:
+    """What `forward_backward` saw, per micro-batch; tensors are detached and stay on their device."""
+
+    losses: list[Tensor]
+    """Scalars, in micro-batch order; they add up to the loss of the step."""
+    logprobs: list[Tensor]
+    """[T] float32 each, 0 where loss_mask is False."""
+    entropy: list[Tensor]
+    """[T] float32 each, 0 where loss_mask is False."""
+
+
+class TrainBackend(Protocol):
+    """Owns the policy's Parameters, their float32 master copy, the optimizer and the schedule."""
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False."""
+        ...
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Adds the gradients of all micro-batches of one optimizer step."""
+        ...
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before clipping)
+        and lr. Raises TrainError on a non-finite norm, before anything was changed."""
+        ...
+
+    def weights(self) -> WeightUpdate:
+        """The current weights, under Hugging Face names."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Weights, master weights, optimizer and schedule into an existing empty directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """The inverse, to the bit. Raises CheckpointError before anything was changed."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """A Hugging Face folder that from_pretrained loads with all keys matched."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Algorithm(Protocol):
+    """What the online loop asks of an algorithm; see lockstep.algorithms."""
+
+    needs_ref: bool
+
+    def keep(self, group: RolloutGroup) -> bool:
+        """False: the group carries no signal and is sampled anew (DAPO's dynamic sampling)."""
+        ...
+
+    def samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
+        """Advantages: one PolicySample per rollout."""
+        ...
+
+    def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """[L] float32 per sample; the normaliser of the whole optimizer step is in them."""
+        ...
+
+    def loss(self) -> TokenLoss: ...
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Clip fractions, KLs, ratios: masked means over the whole step."""
+        ...

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from typing import Protocol
+
+from lockstep.protocols.engine import InferenceEngine
+from lockstep.protocols.train import TrainBackend
+
+
+class WeightTransfer(Protocol):
+    """Carries the trainer's weights to an engine, all of them, in one session."""
+
+    def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
+        """Afterwards `target` samples from `source`'s weights; any failure leaves the engine marked dirty."""
+        ...

@@ -1,0 +1,59 @@
+"""Lazy tables of components: a name maps to "module:Class", imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.errors import ConfigError, unknown_name
+
+
+class Registry(Mapping[str, str]):
+    """An explicit, closed table of one kind of component.
+
+    Third parties extend Lockstep by writing `module:Class` where a name is expected.
+
+    Raises:
+        ConfigError: from `load`, when the name is neither in the table nor of the form `module:attribute`,
+            or when what it names cannot be imported.
+    """
+
+    def __init__(self, kind: str, table: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._table = dict(table)
+
+    def __getitem__(self, name: str) -> str:
+        return self._table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def load(self, name: str) -> Any:
+        """The object behind `name`, imported now."""
+        target = self._table.get(name, name)
+        if ":" not in target:
+            raise ConfigError(unknown_name(self.kind, name, self._table))
+        return load_object(target, what=f"{self.kind} {name!r}")
+
+
+def load_object(target: str, *, what: str) -> Any:
+    """Import `module:attribute`; a ConfigError says which half is wrong."""
+    module_name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what} needs the module {error.name!r}, which is not installed or not on the Python path "
+            f"(looked for {target!r})"
+        ) from error
+    try:
+        value: Any = module
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except AttributeError as error:
+        raise ConfigError(f"{what}: module {module_name!r} has no attribute {attribute!r}") from error
+    return value

@@ -1,0 +1,140 @@
+"""What the policy is fed: train samples, and the packed batches made of them.
+
+Shape legend, used in the whole code base:
+    T   token slots of one pack (its capacity)      N   attention heads          H   head dim
+    D   documents of one pack                       K   key/value heads          C   hidden size
+    L   tokens of one document                      V   vocabulary               B   rows of a dense batch
+
+Alignment: entry t of `labels`, `loss_mask`, `loss_weights` and of every per-token float is about predicting
+`labels[t] = token_ids[t + 1]` of the same document. A document's last entry predicts nothing: label -100, mask False.
+
+Example: prompt [5, 6], completion [7, 8, 2]; the document has L = 5 tokens.
+
+    token_ids        5     6     7     8     2
+    labels           6     7     8     2  -100
+    loss_mask    False  True  True  True False      the three completion tokens, seen from the slot before each
+    logprobs         .  lp(7) lp(8) lp(2)    .      "." is 0.0 and must never be read
+
+A pack of that document and of [9, 10], at capacity T = 8 with D_cap = 4 documents:
+
+    token_ids    5 6 7 8 2 | 9 10 | 0               the tail slot is a pad document of its own
+    positions    0 1 2 3 4 | 0 1  | 0
+    cu_seqlens   0 5 7 8 8                          [D_cap + 1]; unused entries repeat T, so their documents are empty
+    labels       6 7 8 2 -100 | 10 -100 | -100
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainSample:
+    """One document to train on: prompt and completion, already tokenised. Tensors are on the CPU."""
+
+    token_ids: Tensor
+    """[L] int64."""
+    loss_mask: Tensor
+    """[L] bool. True where `token_ids[t + 1]` is trained on; the last entry is False."""
+    sample_id: int = 0
+    """Index of the sample in its step; packs keep it, so that per-sample figures find their way back."""
+
+    def __post_init__(self) -> None:
+        if self.token_ids.ndim != 1 or self.token_ids.dtype != torch.int64:
+            raise ValueError(
+                f"token_ids must be [L] int64, got {list(self.token_ids.shape)} {self.token_ids.dtype}"
+            )
+        if self.loss_mask.shape != self.token_ids.shape or self.loss_mask.dtype != torch.bool:
+            raise ValueError(
+                f"loss_mask must be bool of shape {list(self.token_ids.shape)}, "
+                f"got {list(self.loss_mask.shape)} {self.loss_mask.dtype}"
+            )
+        if len(self) and bool(self.loss_mask[-1]):
+            raise ValueError("loss_mask[-1] must be False: the last token of a document predicts nothing")
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained on."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySample(TrainSample):
+    """A rollout ready for a policy-gradient step."""
+
+    rollout_logprobs: Tensor
+    """[L] float32, nats, by the engine that sampled it; 0 where loss_mask is False."""
+    advantages: Tensor
+    """[L] float32, by the algorithm; 0 where loss_mask is False."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """One micro-batch: documents laid end to end, padded to a static capacity. See the module for an example."""
+
+    token_ids: Tensor
+    """[T] int64; 0 in the padded tail."""
+    positions: Tensor
+    """[T] int64; restart at 0 in every document, pad documents too."""
+    cu_seqlens: Tensor
+    """[D_cap + 1] int32; document d is slots cu_seqlens[d] to cu_seqlens[d + 1]."""
+    max_seqlen: int
+    """No document, pad documents included, is longer. Constant per capacity bucket: a graph bakes it in."""
+    labels: Tensor
+    """[T] int64; IGNORE_LABEL where nothing is predicted."""
+    loss_mask: Tensor
+    """[T] bool; False in the padded tail and at every document's last token."""
+    loss_weights: Tensor
+    """[T] float32; the weight of each token in the loss of the whole optimizer step, 0 where loss_mask is False.
+    The normaliser of the step is in here, so a micro-batch's loss is a plain sum and does not depend on packing."""
+    lengths: tuple[int, ...]
+    """Lengths of all non-empty documents in order, pad documents last; they sum to T. The host's copy of cu_seqlens."""
+    sample_ids: tuple[int, ...]
+    """TrainSample.sample_id of each real document, in order; shorter than `lengths` by the number of pad documents."""
+
+    @property
+    def num_slots(self) -> int:
+        """T."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of real documents."""
+        return sum(self.lengths[: len(self.sample_ids)])
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with every tensor on `device` (cu_seqlens too)."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
+
+    def split(self, per_token: Tensor) -> list[Tensor]:
+        """`[T, ...]` into one `[L, ...]` per real document, in the order of `sample_ids`."""
+        return list(per_token[: self.num_tokens].split(self.lengths[: len(self.sample_ids)]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyBatch(PackedBatch):
+    """A micro-batch of rollouts."""
+
+    rollout_logprobs: Tensor
+    """[T] float32, nats, by the engine."""
+    advantages: Tensor
+    """[T] float32."""
+    old_logprobs: Tensor | None = None
+    """[T] float32, nats, by the trainer before the step's first update. None: the policy has not moved since, so a
+    loss takes its own logprobs, detached (importance ratio exactly 1)."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32, nats, by the frozen reference. None: the algorithm has no KL term."""
