@@ -1,0 +1,118 @@
+"""GRPO's family as explicit options under the published names.
+
+An option left at None takes the published value of the chosen `name` (PUBLISHED below); `resolved()` fills them in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from lockstep.config.base import Config
+
+PolicyAlgorithm = Literal[
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"
+]
+Advantage = Literal["group_mean_std", "group_mean", "leave_one_out", "batch_mean_std", "group_mean_batch_std"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+
+
+class KLConfig(Config):
+    """KL to the frozen reference. Coefficient 0: no reference is loaded."""
+
+    coef: float = Field(0.0, ge=0.0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+
+
+class RolloutCorrectionConfig(Config):
+    """What corrects for an engine whose logprobs are not the trainer's: rollout_is_weight = exp(old - rollout)."""
+
+    kind: Literal["none", "tis", "mask", "icepop"] = "none"
+    """tis: truncated weight min(w, high). mask: tokens (sequences) with w > high are masked, else weighted by w.
+    icepop: masked outside [low, high], else weighted by w."""
+    level: Literal["token", "sequence"] = "token"
+    low: float = Field(0.5, ge=0.0)
+    high: float = Field(2.0, gt=0.0)
+
+
+class OverlongConfig(Config):
+    """DAPO's soft overlong punishment: from max_tokens - buffer on, the reward falls linearly to -penalty."""
+
+    buffer_tokens: PositiveInt = 128
+    penalty: float = Field(1.0, ge=0.0)
+
+
+class GRPOConfig(Config):
+    """A policy-gradient algorithm over groups of rollouts."""
+
+    name: PolicyAlgorithm = "grpo"
+    advantage: Advantage | None = None
+    """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the others.
+    batch_mean_std: whitened over the step. group_mean_batch_std: r - group mean, divided by the step's std."""
+    aggregation: Aggregation | None = None
+    """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the step.
+    constant: divided by sequences * max_tokens (Dr. GRPO)."""
+    clip_low: float | None = Field(None, ge=0.0)
+    clip_high: float | None = Field(None, ge=0.0)
+    ratio: Literal["token", "sequence"] | None = None
+    """Level of the importance_ratio; sequence is GSPO's length-normalised ratio."""
+    objective: Literal["ppo_clip", "cispo"] | None = None
+    """cispo: the clipped ratio is a detached weight, no token loses its gradient."""
+    dynamic_sampling: bool | None = None
+    """Groups whose rewards are all equal are replaced by newly sampled ones."""
+    max_resample_rounds: PositiveInt = 10
+    """dynamic_sampling: rounds of sampling before the run stops with an error."""
+    overlong: OverlongConfig | None = None
+    entropy_coef: float = 0.0
+    kl: KLConfig = KLConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+
+    def resolved(self) -> GRPOConfig:
+        """The same config with every option that was left at None set to the published value."""
+        values: dict[str, Any] = self.model_dump()
+        for key, value in PUBLISHED[self.name].items():
+            if values[key] is None:
+                values[key] = value
+        return GRPOConfig.model_validate(values)
+
+
+_GRPO: dict[str, Any] = {
+    "advantage": "group_mean_std",
+    "aggregation": "sequence_mean",
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "ratio": "token",
+    "objective": "ppo_clip",
+    "dynamic_sampling": False,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "grpo": _GRPO,  # arXiv 2402.03300
+    "dr_grpo": _GRPO | {"advantage": "group_mean", "aggregation": "constant"},  # arXiv 2503.20783
+    "dapo": _GRPO
+    | {  # arXiv 2503.14476
+        "aggregation": "token_mean",
+        "clip_high": 0.28,
+        "dynamic_sampling": True,
+        "overlong": {"buffer_tokens": 128, "penalty": 1.0},
+    },
+    "rloo": _GRPO | {"advantage": "leave_one_out"},  # arXiv 2402.14740
+    "reinforce++": _GRPO | {"advantage": "batch_mean_std", "aggregation": "token_mean"},  # arXiv 2501.03262
+    "reinforce++-baseline": _GRPO | {"advantage": "group_mean_batch_std", "aggregation": "token_mean"},
+    "gspo": _GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},  # arXiv 2507.18071
+    "cispo": _GRPO
+    | {  # arXiv 2506.13585: no lower clip, the upper bound is tuned
+        "aggregation": "token_mean",
+        "objective": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    },
+}
+
+
+class SFTConfig(Config):
+    """Supervised fine-tuning: cross-entropy of the labels, averaged over the step."""
+
+    name: Literal["sft"] = "sft"
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"

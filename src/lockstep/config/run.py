@@ -1,0 +1,111 @@
+"""The two kinds of run. A run is one of these, whole; nothing else decides what happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import PositiveInt, model_validator
+
+from lockstep.config.algorithm import GRPOConfig, SFTConfig
+from lockstep.config.base import Config
+from lockstep.config.data import DataConfig
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import RewardConfig, RolloutConfig
+from lockstep.config.support import check_support
+from lockstep.config.train import CheckpointConfig, EngineConfig, EvalConfig, LogConfig, TrainConfig
+
+
+class RunConfig(Config):
+    """What SFT and RL runs share."""
+
+    seed: int = 0
+    """Decides data order and every sample's noise."""
+    steps: PositiveInt = 100
+    """Rollout batches (RL) or optimizer steps (SFT)."""
+    run_dir: Path | None = None
+    """Where everything is written; None: runs/NAME-TIMESTAMP."""
+    name: str = "run"
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_support(self) -> RunConfig:
+        check_support(self)
+        return self
+
+
+class GRPORun(RunConfig):
+    """GRPO and its family, on prompts, with rewards."""
+
+    kind: Literal["grpo"] = "grpo"
+    algorithm: GRPOConfig = GRPOConfig()
+    data: DataConfig = DataConfig()
+    eval_data: DataConfig | None = None
+    """Held-out prompts. None: the same source with another seed (generated data) or the rows after the training
+    rows (files); prompts that occur in it are left out of training, by text."""
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
+    engine: EngineConfig = EngineConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> GRPORun:
+        if self.rollout.group_size == 1 and self.algorithm.resolved().advantage in (
+            "group_mean_std",
+            "group_mean",
+            "leave_one_out",
+            "group_mean_batch_std",
+        ):
+            raise ValueError(
+                f"rollout.group_size = 1 gives every advantage 0 under algorithm.name = {self.algorithm.name!r}, which "
+                "compares the samples of a group; set rollout.group_size >= 2 or algorithm.name = 'reinforce++'"
+            )
+        if self.data.size is not None and self.data.size < self.rollout.prompts_per_step:
+            raise ValueError(
+                f"data.size = {self.data.size} is below one rollout batch of rollout.prompts_per_step = "
+                f"{self.rollout.prompts_per_step} prompts; raise data.size or lower rollout.prompts_per_step"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+        if longest > self.train.token_budget:
+            raise ValueError(
+                f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one micro-batch of "
+                f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower one of the two"
+            )
+        samples = self.rollout.prompts_per_step * self.rollout.group_size
+        if samples % self.train.minibatches:
+            raise ValueError(
+                f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of a step "
+                "(rollout.prompts_per_step * rollout.group_size)"
+            )
+        if not self.rewards:
+            raise ValueError("rewards is empty; name at least one, such as rewards = [{name = 'verifier'}]")
+        return self
+
+
+class SFTRun(RunConfig):
+    """Supervised fine-tuning on conversations or prompt/completion pairs."""
+
+    kind: Literal["sft"] = "sft"
+    algorithm: SFTConfig = SFTConfig()
+    data: DataConfig = DataConfig()
+    eval_data: DataConfig | None = None
+    batch_size: PositiveInt = 32
+    """Documents per optimizer step."""
+    eval_every: int = 0
+    """Steps between held-out losses; 0: before and after only, when there is eval_data."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SFTRun:
+        if self.data.max_length > self.train.token_budget:
+            raise ValueError(
+                f"data.max_length = {self.data.max_length} does not fit one micro-batch of train.token_budget = "
+                f"{self.train.token_budget}; raise train.token_budget or lower data.max_length"
+            )
+        if self.data.size is not None and self.data.size < self.batch_size:
+            raise ValueError(
+                f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size or lower batch_size"
+            )
+        return self

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from lockstep.config.base import Config
+
+Backend = Literal["local", "fsdp2", "deepspeed"]
+Layout = Literal["packed", "padded"]
+Execution = Literal["eager", "compile", "joint", "deepcompile"]
+
+
+class TrainConfig(Config):
+    """How the policy is trained: backend, kernel, execution mode, optimizer and schedule."""
+
+    backend: Backend = "local"
+    attention: str = "auto"
+    """sdpa, varlen, flex, hf:NAME; auto: varlen on CUDA, sdpa elsewhere."""
+    execution: Execution = "eager"
+    layout: Layout = "packed"
+    padding_side: Literal["left", "right"] = "right"
+    """Of layout padded."""
+    device: str = "auto"
+    """auto: cuda where there is one, else cpu."""
+
+    token_budget: PositiveInt = 4096
+    """Token slots of one micro-batch: what decides activation memory."""
+    static_capacity: bool | None = None
+    """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled modes, else off."""
+    max_recompiles: NonNegativeInt | None = None
+    """Compiled modes: a run that recompiles more often after its first step stops. None: no limit."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per pass over a rollout batch."""
+    epochs_per_batch: PositiveInt = 1
+    """PPO epochs: passes over a rollout batch."""
+    activation_checkpointing: bool = False
+
+    lr: PositiveFloat = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    """What linear and cosine decay end at, as a share of lr."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    """On matrices only; norms, biases and embeddings are not decayed."""
+    max_grad_norm: PositiveFloat = 1.0
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
+    optimizer_device: Literal["model", "cpu"] = "model"
+    """cpu: master weights and optimizer states live in host memory."""
+    grad_accum_dtype: Literal["float32", "model"] = "float32"
+    """What gradients of several micro-batches are added up in."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of torch; None leaves OMP_NUM_THREADS alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.backend == "deepspeed" and self.execution == "joint":
+            raise ValueError("train.execution = 'joint' needs train.backend = 'local' or 'fsdp2'")
+        return self
+
+
+class EngineConfig(Config):
+    """Which inference engine samples."""
+
+    name: str = "hf"
+    """hf; vllm and sglang come with their own packages; `module:Class` for your own."""
+    max_batch: PositiveInt = 256
+    """Samples decoded together."""
+    dtype: Literal["model"] = "model"
+
+
+class EvalConfig(Config):
+    """Held-out evaluation, before training, every k steps, and after."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations; 0: only before and after."""
+    before: bool = True
+    after: bool = True
+    num_prompts: PositiveInt = 256
+    samples_per_prompt: PositiveInt = 1
+    temperature: float = Field(0.0, ge=0.0)
+    max_tokens: PositiveInt | None = None
+    """None: that of rollout.sampling."""
+    before_max_tokens_factor: PositiveInt = 2
+    """The run before training may use this many times the tokens, so that learning to stop does not count as learning."""
+
+
+class CheckpointConfig(Config):
+    """Exact-resume checkpoints under checkpoints/."""
+
+    every: NonNegativeInt = 0
+    """Steps; 0: only at the end and on Ctrl-C."""
+    keep_last: PositiveInt = 2
+    keep_best: NonNegativeInt = 0
+    """Also keep the best k by `metric`."""
+    metric: str = "eval/lenient_accuracy"
+    mode: Literal["max", "min"] = "max"
+    save_at_end: bool = True
+    export_at_end: bool = True
+    """Write a Hugging Face folder under export/."""
+
+
+class LogConfig(Config):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "lockstep"
+    display: Literal["auto", "live", "plain", "off"] = "auto"
+    """auto: live in a terminal, one line per step elsewhere."""
+    samples_per_step: NonNegativeInt = 1
+    """Completions shown per step in the plain log."""
