@@ -1,0 +1,314 @@
+"""Load the policy: a folder, a hub model, the bundled one, or random weights of a named shape."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from lockstep.config.model import ModelConfig
+from lockstep.errors import ModelError
+from lockstep.models import bundled, lora, shapes
+from lockstep.models.dtypes import resolve_dtype
+from lockstep.models.quiet import quiet_transformers
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """The policy's module and what the rest of the system must know about it."""
+
+    module: nn.Module
+    """A transformers causal LM in eval mode, on its device, in `dtype`; LoRA layers inside when the config asks."""
+    tokenizer: Tokenizer | None
+    """None for models that come without one."""
+    eos_token_ids: tuple[int, ...]
+    """Ascending; every id that generation_config, config or tokenizer calls end of sequence. Empty: none is known."""
+    pad_token_id: int
+    """An id that is in the vocabulary; the tokenizer's, the config's, the first eos id or 0."""
+    dtype: torch.dtype
+    """Compute dtype of parameters and activations."""
+    name: str
+    """ModelConfig.name."""
+    max_positions: int
+    """Longest document, in tokens, that the position encoding was made for."""
+
+
+def load_model(config: ModelConfig, *, attention: str, device: torch.device) -> LoadedModel:
+    """Load `config.name` in its compute dtype on `device`.
+
+    Args:
+        attention: a kernel of lockstep.attention (sdpa, varlen, flex, hf:NAME); "auto" was resolved before.
+
+    Raises:
+        ModelError: the model cannot be found or read, has weights missing, or its architecture is not supported.
+        ConfigError: model.lora is set and peft is missing.
+    """
+    dtype = resolve_dtype(config.dtype, device)
+    implementation = attention_implementation(attention)
+    if config.name.startswith(shapes.PREFIX):
+        hf_config = _prepared(shapes.shape_config(config.name.removeprefix(shapes.PREFIX)), config)
+        module = shapes.random_model(
+            hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation
+        )
+        tokenizer = None
+    else:
+        folder = model_folder(config)
+        hf_config = _prepared(read_config(folder, config), config)
+        module = _read_module(folder, hf_config, config, dtype=dtype, implementation=implementation)
+        module = module.to(device).eval()
+        tokenizer = _read_tokenizer(folder, config)
+    if config.lora is not None:
+        lora.add_lora(module, config.lora, seed=config.seed)
+    eos = _eos_token_ids(module, tokenizer)
+    return LoadedModel(
+        module=module,
+        tokenizer=tokenizer,
+        eos_token_ids=eos,
+        pad_token_id=_pad_token_id(hf_config, tokenizer, eos),
+        dtype=dtype,
+        name=config.name,
+        max_positions=int(hf_config.get_text_config().max_position_embeddings),
+    )
+
+
+def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
+    """A second skeleton of `module` with another attention kernel, over the very same Parameters and buffers.
+
+    An in-place update of a weight is seen by both. What is not a weight is the skeleton's own: hooks, compiled
+    forwards, activation checkpointing and train/eval mode (it starts in eval mode). LoRA layers are shared as well.
+
+    Raises:
+        ModelError: the skeleton and the module do not have the same Parameters.
+    """
+    config = copy.deepcopy(module.config)
+    dtype = next(module.parameters()).dtype
+    with torch.device("meta"), shapes.no_init_weights():
+        twin = type(module)._from_config(
+            config, dtype=dtype, attn_implementation=attention_implementation(attention)
+        )
+        lora.copy_structure(module, twin)
+    twin.generation_config = copy.deepcopy(module.generation_config)
+    targets = dict(twin.named_modules())
+    for path, source in module.named_modules():
+        if path not in targets:
+            raise ModelError(f"the second skeleton of {type(module).__name__} has no submodule {path!r}")
+        target = targets[path]
+        for own, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
+            own.clear()
+            own.update(theirs)
+        target._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
+    left = [name for name, p in twin.named_parameters() if p.is_meta]
+    if left:
+        raise ModelError(
+            f"the second skeleton of {type(module).__name__} has Parameters of its own: {left[:5]}"
+        )
+    return twin.eval()
+
+
+def attention_implementation(kernel: str) -> str:
+    """The name of `kernel` in transformers' AttentionInterface, registered there if it is one of ours."""
+    from lockstep import attention  # lazy: `lockstep plan` and `doctor` need no kernels
+
+    attention.register()
+    return attention.implementation(kernel)
+
+
+def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
+    """The folder that holds the files of a bundled, local or hub model; downloads or converts it first if need be.
+
+    Args:
+        local_only: never use the network.
+
+    Raises:
+        ModelError: there is no such folder or hub model, or the hub cannot be reached.
+    """
+    if config.name.startswith("bundled:"):
+        return bundled.bundled_folder(config.name.removeprefix("bundled:"))
+    path = Path(config.name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or config.name.startswith((".", "~")) or config.name.count("/") > 1:
+        raise ModelError(f"model.name = {config.name!r} is not a folder; set a folder that holds config.json")
+    return _hub_folder(config, local_only=local_only)
+
+
+def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
+    """The transformers config of a model folder, unchanged.
+
+    Raises:
+        ModelError: there is none, it is damaged, or it needs code that model.trust_remote_code does not allow.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model.name = {config.name!r}: {folder} holds no config.json; it is not a model folder"
+        )
+    try:
+        return AutoConfig.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
+    except (ValueError, OSError, KeyError) as error:
+        hint = (
+            "; set model.trust_remote_code = true to run the code that comes with it"
+            if "trust_remote_code" in str(error)
+            else ""
+        )
+        raise ModelError(f"model.name = {config.name!r}: cannot read its config ({error}){hint}") from error
+
+
+def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
+    """Cut a config down to its first `num_layers` layers, per-layer lists (such as layer_types) included.
+
+    Raises:
+        ModelError: the model has fewer layers.
+    """
+    text = hf_config.get_text_config()
+    total = text.num_hidden_layers
+    if num_layers > total:
+        raise ModelError(
+            f"model.num_layers = {num_layers}, but the model has {total} layers; set at most {total}"
+        )
+    for key, value in list(vars(text).items()):
+        if "layer" in key and isinstance(value, list | tuple) and len(value) == total:
+            setattr(text, key, value[:num_layers])
+    text.num_hidden_layers = num_layers
+
+
+def _prepared(hf_config: PretrainedConfig, config: ModelConfig) -> PretrainedConfig:
+    from lockstep.models.architectures import check_architecture
+
+    check_architecture(hf_config)
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model.name = {config.name!r} has quantised weights, which cannot be trained; use the model it was made from"
+        )
+    if config.num_layers is not None:
+        keep_layers(hf_config, config.num_layers)
+    return hf_config
+
+
+def _read_module(
+    folder: Path, hf_config: PretrainedConfig, config: ModelConfig, *, dtype: torch.dtype, implementation: str
+) -> nn.Module:
+    """The module with real weights; every weight must come from the files."""
+    try:
+        with quiet_transformers():
+            module, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=implementation,
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except OSError as error:
+        raise ModelError(
+            f"model.name = {config.name!r}: {folder} holds no readable safetensors weights ({error}); pickled weights "
+            "are not read, convert them with save_pretrained(safe_serialization=True)"
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ModelError(
+            f"model.name = {config.name!r}: a weight file in {folder} is damaged ({error}); fetch it again"
+        ) from error
+    wrong: dict[str, Any] = {
+        k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]
+    }
+    if wrong:
+        raise ModelError(
+            f"model.name = {config.name!r}: the weight files do not fit the config: "
+            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items())
+        )
+    if info["unexpected_keys"] and config.num_layers is None:
+        log.warning(
+            "%s: weights that the architecture does not use: %s", folder, sorted(info["unexpected_keys"])[:5]
+        )
+    return module
+
+
+def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*_HUB_FILES, *(["*.py"] if config.trust_remote_code else [])]
+    at = f"{config.name!r}" + (f" at revision {config.revision!r}" if config.revision else "")
+    try:
+        return Path(
+            snapshot_download(
+                config.name,
+                revision=config.revision,
+                allow_patterns=patterns,
+                ignore_patterns=_HUB_IGNORED,
+                local_files_only=local_only,
+            )
+        )
+    except HFValidationError as error:
+        raise ModelError(
+            f"model.name = {at} is neither a folder nor a possible hub name ({error}); set a folder, OWNER/NAME, "
+            "bundled:smollm2-135m or shape:NAME"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model.name = {at} is no folder and not in the local hub cache, and the hub cannot be asked ({error}). "
+            "Fix: check the name; fetch it where there is a network (`hf download`) and set model.name to that "
+            "folder; or use bundled:smollm2-135m, which needs no network"
+        ) from error
+    except HfHubHTTPError as error:
+        raise ModelError(
+            f"model.name = {at}: the hub refused ({error}). Fix: check name and revision; for a gated model accept its "
+            "licence on the hub and set HF_TOKEN"
+        ) from error
+
+
+def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    with quiet_transformers():
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code, local_files_only=True
+        )
+
+
+def _eos_token_ids(module: nn.Module, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    text = module.config.get_text_config()
+    sources = (
+        getattr(module.generation_config, "eos_token_id", None),
+        getattr(text, "eos_token_id", None),
+        tokenizer.eos_token_id if tokenizer is not None else None,
+    )
+    ids: set[int] = set()
+    for source in sources:
+        ids.update([source] if isinstance(source, int) else source or [])
+    return tuple(sorted(ids))
+
+
+def _pad_token_id(hf_config: PretrainedConfig, tokenizer: Tokenizer | None, eos: tuple[int, ...]) -> int:
+    text = hf_config.get_text_config()
+    candidates = (
+        tokenizer.pad_token_id if tokenizer is not None else None,
+        getattr(text, "pad_token_id", None),
+        *eos[:1],
+    )
+    return next((i for i in candidates if i is not None and 0 <= i < text.vocab_size), 0)
