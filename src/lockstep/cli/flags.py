@@ -1,0 +1,187 @@
+"""Every setting of a run as a command-line flag: a tyro view of the pydantic models.
+
+tyro reads flags into plain nested dicts (TypedDicts made from the models), whose defaults are the loaded run's.
+What was given goes back through `lockstep.config.load`, so that flags and files are checked by the same code and
+fail in the same words. A table that is off (None), such as model.lora, comes into being with its first flag.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypedDict, Union, cast, get_args, get_origin, get_type_hints
+
+import tyro
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lockstep.config.load import to_values
+from lockstep.config.problems import model_of
+from lockstep.config.run import RunConfig
+from lockstep.config.toml import toml_value
+from lockstep.errors import ConfigError
+
+PAIRS = "KEY=VALUE"
+
+
+def parse_flags(
+    run: RunConfig, argv: Sequence[str], *, general: type, prog: str, description: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the flags say: (values of `general`, dotted overrides of `run`).
+
+    Args:
+        run: its values are the defaults that --help shows.
+        general: a TypedDict of the flags that are not settings of the run (--json, ...).
+
+    Raises:
+        SystemExit: 0 after --help; 2 after telling about an unknown flag or a value of the wrong type.
+        ConfigError: for a value that does not parse as KEY=VALUE or as a reward.
+    """
+    fields, defaults = _view(type(run), run)
+    own = get_type_hints(general, include_extras=True)
+    view = _typed_dict("Run", own | fields, description)
+    given = tyro.cli(view, args=list(argv), default=_unset(own) | defaults, prog=prog)
+    values = cast(dict[str, Any], given)
+    overrides = _overrides(values, defaults, type(run), saved=to_values(run))
+    return {name: values[name] for name in own}, overrides
+
+
+def _unset(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: False if get_args(annotation)[0] is bool else None for name, annotation in own.items()}
+
+
+def _typed_dict(name: str, fields: dict[str, Any], doc: str) -> Any:
+    view = TypedDict(name, fields, total=False)  # type: ignore[misc, operator]
+    view.__doc__ = doc
+    return view
+
+
+def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(annotations, defaults) of the TypedDict for `model`; a None `value` has only hints of them."""
+    fields: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if name == "kind":
+            continue
+        nested, many = model_of(field.annotation)
+        current = None if value is None else getattr(value, name)
+        if nested is not None and not many:
+            annotations, inner = _view(nested, current)
+            off = "" if current is not None else " Off; any of these flags turns it on."
+            fields[name] = _typed_dict(nested.__name__, annotations, _summary(nested) + off)
+            defaults[name] = inner
+            continue
+        kind, default = _leaf(field, current, many=many)
+        hint = (
+            None
+            if value is not None
+            else f"(off; then {_text(field.get_default(call_default_factory=True))})"
+        )
+        if isinstance(current, dict) or many:
+            hint = f"(default: {_text(current)})"
+        metavar = PAIRS if _is_dict(field) else "NAME[=WEIGHT]" if many else None
+        fields[name] = Annotated[
+            kind,  # type: ignore[valid-type]
+            tyro.conf.arg(help=_help(field, many=many), help_behavior_hint=hint, metavar=metavar),
+        ]
+        if value is not None:
+            defaults[name] = default
+    return fields, defaults
+
+
+def _leaf(field: FieldInfo, current: Any, *, many: bool) -> tuple[Any, Any]:
+    """What tyro reads a setting as, and its default. Tables and rewards are read as words: `_overrides`."""
+    if _is_dict(field) or many:
+        return tuple[str, ...], ()
+    return _plain(field.annotation), current
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation without pydantic's constraints, which are checked later, all at once."""
+    if get_origin(annotation) is Annotated:
+        return _plain(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return Union[tuple(_plain(a) for a in get_args(annotation))]  # noqa: UP007
+    return annotation
+
+
+def _is_dict(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is dict
+
+
+def _help(field: FieldInfo, *, many: bool) -> str:
+    text = inspect.cleandoc(field.description or "").replace("\n", " ")
+    if _is_dict(field):
+        return f"{text} Added to what is there.".strip()
+    if many:
+        return f"{text} Replaces the list; each is NAME, NAME=WEIGHT or a TOML table in quotes.".strip()
+    return text
+
+
+def _summary(model: type[BaseModel]) -> str:
+    return inspect.cleandoc(model.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        return " ".join(getattr(v, "name", repr(v)) for v in value)
+    if isinstance(value, Mapping):
+        return " ".join(f"{k}={toml_value(v)}" for k, v in value.items()) or "empty"
+    return "None" if value is None else str(value)
+
+
+def _overrides(
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    model: type[BaseModel],
+    *,
+    saved: Mapping[str, Any],
+    prefix: str = "",
+) -> dict[str, Any]:
+    """Dotted overrides for the flags whose value is not the default."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if name not in given:
+            continue
+        value, path = given[name], f"{prefix}{name}"
+        nested, many = model_of(field.annotation)
+        if nested is not None and not many:
+            table = saved.get(name, {})
+            inner = defaults.get(name, {})
+            found |= _overrides(value, inner, nested, saved=table, prefix=f"{path}.")
+        elif _is_dict(field):
+            if value:
+                found[path] = dict(saved.get(name, {})) | dict(_pair(word, path) for word in value)
+        elif many:
+            if value:
+                found[path] = [_item(word, path) for word in value]
+        elif name not in defaults or value != defaults[name]:
+            found[path] = value
+    return found
+
+
+def _pair(word: str, path: str) -> tuple[str, Any]:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--{path} {word!r}: expected {PAIRS}, such as --{path} min_terms=2")
+    return key, _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    """A TOML value, or the text itself: a bare word needs no quotes on a command line."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _item(word: str, path: str) -> dict[str, Any]:
+    if word.lstrip().startswith("{"):
+        try:
+            return cast(dict[str, Any], tomllib.loads(f"value = {word}")["value"])
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"--{path} {word!r}: not a TOML table: {error}") from error
+    name, equals, weight = word.partition("=")
+    return {"name": name} | ({"weight": _scalar(weight)} if equals else {})

@@ -1,0 +1,72 @@
+"""`lockstep COMMAND ...`: picks the command's module, and turns errors into one message and an exit status.
+
+Exit status: 0 when what was asked for holds, 1 when it does not or the run failed, 2 for a wrong setting or
+argument, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lockstep import __version__
+from lockstep.errors import ConfigError, LockstepError, unknown_name
+
+COMMANDS = {
+    "train": "train a policy: lockstep train grpo --recipe demo",
+    "sample": "print completions of a run's checkpoint",
+    "chat": "talk to a run's checkpoint",
+    "plan": "parameters, memory and micro-batches of a run, before anything starts",
+    "doctor": "what this machine can run, and the settings that usually bite",
+    "support": "the table of what may be combined, and where it is tested",
+}
+"""Command -> one line of help; the module is lockstep.cli.COMMAND, with main(argv) -> exit status."""
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"lockstep {__version__}")
+        return 0
+    command, *rest = arguments
+    try:
+        if command not in COMMANDS:
+            raise ConfigError(unknown_name("command", command, COMMANDS))
+        module = importlib.import_module(f"lockstep.cli.{command}")
+        return int(module.main(rest))
+    except LockstepError as error:
+        sys.stdout.flush()
+        print(f"lockstep {command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        print(f"lockstep {command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone: nothing more can be said, and Python must not try at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def usage() -> str:
+    """The text of `lockstep --help`."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    return (
+        "usage: lockstep COMMAND [OPTIONS]\n\n"
+        "RL post-training whose parts are interchangeable and proven to agree.\n\n"
+        f"commands:\n{commands}\n\n"
+        "lockstep COMMAND --help lists a command's options."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""`lockstep train`: start or resume a run.
+
+lockstep train grpo --recipe demo --train.lr 1e-6
+lockstep train sft --data.source conversations.jsonl
+lockstep train run.toml
+lockstep train --resume runs/demo-20260101-120000
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import tyro
+
+from lockstep.cli.flags import parse_flags
+from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
+from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.errors import ConfigError
+
+USAGE = """usage: lockstep train grpo|sft [--recipe NAME] [OPTIONS]
+       lockstep train RUN.toml [OPTIONS]
+       lockstep train --recipe NAME [OPTIONS]
+       lockstep train --resume RUN_DIR [--checkpoint STEP] [OPTIONS]
+
+Recipes: {recipes}
+Every setting is a flag as well: `lockstep train grpo --help` lists them, with the values they have
+(also after a recipe, a file or --resume). `--print-config` prints the resolved TOML and starts nothing."""
+
+
+class General(TypedDict):
+    """Flags of `lockstep train` that are not settings of the run."""
+
+    recipe: Annotated[str | None, tyro.conf.arg(help="Start from this recipe.", metavar="NAME")]
+    resume: Annotated[
+        Path | None, tyro.conf.arg(help="Go on with the run in this folder.", metavar="RUN_DIR")
+    ]
+    checkpoint_step: Annotated[
+        int | None,
+        tyro.conf.arg(
+            name="checkpoint", help="With --resume: the step to go back to; None: the last.", metavar="STEP"
+        ),
+    ]
+    json: Annotated[Path | None, tyro.conf.arg(help="Write the run's summary to this file.", metavar="FILE")]
+    print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved config and start nothing.")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """What a command line asks for."""
+
+    run: RunConfig
+    resume: Path | None
+    checkpoint: int | None
+    json: Path | None
+    print_config: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0 when the run reached its last step."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE.format(recipes=", ".join(recipes()) or "none"))
+        return 0 if argv else 2
+    command = parse(argv)
+    if command.print_config:
+        print(dump_toml(command.run), end="")
+        return 0
+    summary = start(command)
+    if command.json is not None:
+        command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    print(verdict(summary))
+    return 0 if summary.get("outcome") == "finished" else 1
+
+
+def parse(argv: Sequence[str]) -> TrainCommand:
+    """Check a command line down to the last setting; loads no torch.
+
+    Raises:
+        ConfigError: for everything that cannot be right.
+    """
+    source, flags = (None, list(argv)) if argv[0].startswith("-") else (argv[0], list(argv[1:]))
+    early = _early(flags)
+    run = _base_run(source, early)
+    values, overrides = parse_flags(
+        run,
+        flags,
+        general=General,
+        prog=f"lockstep train {source or run.kind}",
+        description=f"Train with {run.kind}. Defaults are those of {_origin(source, early)}.",
+    )
+    if early.resume is not None:
+        run = load_resumed(early.resume, overrides)
+    else:
+        run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
+    return TrainCommand(
+        run=run,
+        resume=early.resume,
+        checkpoint=early.checkpoint,
+        json=values["json"],
+        print_config=bool(values["print_config"]),
+    )
+
+
+def start(command: TrainCommand) -> Mapping[str, Any]:
+    """Run it; the run's summary."""
+    if isinstance(command.run, GRPORun):
+        from lockstep.loop.online import train_online
+
+        return train_online(command.run, resume=command.resume, checkpoint=command.checkpoint)
+    from lockstep.loop.offline import train_offline
+
+    assert isinstance(command.run, SFTRun)
+    return train_offline(command.run, resume=command.resume, checkpoint=command.checkpoint)
+
+
+def verdict(summary: Mapping[str, Any]) -> str:
+    """The last line: outcome, steps, wall time, held-out result, where everything is."""
+    parts = [f"{summary.get('outcome', 'ended')}"]
+    if "steps" in summary:
+        parts.append(f"{summary['steps']} steps")
+    if "wall_seconds" in summary:
+        parts.append(f"{summary['wall_seconds']:.0f} s")
+    before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
+    for key in ("strict_accuracy", "lenient_accuracy", "mean_reward", "loss"):
+        if after.get(key) is not None:
+            old = f"{before[key]:.3f} -> " if before.get(key) is not None else ""
+            parts.append(f"{key.replace('_', ' ')} {old}{after[key]:.3f}")
+    if "run_dir" in summary:
+        parts.append(str(summary["run_dir"]))
+    return "train: " + ", ".join(parts)
+
+
+def _early(flags: Sequence[str]) -> argparse.Namespace:
+    """The flags that decide which defaults the others have."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe")
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--checkpoint", type=int)
+    return parser.parse_known_args(flags)[0]
+
+
+def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
+    if early.resume is not None:
+        if source is not None or early.recipe is not None:
+            raise ConfigError(
+                "--resume takes its config from the run's folder; leave the recipe, file or kind out"
+            )
+        return load_resumed(early.resume)
+    if early.checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint {early.checkpoint} says where to go on from; it needs --resume RUN_DIR"
+        )
+    if source in RUN_KINDS:
+        return load_run(early.recipe, kind=source)
+    if source is not None and early.recipe is not None:
+        raise ConfigError(f"{source!r} and --recipe {early.recipe} both name a config; give one of them")
+    if source is None and early.recipe is None:
+        raise ConfigError("nothing to train: name grpo, sft, a TOML file, --recipe NAME or --resume RUN_DIR")
+    return load_run(source or early.recipe)
+
+
+def _origin(source: str | None, early: argparse.Namespace) -> str:
+    if early.resume is not None:
+        return f"--resume {early.resume}"
+    return " ".join(word for word in (source, early.recipe and f"--recipe {early.recipe}") if word)

@@ -1,0 +1,222 @@
+"""From TOML, a recipe's name and overrides to a checked run, and back to TOML.
+
+Every problem of a file is reported at once, by its dotted path, before any model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from lockstep.config.problems import explain, model_of, unknown_keys
+from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.toml import TomlError, to_toml
+from lockstep.errors import ConfigError, unknown_name
+
+RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "sft": SFTRun}
+
+RESUMABLE = ("steps", "log", "checkpoint", "eval", "eval_every")
+"""What may differ when a run is resumed: none of it changes what one step computes."""
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that come with Lockstep: name -> TOML file."""
+    folder = resources.files("lockstep") / "recipes"
+    with resources.as_file(folder) as path:
+        return {file.stem: file for file in sorted(path.glob("*.toml"))}
+
+
+def load_run(
+    source: str | Path | None = None, *, kind: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """A checked run.
+
+    Args:
+        source: a TOML file, or a recipe's name; None: the defaults of `kind`.
+        kind: "grpo" or "sft"; None: what the file says. A file that says another kind is refused.
+        overrides: dotted path -> value, such as {"train.lr": 1e-6}; applied to the file before it is checked.
+
+    Raises:
+        ConfigError: naming every unknown key, wrong type and impossible combination.
+
+    Example:
+        >>> load_run(kind="grpo", overrides={"train.lr": 1e-6}).train.lr
+        1e-06
+    """
+    if source is None:
+        values: dict[str, Any] = {"kind": kind}
+        origin = f"{kind} run"
+    else:
+        path = find(source)
+        values, origin = read_toml(path), str(source)
+        if kind is not None and values.setdefault("kind", kind) != kind:
+            raise ConfigError(
+                f"{origin}: kind = {values['kind']!r}, but {kind!r} was asked for; "
+                f"run `lockstep train {values['kind']}` with it, or leave the kind out"
+            )
+    return build(merge(values, overrides or {}), origin=origin)
+
+
+def override(run: RunConfig, overrides: Mapping[str, Any], *, origin: str = "overrides") -> RunConfig:
+    """The same run with other settings, checked again. Keys are dotted paths; `origin` begins an error.
+
+    Raises:
+        ConfigError: as `load_run`.
+    """
+    return build(merge(to_values(run), overrides), origin=origin)
+
+
+def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """The config of an existing run, to go on with it. `run_dir` of the result is the folder given.
+
+    Raises:
+        ConfigError: when the folder holds no run, or when an override would change what a step computes
+            (everything outside RESUMABLE), naming each difference.
+    """
+    folder = Path(run_dir)
+    file = folder / "config.toml"
+    if not file.is_file():
+        raise ConfigError(
+            f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run"
+        )
+    saved = build(read_toml(file), origin=str(file))
+    changed = override(saved, overrides or {})
+    differences = list(_differences(to_values(saved), to_values(changed)))
+    refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE]
+    if any(d[0] == "steps" for d in differences) and saved.train.schedule != "constant":
+        refused += [d for d in differences if d[0] == "steps"]
+    if refused:
+        lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
+        raise ConfigError(
+            f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, and "
+            "steps only under train.schedule = 'constant': a decay ends at the last step); start a new run instead:\n"
+            + "\n".join(lines)
+        )
+    return override(changed, {"run_dir": str(folder)})
+
+
+def find(source: str | Path) -> Path:
+    """The file behind a path or a recipe's name."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    known = recipes()
+    if isinstance(source, str) and source in known:
+        return known[source]
+    if path.suffix == ".toml" or len(path.parts) > 1:
+        raise ConfigError(f"no such file: {str(source)!r} (looked from {os.getcwd()!r})")
+    raise ConfigError(
+        unknown_name("recipe", str(source), known)
+        + "; a path to a TOML file, such as ./run.toml, works as well"
+    )
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, unchecked."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+
+
+def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
+    """Check nested plain values and freeze them into the run that `values["kind"]` names.
+
+    Raises:
+        ConfigError: with all problems, each by its dotted path.
+    """
+    kind = values.get("kind")
+    if not isinstance(kind, str) or kind not in RUN_KINDS:
+        what = "kind is missing" if kind is None else unknown_name("kind", str(kind), RUN_KINDS)
+        raise ConfigError(f"{origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top")
+    model = RUN_KINDS[kind]
+    problems, known = unknown_keys(values, model)
+    run = None
+    try:
+        # JSON mode is the only strict one that takes a list for a tuple and a string for a path.
+        run = model.model_validate_json(json.dumps(known, default=_not_json), strict=True)
+    except ValidationError as error:
+        problems += explain(error, model)
+    if problems or run is None:
+        count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        raise ConfigError(f"{origin}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+    return run
+
+
+def to_values(run: RunConfig) -> dict[str, Any]:
+    """Nested plain values of a run (None left out), as TOML and `build` take them."""
+    return run.model_dump(mode="json", exclude_none=True)
+
+
+def dump_toml(run: RunConfig) -> str:
+    """TOML with every setting of the run; `load_run` of it gives an equal run.
+
+    Raises:
+        ConfigError: when a free-form table (data.task, ...) holds what TOML has no value for.
+    """
+    values = to_values(run)
+    ordered = {"kind": values.pop("kind")} | values
+    try:
+        return to_toml(ordered, inline=_free_tables(type(run)))
+    except TomlError as error:
+        raise ConfigError(str(error)) from error
+
+
+def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `values` with dotted `overrides` set; None removes a setting."""
+    result = json.loads(json.dumps(values, default=_not_json))
+    for path, value in overrides.items():
+        *sections, key = path.split(".")
+        table = result
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{path} = {_show(value)}: {section!r} is not a table of settings")
+        if value is None:
+            table.pop(key, None)
+        else:
+            table[key] = json.loads(json.dumps(value, default=_not_json))
+    checked: dict[str, Any] = result
+    return checked
+
+
+def _free_tables(model: type[BaseModel], prefix: str = "") -> frozenset[str]:
+    """Dotted paths of fields that are plain dicts: their keys are the user's, so they are written inline."""
+    found: set[str] = set()
+    for name, field in model.model_fields.items():
+        nested, many = model_of(field.annotation)
+        if nested is not None and not many:
+            found |= _free_tables(nested, f"{prefix}{name}.")
+        elif get_origin(field.annotation) is dict:
+            found.add(prefix + name)
+    return frozenset(found)
+
+
+def _differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys([*old, *new]):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield f"{prefix}{key}", a, b
+
+
+def _not_json(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_none=True)
+    raise ConfigError(f"{value!r} is a {type(value).__name__}, which no setting takes")
+
+
+def _show(value: Any) -> str:
+    return "nothing" if value is None else repr(value)

@@ -1,0 +1,171 @@
+"""What is wrong with a config, in words: one line per problem, each with its dotted path and a way out."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table {key = value}",
+    "path_type": "a path as a string",
+    "model_type": "a table of settings",
+    "model_attributes_type": "a table of settings",
+}
+
+
+def unknown_keys(values: Mapping[str, Any], model: type[BaseModel]) -> tuple[list[str], dict[str, Any]]:
+    """Problems of keys that `model` has no field for, and `values` without them."""
+    sections = dict(_sections(model))
+    problems: list[str] = []
+    return problems, _prune(values, model, path=(), sections=sections, problems=problems)
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line per place that pydantic complains about."""
+    by_path: dict[str, list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        path = ".".join(_path(detail["loc"], model))
+        by_path.setdefault(path, []).append(detail)
+    return [_line(path, details) for path, details in by_path.items()]
+
+
+def _line(path: str, details: list[Any]) -> str:
+    first = details[0]
+    if first["type"] in ("value_error", "assertion_error"):
+        text = str(first["ctx"]["error"])
+        return f"{path}: {text}" if path else text
+    if first["type"] == "missing":
+        return f"{path}: is required; set it"
+    given = first["input"]
+    expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+    return f"{path} = {given!r}: expected {expected}, got {_kind(given)}"
+
+
+def _expected(detail: Any) -> str:
+    if detail["type"] in EXPECTED:
+        return EXPECTED[detail["type"]]
+    if detail["type"] == "literal_error":
+        expected = str(detail["ctx"]["expected"])
+        near = difflib.get_close_matches(str(detail["input"]), re.findall(r"'([^']*)'", expected), n=1)
+        return f"one of {expected}" + (f" (did you mean {near[0]!r}?)" if near else "")
+    text = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Input should ")
+    return text
+
+
+def _kind(value: Any) -> str:
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a float",
+        str: "a string",
+        list: "a list",
+        dict: "a table",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _prune(
+    values: Mapping[str, Any],
+    model: type[BaseModel],
+    *,
+    path: tuple[str, ...],
+    sections: Mapping[str, type[BaseModel]],
+    problems: list[str],
+) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in model.model_fields:
+            problems.append(_unknown(key, value, model, path=path, sections=sections))
+            continue
+        nested, many = model_of(model.model_fields[key].annotation)
+        here = (*path, key)
+        if nested is not None and many and isinstance(value, list):
+            known[key] = [
+                _prune(v, nested, path=(*path, f"{key}[{i}]"), sections=sections, problems=problems)
+                if isinstance(v, Mapping)
+                else v
+                for i, v in enumerate(value)
+            ]
+        elif nested is not None and isinstance(value, Mapping):
+            known[key] = _prune(value, nested, path=here, sections=sections, problems=problems)
+        else:
+            known[key] = value
+    return known
+
+
+def _unknown(
+    key: str,
+    value: Any,
+    model: type[BaseModel],
+    *,
+    path: tuple[str, ...],
+    sections: Mapping[str, type[BaseModel]],
+) -> str:
+    here = ".".join((*path, key))
+    shown = "" if isinstance(value, Mapping) else f" = {value!r}"
+    elsewhere = [
+        f"{section}.{key}".lstrip(".") for section, other in sections.items() if key in other.model_fields
+    ]
+    if elsewhere:
+        return f"{here}{shown}: unknown key here; {key} belongs to {' or '.join(elsewhere)}"
+    near = [".".join((*path, name)) for name in difflib.get_close_matches(key, model.model_fields, n=3)]
+    if not near:
+        everywhere = {
+            f"{section}.{name}".lstrip("."): name
+            for section, other in sections.items()
+            for name in other.model_fields
+        }
+        close = set(difflib.get_close_matches(key, everywhere.values(), n=3, cutoff=0.7))
+        near = [dotted for dotted, name in everywhere.items() if name in close]
+    if near:
+        return f"{here}{shown}: unknown key; did you mean {' or '.join(near)}?"
+    return f"{here}{shown}: unknown key; known here: {', '.join(sorted(model.model_fields))}"
+
+
+def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every table of settings by its dotted path, the run itself as ''."""
+    yield prefix, model
+    for name, field in model.model_fields.items():
+        nested, many = model_of(field.annotation)
+        if nested is not None:
+            yield from _sections(nested, f"{prefix}.{name}".lstrip(".") + ("[]" if many else ""))
+
+
+def model_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The config model inside `Model`, `Model | None` or `tuple[Model, ...]`, and whether it may be many."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, False
+    if get_origin(annotation) in (Union, types.UnionType, tuple, list):
+        many = get_origin(annotation) in (tuple, list)
+        for argument in get_args(annotation):
+            model, nested_many = model_of(argument)
+            if model is not None:
+                return model, many or nested_many
+    return None, False
+
+
+def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """The user's path in pydantic's, which also names the branch of a union or a literal that it tried."""
+    path: list[str] = []
+    current: type[BaseModel] | None = model
+    for part in loc:
+        if isinstance(part, int) and path:
+            path[-1] += f"[{part}]"
+        elif current is not None and part in current.model_fields:
+            path.append(str(part))
+            current, _ = model_of(current.model_fields[str(part)].annotation)
+        elif current is None:
+            break
+    return path

@@ -1,0 +1,262 @@
+"""What a run shows while it works: live in a terminal, one plain line per step elsewhere.
+
+A thread redraws (or, in plain mode, reports a slow phase), so that a phase of minutes still ticks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Mode = Literal["auto", "live", "plain", "off"]
+
+COMPILED_SPANS = frozenset({"logprobs", "forward", "backward", "forward_backward"})
+"""What a compiled execution mode compiles when it runs for the first time."""
+
+SLOW_SECONDS = 30.0
+"""Plain mode reports a phase that has run this long, and again each time as much has passed."""
+
+
+@dataclass
+class Status:
+    """What a display knows. The loop's thread writes, the drawing one reads: fields are replaced whole."""
+
+    title: str
+    total_steps: int
+    compiled: bool
+    first_step: int = 0
+    step: int = 0
+    phase: str = "starting"
+    phase_since: float = 0.0
+    started: float = 0.0
+    progress: tuple[int, int] | None = None
+    seen: frozenset[str] = frozenset()
+    durations: tuple[float, ...] = ()
+    shown: Mapping[str, float] = field(default_factory=dict)
+
+    def activity(self, now: float) -> str:
+        """Such as "generate 12 s, 40/64 completions" or "compiling, 14 s"."""
+        seconds = f"{max(0.0, now - self.phase_since):.0f} s"
+        if self.compiled and self.phase in COMPILED_SPANS and self.phase not in self.seen:
+            return f"compiling, {seconds} ({self.phase})"
+        if self.progress is None:
+            return f"{self.phase} {seconds}"
+        return f"{self.phase} {seconds}, {self.progress[0]}/{self.progress[1]} completions"
+
+    def eta_seconds(self) -> float | None:
+        """Seconds to the end at the median pace of recent steps but the first, which warms up; None: unknown."""
+        recent = sorted(self.durations[1:][-20:] or self.durations)
+        if not recent:
+            return None
+        return recent[len(recent) // 2] * (self.total_steps - self.step)
+
+
+class _View(Protocol):
+    def start(self) -> None: ...
+    def tick(self) -> None: ...
+    def line(self, text: str) -> None: ...
+    def step(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Display:
+    """A context manager around a run. Errors pass through it; leaving restores the terminal, also on Ctrl-C.
+
+    Args:
+        mode: auto is live in a terminal and plain elsewhere.
+        compiled: the execution mode compiles, so the first forward or backward is shown as "compiling".
+        stream: where plain lines go and what auto looks at; None: stdout.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        total_steps: int,
+        mode: Mode = "auto",
+        compiled: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        out = stream if stream is not None else sys.stdout
+        if mode == "auto":
+            mode = "live" if out.isatty() else "plain"
+        self.mode = mode
+        self.status = Status(title=title, total_steps=total_steps, compiled=compiled)
+        views: dict[str, Callable[[], _View]] = {
+            "live": lambda: _LiveView(self.status, out),
+            "plain": lambda: _PlainView(self.status, out),
+            "off": _NoView,
+        }
+        self._view = views[mode]()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Display:
+        now = time.monotonic()
+        self.status.started = self.status.phase_since = now
+        self._view.start()
+        if self.mode != "off":
+            self._thread = threading.Thread(target=self._ticks, name="display", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        try:
+            if self._thread is not None:
+                self._thread.join()
+        finally:
+            self._view.stop()
+
+    def begin(self, step: int) -> None:
+        """Steps before `step` are done: the first of a resumed run, or the next one."""
+        if not self.status.durations:
+            self.status.first_step = step
+        self.status.step = step
+
+    def phase(self, spans: tuple[str, ...]) -> None:
+        """The open spans, outermost first: pass this as `Spans(on_change=display.phase)`."""
+        name = spans[-1] if spans else "loop"
+        if name != self.status.phase:
+            if self.status.phase in COMPILED_SPANS:
+                self.status.seen = self.status.seen | {self.status.phase}
+            self.status.progress = None
+            self.status.phase_since = time.monotonic()
+            self.status.phase = name
+
+    def progress(self, done: int, total: int) -> None:
+        """Completions finished in the current generation."""
+        self.status.progress = (done, total)
+
+    def step(self, step: int, metrics: Mapping[str, float], *, seconds: float) -> None:
+        """Step `step` (0-based) is done: what it gave and how long it took."""
+        self.status.durations = (*self.status.durations[-50:], seconds)
+        self.status.shown = dict(metrics)
+        self.status.step = step + 1
+        self._view.step(step_line(self.status, seconds))
+
+    def note(self, text: str) -> None:
+        """A line of its own above the display: an evaluation, a sample, where a checkpoint went."""
+        self._view.line(text)
+
+    def _ticks(self) -> None:
+        while not self._stop.wait(0.25):
+            self._view.tick()
+
+
+SHOWN = {
+    "reward/mean": "reward {:.3f}",
+    "loss": "loss {:.4f}",
+    "rollout/completion_tokens_mean": "length {:.0f}",
+    "grad_norm": "grad {:.3g}",
+    "throughput/tokens_per_second": "{:,.0f} tok/s",
+}
+"""What a step's line says, in this order, of the metrics that a step has."""
+
+
+def step_line(status: Status, seconds: float) -> str:
+    """Such as "step 12/100  reward 0.412  length 31  grad 0.83  1,204 tok/s  9.8 s  ETA 14:22"."""
+    shown = [text.format(status.shown[name]) for name, text in SHOWN.items() if name in status.shown]
+    eta = status.eta_seconds()
+    ending = [f"{seconds:.1f} s"] + ([f"ETA {clock(eta)}"] if eta is not None and eta > 0 else [])
+    return "  ".join([f"step {status.step}/{status.total_steps}", *shown, *ending])
+
+
+def clock(seconds: float) -> str:
+    """Minutes:seconds, with hours when there are any."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+class _NoView:
+    def start(self) -> None: ...
+    def tick(self) -> None: ...
+    def line(self, text: str) -> None: ...
+    def step(self, text: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class _PlainView:
+    """Whole lines only: for log files, pipes and CI."""
+
+    def __init__(self, status: Status, stream: TextIO) -> None:
+        self._status = status
+        self._stream = stream
+        self._reported = 0.0
+        self._lock = threading.Lock()
+
+    def start(self) -> None: ...
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if now - max(self._status.phase_since, self._reported) >= SLOW_SECONDS:
+            self._reported = now
+            self.line(
+                f"step {self._status.step + 1}/{self._status.total_steps}  {self._status.activity(now)} ..."
+            )
+
+    def line(self, text: str) -> None:
+        with self._lock:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def step(self, text: str) -> None:
+        self.line(text)
+
+    def stop(self) -> None: ...
+
+
+class _LiveView:
+    """Redrawn in place with rich; what is printed meanwhile appears above."""
+
+    def __init__(self, status: Status, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._status = status
+        self._last = ""
+        self._console: Console = Console(file=stream, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._render)
+
+    def start(self) -> None:
+        self._live.start(refresh=True)
+
+    def tick(self) -> None:
+        self._live.refresh()
+
+    def line(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def step(self, text: str) -> None:
+        self._last = text
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        status, now = self._status, time.monotonic()
+        row = Table.grid(padding=(0, 1))
+        row.add_row(
+            Text(status.title, style="bold"),
+            ProgressBar(total=max(1, status.total_steps), completed=status.step, width=24),
+            Text(f"{status.step}/{status.total_steps}"),
+            Text(status.activity(now), style="cyan"),
+            Text(f"elapsed {clock(now - status.started)}", style="dim"),
+        )
+        return Group(row, Text(self._last)) if self._last else row

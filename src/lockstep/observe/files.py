@@ -1,0 +1,78 @@
+"""Files that are either whole or not there, and JSON without bare NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text`: a reader, also after a crash, sees the old file or the new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes a file that only its owner may read.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new files in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Atomically, indented, with `jsonable` values."""
+    write_atomic(path, json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n")
+
+
+def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One JSON object per line."""
+    return "".join(json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+
+
+def jsonable(value: Any) -> Any:
+    """Plain JSON values. NaN and infinities become strings that float() reads: "NaN", "Infinity", "-Infinity".
+
+    Raises:
+        TypeError: for what is neither plain, a path, nor a number-like scalar with `item()` (numpy, torch).
+    """
+    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [jsonable(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item"):
+        return jsonable(value.item())
+    raise TypeError(f"{value!r} ({type(value).__name__}) cannot be written as JSON")
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,166 @@
+"""The folder of one run.
+
+    config.toml      the resolved config
+    manifest.json    versions, resolved axes, data report, ...
+    metrics.jsonl    one object per step, and one per evaluation
+    summary.json     written at the end
+    rollouts/        step-000012.jsonl
+    checkpoints/     written by the loop, named by RunDir.checkpoint
+    logs/            tensorboard/, and whatever else is logged
+
+Steps count from 0. After `n` steps, steps 0 to n - 1 are done: a checkpoint named n holds the weights after n
+steps, an evaluation with "step": n is of those weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.observe.files import json_lines, write_atomic, write_json
+from lockstep.observe.lock import RunLock
+
+EVALUATION = "evaluation"
+"""The key that tells an evaluation's line in metrics.jsonl from a step's."""
+
+_STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
+_CHECKPOINT = re.compile(r"step-(\d+)")
+
+
+class RunDir:
+    """The open folder of a run, locked against other processes until `close` (or the end of a `with`)."""
+
+    def __init__(self, path: Path, lock: RunLock) -> None:
+        self.path = path
+        self._lock = lock
+        self.config = path / "config.toml"
+        self.manifest = path / "manifest.json"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.rollouts = path / "rollouts"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        for folder in (self.rollouts, self.checkpoints, self.logs):
+            folder.mkdir(exist_ok=True)
+
+    @classmethod
+    def create(cls, path: Path, *, config_toml: str, manifest: Mapping[str, Any]) -> RunDir:
+        """A new run in `path`, which must not hold one.
+
+        Raises:
+            ConfigError: `path` holds a run, or is a file, or another process is writing it.
+        """
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run_dir {str(path)!r} is a file; give a folder as --run-dir")
+        if (path / "config.toml").exists() or (path / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{str(path)!r} already holds a run; go on with it by `lockstep train --resume {path}`, or "
+                "give another --run-dir"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        run_dir = cls(path, RunLock(path / "lock"))
+        try:
+            if run_dir.config.exists():  # another process was first, and is done already
+                raise ConfigError(f"{str(path)!r} was just taken by another run; give another --run-dir")
+            write_json(run_dir.manifest, manifest)
+            write_atomic(run_dir.config, config_toml)
+        except BaseException:
+            run_dir.close()
+            raise
+        return run_dir
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run, to go on with; call `rewind` before writing.
+
+        Raises:
+            ConfigError: `path` holds no run, or another process is writing it.
+        """
+        if not (path / "config.toml").is_file():
+            raise ConfigError(
+                f"cannot resume {str(path)!r}: it holds no config.toml, so no run was started there"
+            )
+        return cls(path, RunLock(path / "lock"))
+
+    def rewind(self, steps_done: int) -> None:
+        """Forget what was written after the first `steps_done` steps, so that a resumed run writes it again.
+
+        Keeps lines of steps below `steps_done` and of evaluations up to it; drops a half-written last line.
+
+        Raises:
+            CheckpointError: a line in the middle of metrics.jsonl is not JSON.
+        """
+        if self.metrics.exists():
+            lines = read_lines(self.metrics)
+            kept = [line for line in lines if line["step"] < steps_done + (EVALUATION in line)]
+            write_atomic(self.metrics, json_lines(kept))
+        for file in self.rollouts.iterdir():
+            match = _STEP_FILE.fullmatch(file.name)
+            if match and int(match[1]) >= steps_done:
+                file.unlink()
+        self.summary.unlink(missing_ok=True)
+
+    def update_manifest(self, values: Mapping[str, Any]) -> None:
+        """Add or replace top-level keys of manifest.json."""
+        write_json(self.manifest, json.loads(self.manifest.read_text(encoding="utf-8")) | dict(values))
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """All rollouts of one step, whole or not at all."""
+        path = self.rollouts / f"step-{step:06d}.jsonl"
+        write_atomic(path, json_lines(rows))
+        return path
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """The run's last word."""
+        write_json(self.summary, values)
+
+    def checkpoint(self, steps_done: int) -> Path:
+        """Where the checkpoint after `steps_done` steps belongs."""
+        return self.checkpoints / f"step-{steps_done:06d}"
+
+    def list_checkpoints(self) -> list[int]:
+        """Steps of the checkpoints that are there, ascending."""
+        found = [
+            _CHECKPOINT.fullmatch(folder.name) for folder in self.checkpoints.iterdir() if folder.is_dir()
+        ]
+        return sorted(int(match[1]) for match in found if match)
+
+    def close(self) -> None:
+        """Let other processes write the run."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that a crash cut off is left out.
+
+    Raises:
+        CheckpointError: any other line is not a JSON object.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        last = number == len(lines)  # what follows the last newline: empty, or cut off
+        if last or not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CheckpointError(
+                f"{path}, line {number}: not JSON ({error}); the file was edited or damaged"
+            ) from error
+        if not isinstance(row, dict):
+            raise CheckpointError(
+                f"{path}, line {number}: a JSON object was expected, not {type(row).__name__}"
+            )
+        rows.append(row)
+    return rows
