@@ -1,0 +1,421 @@
+"""Logprob and entropy of labels under a linear language-model head, without a float32 `[R, V]`.
+
+With hidden states h, head weight W and bias b, a row's distribution over the vocabulary is softmax(x), where
+
+    z = h W^T + b                              in the dtype of h, as the model itself computes its logits
+    x = cap * tanh(s z / cap) / temperature    in float32; without a soft cap x = s z / temperature
+
+and logprob = x[label] - lse, entropy = lse - sum_v p_v x_v, with lse = log sum_v exp(x_v), p = exp(x - lse).
+Gradients:
+
+    d logprob / dx_v = [v = label] - p_v           d entropy / dx_v = p_v (lse - entropy - x_v)
+
+Only one chunk of rows has logits at a time. Shapes: R rows, r rows of one chunk, C hidden size, V vocabulary.
+A row whose label is negative (IGNORE_LABEL) has logprob 0, entropy 0 and no gradient, whatever its hidden
+state holds, NaN included. float64 inputs are computed in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.errors import TrainError
+
+ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
+"""(logprobs [r], entropy [r], rows) -> scalar; `rows` is where the chunk lies in the R rows."""
+
+_CHUNK_ELEMENTS = {"compiled": 2**29, "cuda": 2**27, "cpu": 2**25}
+"""Logits of one chunk. Compiled code holds them once, in the compute dtype; and large chunks keep the traffic
+of the float32 weight gradient, read and written once per chunk, small beside its matrix product."""
+_TILE_ELEMENTS = 2**18
+"""Eager on CPU: float32 elements worked on at a time, so that ten passes over them stay in a core's cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadOptions:
+    """How logits become logprobs.
+
+    Raises:
+        ValueError: for a negative temperature, or a softcap or chunk_rows that is not positive.
+    """
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 (greedy) counts as 1."""
+    softcap: float | None = None
+    """Gemma 2's final_logit_softcapping."""
+    logit_scale: float = 1.0
+    """Multiplies logits before the soft cap (Cohere's logit_scale; 1 / Granite's logits_scaling)."""
+    bias: Tensor | None = None
+    """[V]; gets a gradient if it requires one."""
+    chunk_rows: int | None = None
+    """Rows with logits at a time; None: by memory."""
+    compiled: bool = False
+    """Elementwise work through torch.compile, one graph per chunk shape: for static numbers of rows."""
+    entropy_grad: bool = False
+    """Whether the loss of `linear_logprob_loss` has an entropy term; `linear_logprobs` ignores it."""
+
+    @property
+    def scale(self) -> float:
+        """s / temperature of the module's docstring."""
+        return self.logit_scale / (self.temperature or 1.0)
+
+    @property
+    def cap(self) -> float | None:
+        """The soft cap after division by the temperature: x = cap tanh(scale z / cap)."""
+        return None if self.softcap is None else self.softcap / (self.temperature or 1.0)
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
+        if self.chunk_rows is not None and self.chunk_rows < 1:
+            raise ValueError(f"chunk_rows must be >= 1 or None, got {self.chunk_rows}")
+
+
+def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The slow reference: float32 copies of all logits, gradients by autograd.
+
+    Args:
+        logits: [R, V], any float dtype, before temperature.
+        labels: [R] int64; negative: logprob and entropy 0.
+
+    Returns:
+        logprobs [R] and entropy [R], nats, float32 (float64 for float64 logits).
+    """
+    valid = labels >= 0
+    wide = logits.to(_wide(logits.dtype)).masked_fill(~valid[:, None], 0.0)
+    logp = torch.log_softmax(wide / (temperature or 1.0), dim=-1)
+    logprobs = logp.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    entropy = -(logp.exp() * logp).sum(-1)
+    return torch.where(valid, logprobs, 0.0), torch.where(valid, entropy, 0.0)
+
+
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, head: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """Logprob and entropy of `labels`, differentiable in both; backward computes the logits again.
+
+    For losses whose coefficients need every row first, and under `no_grad` for logprobs alone.
+
+    Args:
+        hidden: [R, C].
+        weight: [V, C], same dtype; no gradient is made for it if it does not require one.
+        labels: [R] int64; negative: a row that counts for nothing.
+        head: how logits become logprobs.
+
+    Returns:
+        logprobs [R] and entropy [R], nats, float32 (float64 for float64 inputs).
+    """
+    both: tuple[Tensor, Tensor]
+    both = _LinearLogprobs.apply(hidden, weight, head.bias, labels, head)  # type: ignore[no-untyped-call]
+    return both
+
+
+def linear_logprob_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_loss: ChunkLoss, *, head: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss of the logprobs whose gradients are made in forward, so that every logit is computed once.
+
+    Args:
+        hidden: [R, C].
+        weight: [V, C], same dtype; no gradient is made for it if it does not require one.
+        labels: [R] int64; negative: a row that counts for nothing.
+        token_loss: called once per chunk, in order, with leaves that require grad (entropy: if
+            head.entropy_grad); the loss of a row must not depend on other rows. Gradients that it sends to
+            anything else are dropped.
+        head: how logits become logprobs.
+
+    Returns:
+        loss: scalar, the sum over chunks; its backward hands out the gradients, once.
+        logprobs [R], entropy [R]: nats, detached, float32 (float64 for float64 inputs).
+
+    Raises:
+        TrainError: when token_loss returns something that is not a scalar, and when backward runs twice.
+    """
+    chunks = _chunks(hidden.shape[0], weight, head)
+    grads = _HeadGrads(hidden, weight, head.bias, summed=len(chunks) > 1)
+    with torch.no_grad():
+        logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
+        entropy = torch.empty_like(logprobs)
+        total = logprobs.new_zeros(())
+        for rows in chunks:
+            chunk_hidden, logits = _chunk_logits(hidden, weight, labels, rows, head.bias)
+            logprobs[rows], entropy[rows], lse = _row_stats(logits, labels[rows], head)
+            loss, dlogprobs, dentropy = _loss_and_grads(token_loss, logprobs, entropy, rows, head)
+            total += loss
+            if grads.wanted:
+                figures = _RowFigures(lse, entropy[rows], dlogprobs, dentropy)
+                _row_dlogits_(logits, labels[rows], figures, head)
+                grads.add(logits, chunk_hidden, weight, rows)
+    if grads.wanted:
+        inputs = (hidden, weight, head.bias)
+        total = _WithGrads.apply(*inputs, total, grads.finish())  # type: ignore[no-untyped-call]
+    return total, logprobs, entropy
+
+
+def _loss_and_grads(
+    token_loss: ChunkLoss, logprobs: Tensor, entropy: Tensor, rows: slice, head: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss of a chunk, detached, with its gradients by logprobs [r] and, if asked for, entropy [r]."""
+    with torch.enable_grad():
+        leaves = [logprobs[rows].detach().requires_grad_(), entropy[rows].detach()]
+        if head.entropy_grad:
+            leaves[1].requires_grad_()
+        loss = token_loss(leaves[0], leaves[1], rows)
+        if loss.ndim != 0:
+            raise TrainError(f"a token loss must return a scalar, got shape {list(loss.shape)}; sum it")
+        found = torch.autograd.grad(loss, leaves[: 1 + head.entropy_grad], materialize_grads=True)
+    return loss.detach(), found[0], found[1] if head.entropy_grad else None
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Keeps [R] figures between forward and backward, never logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: HeadOptions
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
+        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for rows in _chunks(hidden.shape[0], weight, head):
+            _, logits = _chunk_logits(hidden, weight, labels, rows, bias)
+            logprobs[rows], entropy[rows], lse[rows] = _row_stats(logits, labels[rows], head)
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, lse)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dlogprobs: Tensor | None, dentropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, labels, entropy, lse = ctx.saved_tensors
+        chunks = _chunks(hidden.shape[0], weight, ctx.head)
+        grads = _HeadGrads(hidden, weight, bias, summed=len(chunks) > 1, needs=ctx.needs_input_grad[:3])
+        figures = _RowFigures(
+            lse, entropy, torch.zeros_like(lse) if dlogprobs is None else dlogprobs, dentropy
+        )
+        for rows in chunks:
+            chunk_hidden, logits = _chunk_logits(hidden, weight, labels, rows, bias)
+            _row_dlogits_(logits, labels[rows], figures.part(rows), ctx.head)
+            grads.add(logits, chunk_hidden, weight, rows)
+        return *grads.finish(), None, None
+
+
+class _WithGrads(torch.autograd.Function):
+    """A loss whose gradients are known already. They are scaled in place, so backward runs once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: Tensor,
+        grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> Tensor:
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        if ctx.grads is None:
+            raise TrainError(
+                "the gradients of linear_logprob_loss were handed out already: call backward once"
+            )
+        hidden, weight, bias = (None if grad is None else grad.mul_(dloss) for grad in ctx.grads)
+        ctx.grads = None
+        return hidden, weight, bias, None, None
+
+
+# --- chunks ---
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that softmax is computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunks(num_rows: int, weight: Tensor, head: HeadOptions) -> list[slice]:
+    """Slices over the rows, equally long where they can be: compiled code makes one graph per length."""
+    kind = "cpu" if weight.device.type == "cpu" else "compiled" if head.compiled else "cuda"
+    limit = head.chunk_rows or max(1, _CHUNK_ELEMENTS[kind] // weight.shape[0])
+    count = max(1, -(-num_rows // limit))
+    count = next((n for n in range(count, 2 * count + 1) if num_rows % n == 0), count)
+    size = max(1, -(-num_rows // count))
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def _chunk_logits(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: slice, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Hidden states of a chunk, zero where the label is ignored (0 * NaN would reach the weight gradient),
+    and their logits [r, V]."""
+    clean = hidden[rows].masked_fill((labels[rows] < 0)[:, None], 0.0)
+    return clean, F.linear(clean, weight, bias)
+
+
+class _HeadGrads:
+    """Gradients of hidden, weight and bias, filled chunk by chunk; None for what needs none.
+
+    Over several chunks the weight's is summed in float32. On CUDA the matrix product adds to the float32 sum;
+    the CPU has no product with a wider output, so there each chunk's product is rounded once.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        summed: bool,
+        needs: tuple[bool, ...] | None = None,
+    ) -> None:
+        inputs = (hidden, weight, bias)
+        if needs is None:
+            needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
+        self.wanted = any(needs)
+        wide = _wide(weight.dtype)
+        self._dtype = weight.dtype
+        self._hidden = torch.empty_like(hidden) if needs[0] else None
+        self._weight = torch.zeros_like(weight, dtype=wide if summed else None) if needs[1] else None
+        self._bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
+
+    def add(self, dlogits: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
+        """One chunk: dlogits [r, V] in the compute dtype, hidden [r, C] with ignored rows zeroed."""
+        if self._hidden is not None:
+            torch.mm(dlogits, weight, out=self._hidden[rows])
+        if self._weight is not None:
+            _add_product_(self._weight, dlogits.t(), hidden)
+        if self._bias is not None:
+            self._bias += dlogits.sum(0, dtype=self._bias.dtype)
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the dtypes of the inputs."""
+        weight = None if self._weight is None else self._weight.to(self._dtype)
+        bias = None if self._bias is None else self._bias.to(self._dtype)
+        return self._hidden, weight, bias
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where total may be wider than the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+# --- elementwise work on a chunk of logits ---
+
+
+class _RowFigures(NamedTuple):
+    """What the gradient of a chunk's logits is made of, [r] each."""
+
+    lse: Tensor
+    entropy: Tensor
+    dlogprobs: Tensor
+    dentropy: Tensor | None
+
+    def part(self, rows: slice) -> _RowFigures:
+        dentropy = None if self.dentropy is None else self.dentropy[rows]
+        return _RowFigures(self.lse[rows], self.entropy[rows], self.dlogprobs[rows], dentropy)
+
+
+def _row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob, entropy and lse, [r] each, of logits [r, V]."""
+    scale, cap = head.scale, head.cap
+    if head.compiled:
+        stats: tuple[Tensor, Tensor, Tensor] = _compiled(_stats)(logits, labels, scale=scale, cap=cap)
+        return stats
+    parts = [_stats(logits[t], labels[t], scale=scale, cap=cap) for t in _tiles(logits)]
+    logprobs, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropy, lse
+
+
+def _row_dlogits_(logits: Tensor, labels: Tensor, figures: _RowFigures, head: HeadOptions) -> None:
+    """Overwrites logits [r, V] with the gradient of the loss by them."""
+    scale, cap = head.scale, head.cap
+    if head.compiled:
+        _compiled(_dlogits_)(logits, labels, figures, scale=scale, cap=cap)
+        return
+    for t in _tiles(logits):
+        _dlogits_(logits[t], labels[t], figures.part(t), scale=scale, cap=cap)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """fullgraph: shapes beyond dynamo's recompile limit are an error, not a silent return to eager code."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def _tiles(logits: Tensor) -> list[slice]:
+    num_rows, width = logits.shape
+    step = max(1, _TILE_ELEMENTS // width) if logits.device.type == "cpu" else max(1, num_rows)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+
+def _stats(
+    logits: Tensor, labels: Tensor, *, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward half: `x.sub_`, `e.mul_` reuse one float32 buffer each; compiled, none of them exists."""
+    x = _scaled(logits, scale, cap)
+    peak = x.amax(-1, keepdim=True)
+    at_label = x.gather(1, labels.clamp(min=0)[:, None])
+    e = x.sub_(peak).exp()
+    total = e.sum(-1)
+    log_total = total.log()
+    entropy = log_total - e.mul_(x).sum(-1) / total
+    lse = peak[:, 0] + log_total
+    valid = labels >= 0
+    return torch.where(valid, at_label[:, 0] - lse, 0.0), torch.where(valid, entropy, 0.0), lse
+
+
+def _dlogits_(
+    logits: Tensor, labels: Tensor, figures: _RowFigures, *, scale: float, cap: float | None
+) -> None:
+    """The backward half: dx = a [v = label] + p (b (lse - entropy - x) - a), then through `_scaled`."""
+    valid = labels >= 0
+    a = torch.where(valid, figures.dlogprobs, 0.0)[:, None]
+    lse = figures.lse[:, None]
+    x = _scaled(logits, scale, cap)
+    slope = None if cap is None else (x / cap).square_().neg_().add_(1.0)
+    if figures.dentropy is None:
+        dx = x.sub_(lse).exp_().mul_(-a)
+    else:
+        b = torch.where(valid, figures.dentropy, 0.0)[:, None]
+        p = (x - lse).exp_()
+        dx = x.neg_().add_(lse - figures.entropy[:, None]).mul_(b).sub_(a).mul_(p)
+    _add_at_labels_(dx, labels.clamp(min=0)[:, None], a)
+    if slope is not None:
+        dx.mul_(slope)
+    logits.copy_(dx.mul_(scale))
+
+
+def _scaled(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    """x of the module's docstring, in a buffer of its own."""
+    x = logits.to(_wide(logits.dtype), copy=True)
+    if cap is not None:
+        return x.mul_(scale / cap).tanh_().mul_(cap)
+    return x if scale == 1.0 else x.mul_(scale)
+
+
+def _add_at_labels_(dx: Tensor, labels: Tensor, values: Tensor) -> None:
+    """dx[i, labels[i]] += values[i]; compiled, a comparison, which fuses as a scatter cannot."""
+    if torch.compiler.is_compiling():
+        here = torch.arange(dx.shape[1], device=dx.device)[None, :] == labels
+        dx.copy_(torch.where(here, dx + values, dx))
+    else:
+        dx.scatter_add_(1, labels, values)

@@ -1,0 +1,132 @@
+"""Policy-gradient losses, importance weights and loss weights: per token, packed `[T]`, pure.
+
+Losses are to be minimised. The weighted sum over tokens, with the weights of `loss_weights`, is the loss of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.ops.masks import document_ids, document_means, document_sums
+
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+Correction = Literal["none", "tis", "mask", "icepop"]
+
+
+def importance_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[T] log(policy / old) of each token, PPO's (arXiv 1707.06347, section 3); 0 where mask is False."""
+    return torch.where(mask, logprobs - old_logprobs, 0.0)
+
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """GSPO's length-normalised log ratio (arXiv 2507.18071, eq. 7): the document's mean, at each of its tokens.
+
+    Args:
+        log_ratio: [T], nats. mask: [T] bool, the tokens that count. cu_seqlens: [D + 1].
+
+    Returns:
+        [T]; gradients reach every token of the document.
+    """
+    means = document_means(log_ratio, mask, cu_seqlens)
+    return means[document_ids(cu_seqlens, log_ratio.shape[0])]
+
+
+def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A), elementwise (arXiv 1707.06347, eq. 7; two bounds as in
+    DAPO, arXiv 2503.14476, eq. 8)."""
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def cispo(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """-sg(clip(w, 1 - clip_low, 1 + clip_high)) A log p, elementwise (arXiv 2506.13585, eqs. 4 and 5): a clipped
+    ratio bounds the weight of a token, and no token loses its gradient."""
+    weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * logprobs
+
+
+def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: float) -> Tensor:
+    """What a token's loss is multiplied by because another program sampled it; detached.
+
+    With w = exp(log_gap), elementwise:
+
+        none     1
+        tis      min(w, high)                              truncated importance sampling
+        mask     w where w <= high, else 0                 masked importance sampling
+        icepop   w where low <= w <= high, else 0          (IcePop, two-sided mask)
+
+    Args:
+        log_gap: log(old / rollout), nats, of a token, or summed over the document (`sequence_log_gap`).
+    """
+    if kind == "none":
+        return torch.ones_like(log_gap)
+    weight = log_gap.detach().exp()
+    if kind == "tis":
+        return weight.clamp(max=high)
+    keep = weight <= high
+    if kind == "icepop":
+        keep = keep & (weight >= low)
+    return torch.where(keep, weight, 0.0)
+
+
+def sequence_log_gap(log_gap: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T]: log(old / rollout) of the whole document, the sum over its tokens where mask is True, at each of them."""
+    sums = document_sums(torch.where(mask, log_gap, 0.0), cu_seqlens)
+    return sums[document_ids(cu_seqlens, log_gap.shape[0])]
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in units of reward, never positive.
+
+        0                                                        length <= max_tokens - buffer_tokens
+        penalty (max_tokens - buffer_tokens - length) / buffer   beyond it, reaching -penalty at max_tokens
+
+    Args:
+        lengths: completion tokens, any shape, integer.
+
+    Raises:
+        ValueError: when the buffer is longer than max_tokens.
+    """
+    if buffer_tokens > max_tokens:
+        raise ValueError(
+            f"overlong.buffer_tokens = {buffer_tokens} exceeds max_tokens = {max_tokens}, so that every completion "
+            "would be punished; lower buffer_tokens"
+        )
+    over = (lengths - (max_tokens - buffer_tokens)).clamp(min=0, max=buffer_tokens)
+    return -penalty * over.to(torch.float32) / buffer_tokens
+
+
+def loss_weights(
+    masks: Sequence[Tensor], *, aggregation: Aggregation, max_tokens: int | None = None
+) -> list[Tensor]:
+    """The weight of each token in the loss of an optimizer step, so that this loss is one plain weighted sum.
+
+        sequence_mean   1 / (S n_i)         mean over each document's n_i tokens, then over the S documents
+        token_mean      1 / sum_i n_i       mean over all tokens of the step
+        constant        1 / (S max_tokens)  Dr. GRPO (arXiv 2503.20783, section 3.2)
+
+    A document without a trained token counts in S.
+
+    Args:
+        masks: [L_i] bool, one per document of the *whole* step, whatever micro-batch or rank it goes to.
+        max_tokens: the constant; only `constant` reads it.
+
+    Returns:
+        [L_i] float32 each, 0 where the mask is False.
+    """
+    counts = [int(mask.sum()) for mask in masks]
+    if aggregation == "token_mean":
+        shares = [1.0 / max(sum(counts), 1)] * len(masks)
+    elif aggregation == "sequence_mean":
+        shares = [1.0 / (len(masks) * max(count, 1)) for count in counts]
+    else:
+        if max_tokens is None:
+            raise ValueError("aggregation = 'constant' divides by max_tokens, which is None; pass it")
+        shares = [1.0 / (len(masks) * max_tokens)] * len(masks)
+    return [mask.to(torch.float32) * share for mask, share in zip(masks, shares, strict=True)]

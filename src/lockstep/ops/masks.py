@@ -1,0 +1,44 @@
+"""Masked means and per-document sums of packed `[T]` tensors. Masked entries may hold anything, NaN included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Scalar: the sum of x where mask (bool, same shape) is True."""
+    return torch.where(mask, x, 0.0).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Scalar: the mean of x where mask (bool, same shape) is True; 0 where nothing is."""
+    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+
+
+def masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Scalar: the largest x where mask (bool, same shape) is True; -inf where nothing is."""
+    return torch.where(mask, x, -torch.inf).amax()
+
+
+def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
+    """[T] int64: the document of every slot.
+
+    Args:
+        cu_seqlens: [D + 1], non-decreasing, from 0 to T; empty documents (repeated entries) own no slot.
+        num_slots: T.
+    """
+    slots = torch.arange(num_slots, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), slots, right=True)
+
+
+def document_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[D]: the sum of x [T] over each document, 0 for an empty one; differentiable, and the same bits every run."""
+    return torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0)
+
+
+def document_means(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[D]: the mean of x [T] over the slots of each document where mask [T] is True; 0 where none is."""
+    sums = document_sums(torch.where(mask, x, 0.0), cu_seqlens)
+    counts = document_sums(mask.to(x.dtype), cu_seqlens)
+    return sums / counts.clamp(min=1)
