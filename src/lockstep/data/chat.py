@@ -1,0 +1,161 @@
+"""Messages to text to token ids: chat templates, prompt templates, and beginning-of-sequence tokens exactly once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.data import DataConfig
+from lockstep.errors import ConfigError, DataError, unknown_name
+
+Message = dict[str, Any]
+_FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+
+
+def fill_template(template: str, values: Mapping[str, Any]) -> str:
+    r"""`{name}` replaced by values[name]; `{{` and `}}` are literal braces, and other braces (LaTeX) stay as they are.
+
+    Raises:
+        ConfigError: a name in braces is no column.
+
+    Example:
+        >>> fill_template("{prompt} Answer in \boxed{{}}.", {"prompt": "1 + 1?"})
+        '1 + 1? Answer in \\boxed{}.'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name is None:
+            return match.group()[0]
+        if name not in values:
+            raise ConfigError(unknown_name("column in data.prompt_template", name, values))
+        return str(values[name])
+
+    return _FIELD.sub(value, template)
+
+
+def clean_messages(value: Any, *, where: str) -> list[Message]:
+    """Messages as plain dicts, keys whose value is None left out (Arrow fills them in).
+
+    Raises:
+        DataError: not a list of {role, content}, or a content that is neither text nor text parts.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise DataError(f"{where}: messages must be a non-empty list of {{role, content}}, got {str(value)[:80]!r}")
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}")
+        kept = {key: item for key, item in message.items() if item is not None}
+        kept["content"] = _text_of(kept.get("content", ""), f"{where}, message {number}")
+        messages.append(kept)
+    return messages
+
+
+def _text_of(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if not texts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"{where}: only text content is supported, got {str(content)[:80]!r}")
+    return "".join(texts)
+
+
+class ChatFormat:
+    """How one DataConfig turns messages into text and text into ids.
+
+    `template` is the jinja text in force, or None for plain text.
+
+    Raises:
+        ConfigError: a template file is missing, a template keyword is not used by the template, or system_prompt is
+            set where no template could carry it.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.template = _resolve_template(config.chat_template, tokenizer)
+        self.kwargs = dict(config.chat_template_kwargs)
+        self._system = config.system_prompt
+        if self.template is None and (self._system or self.kwargs):
+            setting = "system_prompt" if self._system else "chat_template_kwargs"
+            raise ConfigError(
+                f"data.{setting} is set, but no chat template would carry it (data.chat_template = "
+                f"{config.chat_template!r}); set data.chat_template to a jinja template"
+            )
+        for name in self.kwargs:
+            if self.template is not None and name not in self.template:
+                raise ConfigError(
+                    f"data.chat_template_kwargs.{name}: the chat template never reads {name!r}; correct the name or "
+                    "remove it"
+                )
+        self._bos = _leading_ids(tokenizer)
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """The messages, led by `system_prompt` when it is set and they have no system message of their own."""
+        if self._system is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self._system}, *messages]
+
+    def render(self, messages: list[Message], *, generate: bool, where: str) -> str:
+        """The text of a conversation; `generate` adds the header of the assistant's turn.
+
+        Raises:
+            DataError: the template refuses the messages, or there is no template and they are not one user turn.
+        """
+        if self.template is None:
+            if len(messages) != 1 or messages[0]["role"] != "user":
+                raise DataError(
+                    f"{where}: a conversation of {len(messages)} messages needs a chat template, and there is none; "
+                    "set data.chat_template to a jinja template"
+                )
+            return str(messages[0]["content"])
+        from jinja2 import TemplateError
+
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self.kwargs,
+            )
+        except (TemplateError, ValueError) as error:
+            raise DataError(f"{where}: the chat template refuses these messages: {error}") from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids. A template writes its own special tokens; plain text gets the tokenizer's leading ones, once."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.add_bos(ids)
+
+    def add_bos(self, ids: list[int]) -> list[int]:
+        """`ids` led by what the tokenizer puts in front of plain text, unless a template or the text did so already."""
+        if self.template is not None or ids[: len(self._bos)] == self._bos:
+            return ids
+        return [*self._bos, *ids]
+
+
+def _resolve_template(setting: str, tokenizer: Any) -> str | None:
+    if setting == "none":
+        return None
+    if setting == "auto":
+        template = tokenizer.chat_template
+        return None if template is None else str(tokenizer.get_chat_template())
+    if "{%" in setting or "{{" in setting:
+        return setting
+    path = Path(setting).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"data.chat_template = {setting!r} is neither auto, none, a jinja template (no '{{{{' or '{{%' in it) nor "
+            "a file"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _leading_ids(tokenizer: Any) -> list[int]:
+    """[bos] where the tokenizer puts one before plain text, else []. What it appends (T5's eos) is not wanted."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []

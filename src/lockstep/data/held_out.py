@@ -1,0 +1,52 @@
+"""Held-out prompts, and training prompts without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config.data import DataConfig
+from lockstep.config.run import GRPORun
+from lockstep.data.prompts import FixedPrompts, PromptSet, load_prompts
+from lockstep.data.sources import is_generated
+from lockstep.errors import ConfigError, DataError
+
+_SEED_STEP = 1_000_003
+
+
+def held_out_config(run: GRPORun) -> DataConfig:
+    """Where a run's held-out prompts come from.
+
+    `eval_data` when it is set. Else, generated data: the same task under another seed. Files with `data.size`: the rows
+    after the training rows. Files without: the first `eval.num_prompts` rows, which training then leaves out.
+    """
+    if run.eval_data is not None:
+        given = run.eval_data
+        return given if given.size is not None else _with(given, size=run.eval.num_prompts, shuffle=False)
+    data = run.data
+    if is_generated(data):
+        return _with(data, size=run.eval.num_prompts, skip=0, seed=data.seed + _SEED_STEP, shuffle=False)
+    after = data.skip + (data.size or 0)
+    return _with(data, size=run.eval.num_prompts, skip=after, shuffle=False)
+
+
+def load_train_and_held_out(
+    run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None
+) -> tuple[PromptSet, FixedPrompts]:
+    """(training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
+
+    Raises:
+        DataError: as load_prompts; also when no rows are left to hold out.
+    """
+    config = held_out_config(run)
+    try:
+        held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size)
+    except DataError as error:
+        raise DataError(f"held-out prompts (eval_data): {error}") from error
+    if not isinstance(held_out, FixedPrompts):
+        raise ConfigError(f"eval_data.source = {config.source!r} is endless; set eval_data.size")
+    train = load_prompts(run.data, tokenizer=tokenizer, exclude=held_out.texts, vocab_size=vocab_size)
+    return train, held_out
+
+
+def _with(config: DataConfig, **changes: Any) -> DataConfig:
+    return DataConfig.model_validate({**config.model_dump(), **changes})

@@ -1,0 +1,311 @@
+"""Prompt sets: rows rendered and tokenised, and batches of them as a pure function of (step, n, seed).
+
+`FixedPrompts` holds a known number of prompts (files, hub sets, generated sets with a `size`); its batches are epoch
+shuffles. `PromptStream` makes prompts up without end (generated sources without a `size`): slot `step * n + j` of the
+stream of `seed` is batch `step`'s prompt j. Neither has a state to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from lockstep.config.data import DataConfig
+from lockstep.data.chat import ChatFormat, clean_messages, fill_template
+from lockstep.data.generated import IdRows, ReasoningGymRows, RowGenerator
+from lockstep.data.order import batch_rows
+from lockstep.data.sources import is_generated, load_rows, missing_column
+from lockstep.errors import ConfigError, DataError
+from lockstep.schema.rollout import Prompt
+
+MAX_ATTEMPTS = 1000
+"""Rows tried for one slot of a generated source before it counts as exhausted."""
+DISTINCT_ATTEMPTS = 64
+"""Rows tried for one slot of a stream before a batch may hold a question twice (tasks with few questions)."""
+
+
+class PromptSet(ABC):
+    """Prompts by number and by batch."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Prompt:
+        """Prompt number `index`."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of prompts; TypeError for an endless stream (`size` is None there)."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int | None:
+        """Number of prompts; None: endless."""
+
+    @abstractmethod
+    def batch(self, step: int, n: int, seed: int) -> list[Prompt]:
+        """The n prompts of batch `step` (from 0): a pure function of its arguments; no index occurs twice in a batch."""
+
+    @property
+    @abstractmethod
+    def report(self) -> dict[str, int]:
+        """Counts: excluded, dropped_overlong, truncated; for a stream, of the rows looked at so far."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class PromptMaker:
+    """Turns a row into a Prompt as one DataConfig says, and counts what it left out."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any, exclude: Collection[str]) -> None:
+        self.config = config
+        self.exclude = frozenset(_normal(text) for text in exclude)
+        self.ids_only = config.source == "ids"
+        if tokenizer is None and not self.ids_only:
+            raise ConfigError(
+                f"data.source = {config.source!r} is text, but the model has no tokenizer (shape: models have none); set "
+                "data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model with a tokenizer"
+            )
+        self.chat = None if self.ids_only else ChatFormat(config, tokenizer)
+        # Keyed by row, so that looking at a row twice does not count it twice.
+        self._left_out: dict[object, str] = {}
+
+    @property
+    def report(self) -> dict[str, int]:
+        """See PromptSet.report."""
+        counts = Counter(self._left_out.values())
+        return {name: counts[name] for name in ("excluded", "dropped_overlong", "truncated")}
+
+    def make(self, row: Mapping[str, Any], *, index: int, key: object) -> Prompt | None:
+        """The prompt of a row; None when it is excluded, or overlong and to be dropped.
+
+        Raises:
+            DataError: a column is missing, the messages are malformed, or the prompt is too long under `error`.
+        """
+        where = f"{self.config.source}, row {index}"
+        if self.chat is None:
+            prompt = _id_prompt(row, index)
+            problem, text, ids = prompt.text, prompt.text, list(prompt.token_ids)
+        else:
+            problem, text = self._render(self.chat, row, where)
+            ids = self.chat.encode(text)
+        if self.exclude and (_normal(problem) in self.exclude or _normal(text) in self.exclude):
+            self._left_out[key] = "excluded"
+            return None
+        if len(ids) > self.config.max_prompt_tokens:
+            kept = self._shorten(ids, where=where, key=key)
+            if kept is None:
+                return None
+            ids = kept
+            text = self.chat.tokenizer.decode(ids) if self.chat else " ".join(map(str, ids))
+        if not ids:
+            raise DataError(f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}")
+        return Prompt(index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem})
+
+    def _render(self, chat: ChatFormat, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+        """(problem text, rendered text). The problem text identifies a question whatever the template around it."""
+        value = self._prompt_value(row, where)
+        if isinstance(value, str):
+            content = fill_template(self.config.prompt_template, {**row, "prompt": value})
+            if chat.template is None:
+                return value, content
+            messages = [{"role": "user", "content": content}]
+            return value, chat.render(chat.with_system(messages), generate=True, where=where)
+        messages = clean_messages(value, where=where)
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where}: the prompt's last message is the assistant's; end it with a user turn (the policy answers)"
+            )
+        problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
+        last = messages[-1]
+        filled = fill_template(self.config.prompt_template, {**row, "prompt": last["content"]})
+        messages = [*messages[:-1], {**last, "content": filled}]
+        return problem, chat.render(chat.with_system(messages), generate=True, where=where)
+
+    def _prompt_value(self, row: Mapping[str, Any], where: str) -> Any:
+        config = self.config
+        if config.prompt_column in row:
+            return row[config.prompt_column]
+        if config.source.startswith("reasoning_gym:"):
+            return row["question"]
+        if config.messages_column in row:
+            return row[config.messages_column]
+        raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
+
+    def _shorten(self, ids: list[int], *, where: str, key: object) -> list[int] | None:
+        limit = self.config.max_prompt_tokens
+        if self.config.overlong_prompts == "error":
+            raise DataError(
+                f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; raise it, or set "
+                "data.overlong_prompts = 'drop' or 'truncate_left'"
+            )
+        if self.config.overlong_prompts == "drop":
+            self._left_out[key] = "dropped_overlong"
+            return None
+        self._left_out[key] = "truncated"
+        return ids[-limit:]
+
+
+class FixedPrompts(PromptSet):
+    """A known number of prompts."""
+
+    def __init__(self, prompts: Iterable[Prompt], *, shuffle: bool, maker: PromptMaker) -> None:
+        self._prompts = tuple(prompts)
+        self._shuffle = shuffle
+        self._maker = maker
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def size(self) -> int | None:
+        """Number of prompts."""
+        return len(self._prompts)
+
+    @property
+    def report(self) -> dict[str, int]:
+        """See PromptSet.report."""
+        return {"prompts": len(self._prompts), **self._maker.report}
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """Question texts and rendered texts: what to give to another set's `exclude`."""
+        return frozenset(text for p in self._prompts for text in (p.text, str(p.row["problem"])))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all prompts, to tell whether a resumed run sees the same data."""
+        lines = "\n".join(json.dumps([p.index, p.text]) for p in self._prompts)
+        return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+    def batch(self, step: int, n: int, seed: int) -> list[Prompt]:
+        """See PromptSet.batch; shuffled by (seed, epoch) unless `data.shuffle` is off."""
+        rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
+        return [self._prompts[row] for row in rows]
+
+
+class PromptStream(PromptSet):
+    """Prompts without end. Slot p of the stream of `seed` is made from the row generator when asked for.
+
+    Within a batch the questions differ by text, unless 64 rows in a row repeat (the task has few questions); across
+    batches they repeat only as often as the task's own generator does.
+    """
+
+    def __init__(self, rows: RowGenerator, maker: PromptMaker) -> None:
+        self._rows = rows
+        self._maker = maker
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._prompt("0", index, taken=set())
+
+    def __len__(self) -> int:
+        raise TypeError(f"{self._maker.config.source} without data.size is endless; set data.size for a fixed set")
+
+    @property
+    def size(self) -> int | None:
+        """None: endless."""
+        return None
+
+    @property
+    def report(self) -> dict[str, int]:
+        """See PromptSet.report."""
+        return self._maker.report
+
+    def batch(self, step: int, n: int, seed: int) -> list[Prompt]:
+        """See PromptSet.batch."""
+        taken: set[str] = set()
+        return [self._prompt(str(seed), step * n + j, taken=taken) for j in range(n)]
+
+    def _prompt(self, stream: str, slot: int, *, taken: set[str]) -> Prompt:
+        """The first acceptable row of the slot; its text joins `taken`."""
+        for attempt in range(MAX_ATTEMPTS):
+            row = self._rows.row(f"stream {stream}", slot, attempt)
+            prompt = self._maker.make(row, index=slot, key=(stream, slot, attempt))
+            if prompt is None or (prompt.text in taken and attempt < DISTINCT_ATTEMPTS):
+                continue
+            taken.add(prompt.text)
+            return prompt
+        raise DataError(
+            f"{self._maker.config.source}: {MAX_ATTEMPTS} rows in a row are excluded (held out) or too long "
+            f"({self._maker.report}); make the task larger with data.task, or hold out fewer prompts"
+        )
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _id_prompt(row: Mapping[str, Any], index: int) -> Prompt:
+    ids = tuple(int(i) for i in row["token_ids"])
+    return Prompt(index=index, token_ids=ids, text=" ".join(map(str, ids)), row=row)
+
+
+def load_prompts(
+    config: DataConfig, *, tokenizer: Any, exclude: Collection[str] = (), vocab_size: int | None = None
+) -> PromptSet:
+    """The prompt set of a DataConfig.
+
+    `exclude`: texts (of questions or of rendered prompts, white space aside) that must not occur. `vocab_size`: of the
+    model, needed by source `ids` only. Files are rendered and tokenised here, streams when asked.
+
+    Raises:
+        DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct questions than
+            `size`.
+        ConfigError: an impossible setting, or a package that is not installed.
+    """
+    if config.exclude is not None:
+        exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer)
+    maker = PromptMaker(config, tokenizer, exclude)
+    if is_generated(config):
+        rows = IdRows(config, vocab_size=vocab_size) if config.source == "ids" else ReasoningGymRows(config)
+        if config.size is None:
+            return PromptStream(rows, maker)
+        generated = _distinct(rows, maker, config)
+        return FixedPrompts(generated, shuffle=config.shuffle, maker=maker)
+    prompts = (
+        maker.make(row, index=index, key=index) for index, row in enumerate(load_rows(config), start=config.skip)
+    )
+    loaded = FixedPrompts((p for p in prompts if p is not None), shuffle=config.shuffle, maker=maker)
+    if not len(loaded):
+        raise DataError(
+            f"no prompts left of data.source = {config.source!r}: {loaded.report}. The held-out prompts may be all there "
+            "are (set eval_data, or lower eval.num_prompts), or all are longer than data.max_prompt_tokens"
+        )
+    return loaded
+
+
+def _texts_of_source(config: DataConfig, source: str, tokenizer: Any) -> frozenset[str]:
+    other = config.model_copy(update={"source": source, "exclude": None, "size": None, "skip": 0})
+    texts = load_prompts(other, tokenizer=tokenizer)
+    if not isinstance(texts, FixedPrompts):
+        raise ConfigError(f"data.exclude = {source!r} is endless; name a file, a folder or a hub set")
+    return texts.texts
+
+
+def _distinct(rows: RowGenerator, maker: PromptMaker, config: DataConfig) -> list[Prompt]:
+    """`size` prompts of distinct text."""
+    taken: set[str] = set()
+    prompts: list[Prompt] = []
+    for slot in range(config.skip, config.skip + (config.size or 0)):
+        for attempt in range(MAX_ATTEMPTS):
+            row = rows.row("fixed", slot, attempt)
+            prompt = maker.make(row, index=slot, key=(slot, attempt))
+            if prompt is not None and prompt.text not in taken:
+                break
+        else:
+            raise DataError(
+                f"{config.source} gave only {len(prompts)} distinct questions that are allowed, data.size = {config.size} "
+                f"were asked for ({maker.report}); lower data.size, or widen the task with data.task"
+            )
+        taken.add(prompt.text)
+        prompts.append(prompt)
+    return prompts

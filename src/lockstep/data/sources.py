@@ -1,0 +1,168 @@
+"""Rows of files, saved `datasets` folders and hub datasets, with columns renamed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.data import DataConfig
+from lockstep.errors import ConfigError, DataError
+
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def is_generated(config: DataConfig) -> bool:
+    """Whether the source makes its rows up."""
+    return config.source == "ids" or config.source.startswith("reasoning_gym:")
+
+
+def load_rows(config: DataConfig) -> list[dict[str, Any]]:
+    """Rows [skip, skip + size) of a file, folder or hub dataset, columns renamed by `config.columns`.
+
+    Raises:
+        DataError: the source is missing, unreadable, empty, or lacks a column that `columns` names.
+        ConfigError: the source is of no known kind, or a package that reads it is missing.
+    """
+    stop = None if config.size is None else config.skip + config.size
+    rows = [
+        _rename(row, config, index)
+        for index, row in enumerate(islice(_read(config), config.skip, stop), start=config.skip)
+    ]
+    if not rows:
+        raise DataError(
+            f"data.source = {config.source!r} has no rows after data.skip = {config.skip}; lower data.skip"
+        )
+    return rows
+
+
+def missing_column(wanted: str, row: Mapping[str, Any], *, setting: str, source: str) -> DataError:
+    """The error for a column that is not there: the nearest names first, then all of them."""
+    near = difflib.get_close_matches(wanted, list(row), n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return DataError(
+        f"{source!r} has no column {wanted!r} ({setting}); {hint}Columns: {', '.join(row)}. "
+        f"Set {setting}, or rename with data.columns = {{{wanted} = 'NAME IN THE DATA'}}"
+    )
+
+
+def _rename(row: dict[str, Any], config: DataConfig, index: int) -> dict[str, Any]:
+    for new, old in config.columns.items():
+        if old not in row:
+            raise missing_column(old, row, setting=f"data.columns.{new}", source=f"{config.source}, row {index}")
+    renamed = set(config.columns.values())
+    kept = {name: value for name, value in row.items() if name not in renamed}
+    return {**kept, **{new: row[old] for new, old in config.columns.items()}}
+
+
+def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
+    source = config.source
+    path = Path(source).expanduser()
+    if path.suffix in FILE_SUFFIXES and not path.is_dir():
+        if not path.is_file():
+            raise _no_such_file(path)
+        reader = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix]
+        return reader(path)
+    if path.is_dir():
+        return _read_folder(path, config)
+    if ":" in source or not _HUB_NAME.fullmatch(source):
+        raise ConfigError(
+            f"data.source = {source!r} is not a .jsonl/.json/.parquet file, a folder saved by datasets, a hub name such "
+            "as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'"
+        )
+    return _read_hub(config)
+
+
+def _no_such_file(path: Path) -> DataError:
+    folder = path.parent
+    beside = [p.name for p in folder.iterdir() if p.suffix in FILE_SUFFIXES] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f" (looked in {folder.resolve()})"
+    return DataError(f"data.source = {str(path)!r}: no such file{hint}")
+
+
+def _row(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: a row must be a JSON object, got {type(value).__name__}: {str(value)[:80]!r}")
+    return value
+
+
+def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {number}: not valid JSON ({error}): {line[:80]!r}") from error
+            yield _row(value, f"{path}, line {number}")
+
+
+def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: not valid JSON ({error}); one object per line belongs in .jsonl") from error
+    if not isinstance(value, list):
+        raise DataError(f"{path}: expected a list of objects, got {type(value).__name__}")
+    return (_row(row, f"{path}, entry {index}") for index, row in enumerate(value))
+
+
+def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        for batch in table.iter_batches():
+            yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error})") from error
+
+
+def _datasets(source: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"data.source = {source!r} needs datasets; pip install datasets") from error
+    return datasets
+
+
+def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
+    datasets = _datasets(config.source)
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.source = {str(path)!r} is a folder, but not one written by datasets' save_to_disk ({error}); "
+            "name a .jsonl, .json or .parquet file in it instead"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if config.split not in loaded:
+            raise DataError(
+                f"{path} has no split {config.split!r}; set data.split to one of {', '.join(loaded)}"
+            )
+        loaded = loaded[config.split]
+    return iter(loaded)
+
+
+def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
+    datasets = _datasets(config.source)
+    try:
+        loaded = datasets.load_dataset(config.source, config.subset, split=config.split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"cannot load data.source = {config.source!r} (subset {config.subset!r}, split {config.split!r}) from the "
+            f"Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. Check the name, data.subset and data.split "
+            "and the network (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), or download it elsewhere, write it with "
+            "datasets' save_to_disk, and set data.source to that folder"
+        ) from error
+    return iter(loaded)

@@ -1,0 +1,84 @@
+"""The part of a completion that is its answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+
+# A sign counts only where no value stands before it: "5-9" is 5 and 9, "= -4" is -4. A group of thousands is exactly
+# three digits. The exponent is bounded, so that no completion can ask for a number of a billion digits.
+_NUMBER = re.compile(
+    r"(?:(?<![0-9A-Za-z.)\]])[-+\u2212])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))?"
+)
+_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def numbers(text: str) -> list[str]:
+    """Every number in the text, in order, as plain text: no thousands separators, no plus sign, an ASCII minus.
+
+    Example:
+        >>> numbers("5 - 9 = -4, or about 1,234.50.")
+        ['5', '9', '-4', '1234.50']
+    """
+    found = (match.group() for match in _NUMBER.finditer(text))
+    return [n.replace(",", "").replace("\u2212", "-").lstrip("+") for n in found]
+
+
+def first_number(text: str) -> str | None:
+    """The first number in the text, see `numbers`; None: there is none."""
+    found = numbers(text)
+    return found[0] if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in the text, see `numbers`; None: there is none."""
+    found = numbers(text)
+    return found[-1] if found else None
+
+
+def last_line(text: str) -> str | None:
+    """The last line that is not blank, stripped."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last complete \boxed{...}, braces balanced."""
+    for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end].strip()
+    return None
+
+
+def tags(text: str) -> str | None:
+    """What stands in the last <answer>...</answer>, stripped."""
+    found = _TAGS.findall(text)
+    return found[-1].strip() if found else None
+
+
+def whole(text: str) -> str | None:
+    """The whole text, stripped; None when nothing is left."""
+    return text.strip() or None
+
+
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "text": whole,
+    "first_number": first_number,
+    "last_number": last_number,
+    "last_line": last_line,
+    "boxed": boxed,
+    "tags": tags,
+}
+
+
+def answer_number(answer: object) -> Decimal | None:
+    """The number that a dataset's answer is; None when it is not one number. GSM8K's "... #### 42" is 42."""
+    text = str(answer).rpartition("####")[2].strip().lstrip("$")
+    found = _NUMBER.fullmatch(text)
+    return Decimal(numbers(text)[0]) if found else None
