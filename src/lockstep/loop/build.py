@@ -1,0 +1,152 @@
+"""The parts of a run, built in one place: every "auto" is resolved here, every name looked up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms import ALGORITHMS
+from lockstep.config.algorithm import GRPOConfig
+from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.support import check_device_support
+from lockstep.config.train import TrainConfig
+from lockstep.data.held_out import load_train_and_held_out
+from lockstep.data.prompts import PromptSet
+from lockstep.engine import ENGINES
+from lockstep.loop.axes import Axes, resolve_axes, resolved_train
+from lockstep.models.load import LoadedModel, load_model
+from lockstep.packing import plan_micro_batches
+from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
+from lockstep.rollout.rewards import RewardSet
+from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.train import BACKENDS
+from lockstep.transfer.inprocess import InProcessTransfer
+
+log = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]
+"""Called with (samples finished, samples in all) during generation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineParts:
+    """Everything an RL loop is made of. Replace any of them with `dataclasses.replace` and go on."""
+
+    run: GRPORun
+    axes: Axes
+    model: LoadedModel
+    backend: TrainBackend
+    engine: InferenceEngine
+    transfer: WeightTransfer
+    algorithm: Algorithm
+    algorithm_options: GRPOConfig
+    """run.algorithm with the published values filled in."""
+    prompts: PromptSet
+    eval_prompts: PromptSet
+    rewards: RewardSet
+    on_progress: OnProgress | None = None
+
+    def plan(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
+        """The micro-batches of one optimizer step."""
+        return plan(self.run.train, self.axes, samples, loss_weights)
+
+    def close(self) -> None:
+        """Engine first: it reads the backend's Parameters."""
+        self.engine.close()
+        self.backend.close()
+
+
+def build_online(
+    run: GRPORun, *, rewards: Sequence[Callable[..., Any]] = (), on_progress: OnProgress | None = None
+) -> OnlineParts:
+    """Check, load and wire everything that `run` names.
+
+    Args:
+        rewards: Python callables instead of `run.rewards`, each f(prompt=, completion=, row=) -> float.
+
+    Raises:
+        ConfigError, ModelError, DataError: before anything is trained.
+    """
+    options = run.algorithm.resolved()
+    axes, model = load_policy(run, engine=run.engine.name)
+    prompts, eval_prompts = load_train_and_held_out(
+        run, tokenizer=model.tokenizer, vocab_size=model.module.config.get_text_config().vocab_size
+    )
+    check_lengths(run, model)
+    algorithm = ALGORITHMS.load(options.name)(
+        options, group_size=run.rollout.group_size, max_tokens=run.rollout.sampling.max_tokens
+    )
+    backend = build_backend(
+        run,
+        axes,
+        model,
+        updates_per_step=run.train.minibatches * run.train.epochs_per_batch,
+        temperature=run.rollout.sampling.temperature,
+        ref=algorithm.needs_ref,
+    )
+    return OnlineParts(
+        run=run,
+        axes=axes,
+        model=model,
+        backend=backend,
+        engine=ENGINES.load(run.engine.name)(run.engine, model=model),
+        transfer=InProcessTransfer(),
+        algorithm=algorithm,
+        algorithm_options=options,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        rewards=RewardSet(run.rewards, functions=rewards),
+        on_progress=on_progress,
+    )
+
+
+def load_policy(run: RunConfig, *, engine: str | None) -> tuple[Axes, LoadedModel]:
+    """The resolved axes and the policy, on its device."""
+    axes = resolve_axes(run.train, engine=engine)
+    if run.train.num_threads is not None:
+        torch.set_num_threads(run.train.num_threads)
+    model = load_model(run.model, attention=axes.attention, device=torch.device(axes.device))
+    check_device_support(
+        run, attention=axes.attention, device=axes.device, dtype=str(model.dtype).removeprefix("torch.")
+    )
+    return axes, model
+
+
+def build_backend(
+    run: RunConfig, axes: Axes, model: LoadedModel, *, updates_per_step: int, temperature: float, ref: bool
+) -> TrainBackend:
+    """The train backend of `run`, told how many optimizer steps the schedule spans."""
+    backend: TrainBackend = BACKENDS.load(run.train.backend)(
+        resolved_train(run.train, axes),
+        model=model,
+        total_steps=run.steps * updates_per_step,
+        temperature=temperature,
+        ref=ref,
+    )
+    return backend
+
+
+def check_lengths(run: GRPORun, model: LoadedModel) -> None:
+    """Prompt and completion must fit the positions that the model knows."""
+    longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    if longest > model.max_positions:
+        from lockstep.errors import ConfigError
+
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} exceeds the {model.max_positions} "
+            f"positions of {model.name}; lower one of the two"
+        )
+
+
+def plan(
+    train: TrainConfig, axes: Axes, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]
+) -> list[PackedBatch]:
+    """Balanced packs under the token budget, at static capacity where graphs need it."""
+    return plan_micro_batches(
+        samples, loss_weights, token_budget=train.token_budget, static_capacity=axes.static_capacity
+    )

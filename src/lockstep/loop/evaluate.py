@@ -1,0 +1,84 @@
+"""Held-out evaluation of an RL run: strict and lenient accuracy, and the mean reward."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.config.rollout import SamplingConfig
+from lockstep.loop.build import OnlineParts
+from lockstep.rollout.sampler import sample_groups
+from lockstep.schema.rollout import Prompt, RolloutGroup
+
+EVAL_STEP = -1
+"""Stands where a training step would in a sample's seed: evaluation noise is the same at every evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One pass over the held-out prompts."""
+
+    strict_accuracy: float | None
+    """Share the task's verifier accepts; None for data without answers."""
+    lenient_accuracy: float | None
+    """The larger of first-number and last-number accuracy over the whole completion: blind to format and to length."""
+    mean_reward: float
+    num_prompts: int
+    mean_completion_tokens: float
+    groups: tuple[RolloutGroup, ...]
+
+    def as_dict(self) -> dict[str, float | int | None]:
+        """The numbers, for summary.json and metrics.jsonl."""
+        return {
+            "strict_accuracy": self.strict_accuracy,
+            "lenient_accuracy": self.lenient_accuracy,
+            "mean_reward": self.mean_reward,
+            "num_prompts": self.num_prompts,
+            "mean_completion_tokens": self.mean_completion_tokens,
+        }
+
+
+def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation:
+    """Sample every held-out prompt (greedy by default) with `max_tokens_factor` times the token limit."""
+    run = parts.run
+    limit = (run.eval.max_tokens or run.rollout.sampling.max_tokens) * max_tokens_factor
+    sampling = SamplingConfig.model_validate(
+        run.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": run.eval.temperature}
+    )
+    sampled = sample_groups(
+        parts.engine,
+        eval_prompts(parts),
+        sampling=sampling,
+        group_size=run.eval.samples_per_prompt,
+        run_seed=run.seed,
+        step=EVAL_STEP,
+        rewards=parts.rewards,
+        on_progress=parts.on_progress,
+    )
+    return score(parts, sampled.groups)
+
+
+def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
+    """The first `eval.num_prompts` held-out prompts, in their order."""
+    return [parts.eval_prompts[i] for i in range(min(parts.run.eval.num_prompts, len(parts.eval_prompts)))]
+
+
+def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
+    """Accuracies and mean reward of finished rollouts."""
+    rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
+    strict = lenient = None
+    if parts.judge is not None:
+        judged = [parts.judge(row, rollout.completion.text or "") for row, rollout in rollouts]
+        strict = statistics.fmean(j.strict for j in judged)
+        lenient = max(
+            statistics.fmean(j.first_number for j in judged), statistics.fmean(j.last_number for j in judged)
+        )
+    return Evaluation(
+        strict_accuracy=strict,
+        lenient_accuracy=lenient,
+        mean_reward=statistics.fmean(rollout.reward for _, rollout in rollouts),
+        num_prompts=len(groups),
+        mean_completion_tokens=statistics.fmean(len(r.completion.token_ids) for _, r in rollouts),
+        groups=tuple(groups),
+    )

@@ -1,0 +1,50 @@
+"""What a step says about itself: plain numbers from rollouts and micro-batches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from lockstep.schema.batch import PackedBatch
+from lockstep.schema.rollout import RolloutGroup
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rewards (total and by name), completion lengths in tokens, and how samples ended."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+    prompts = [len(group.prompt.token_ids) for group in groups]
+    rewards = [rollout.reward for rollout in rollouts]
+    names = sorted({name for rollout in rollouts for name in rollout.rewards})
+    uniform = [len({rollout.reward for rollout in group.rollouts}) == 1 for group in groups]
+    metrics = {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/groups_without_signal": statistics.fmean(uniform),
+        "rollout/samples": float(len(rollouts)),
+        "rollout/prompt_tokens_mean": statistics.fmean(prompts),
+        "rollout/completion_tokens_mean": statistics.fmean(lengths),
+        "rollout/completion_tokens_min": float(min(lengths)),
+        "rollout/completion_tokens_max": float(max(lengths)),
+        "rollout/truncated": statistics.fmean(r.completion.finish_reason == "length" for r in rollouts),
+    }
+    for name in names:
+        values = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+        metrics[f"reward/{name}"] = statistics.fmean(values)
+    return metrics
+
+
+def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
+    """Shapes that reach the trainer in one step: what to look at first when a step is suddenly slow."""
+    slots = sum(batch.num_slots for batch in batches)
+    tokens = sum(batch.num_tokens for batch in batches)
+    return {
+        "input/micro_batches": float(len(batches)),
+        "input/slots": float(slots),
+        "input/tokens": float(tokens),
+        "input/trained_tokens": float(sum(int(batch.loss_mask.sum()) for batch in batches)),
+        "input/documents": float(sum(len(batch.sample_ids) for batch in batches)),
+        "input/longest_document": float(max(max(batch.lengths) for batch in batches)),
+        "input/fill": tokens / slots if slots else math.nan,
+    }

@@ -1,0 +1,73 @@
+"""The SFT loop.
+
+documents ─► packs ─► loss + backward (per micro-batch) ─► optimizer step
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from lockstep.algorithms import ALGORITHMS
+from lockstep.config.run import SFTRun
+from lockstep.data.sft import SFTSet, load_sft
+from lockstep.loop.build import build_backend, load_policy, plan
+from lockstep.loop.metrics import shape_metrics
+from lockstep.loop.session import Session
+from lockstep.schema.batch import PackedBatch
+
+
+def train_offline(
+    run: SFTRun, *, resume: Path | None = None, checkpoint: int | None = None
+) -> dict[str, Any]:
+    """Fine-tune a policy on documents; returns the run's summary (see `Session.finish`).
+
+    Args:
+        resume: a run directory to go on from; `run` is its config.
+        checkpoint: the step of the checkpoint to go on from; None is the last.
+    """
+    with Session(run, resume=resume) as session:
+        axes, model = load_policy(run, engine=None)
+        documents = load_sft(run.data, tokenizer=model.tokenizer)
+        held_out = None if run.eval_data is None else load_sft(run.eval_data, tokenizer=model.tokenizer)
+        algorithm = ALGORITHMS.load("sft")(run.algorithm)
+        backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=False)
+        session.describe(axes=axes, model=model, data=documents.report)
+        first_step = session.restore(backend, checkpoint)
+
+        def packs(documents: SFTSet, step: int, n: int) -> list[PackedBatch]:
+            samples = documents.batch(step, n, run.seed)
+            return plan(run.train, axes, samples, algorithm.loss_weights(samples))
+
+        def held_out_loss() -> dict[str, float]:
+            assert held_out is not None
+            batches = packs(held_out, 0, len(held_out))
+            losses = [
+                -(logprobs * batch.loss_weights).sum()
+                for batch, logprobs in zip(batches, backend.logprobs(batches, model="policy"), strict=True)
+            ]
+            loss = float(sum(losses))
+            return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+        if held_out is not None and first_step == 0:
+            session.log_evaluation("before", 0, held_out_loss())
+        with session.interruptible() as interrupt:
+            for step in range(first_step, run.steps):
+                session.begin_step(step)
+                with session.spans("pack"):
+                    batches = packs(documents, step, run.batch_size)
+                with session.spans("forward_backward"):
+                    stats = backend.forward_backward(batches, algorithm.loss())
+                with session.spans("optimizer"):
+                    update = backend.optimizer_step()
+                session.log_step(step, shape_metrics(batches) | update | algorithm.metrics(batches, stats))
+                if held_out is not None and session.is_due(run.eval_every, step + 1):
+                    session.log_evaluation("during", step + 1, held_out_loss())
+                if interrupt.requested:
+                    return session.interrupted(step + 1, backend)
+                if session.is_due(run.checkpoint.every, step + 1):
+                    session.save(step + 1, backend)
+        if held_out is not None:
+            session.log_evaluation("after", run.steps, held_out_loss())
+        return session.finish(run.steps, backend)

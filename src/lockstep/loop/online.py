@@ -1,0 +1,180 @@
+"""The RL loop.
+
+prompts ─► engine.generate ─► rollouts ─► rewards ─► train samples ─► packs ─► backend: old/ref logprobs
+   ▲                                                                                 │
+   └── weights transfer ◄── optimizer step ◄── loss + backward (per micro-batch) ◄───┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.run import GRPORun
+from lockstep.loop.build import OnlineParts, build_online
+from lockstep.loop.evaluate import Evaluation, evaluate
+from lockstep.loop.metrics import rollout_metrics, shape_metrics
+from lockstep.loop.session import Session, rollout_rows
+from lockstep.observe.spans import Spans
+from lockstep.rollout.sampler import SampledStep, sample_step
+from lockstep.schema.batch import PackedBatch
+from lockstep.schema.rollout import RolloutGroup
+
+
+def train_online(
+    run: GRPORun,
+    *,
+    resume: Path | None = None,
+    checkpoint: int | None = None,
+    rewards: Sequence[Callable[..., Any]] = (),
+) -> dict[str, Any]:
+    """Train a policy with RL; returns the run's summary (see `Session.finish`).
+
+    Args:
+        resume: a run directory to go on from; `run` is its config.
+        checkpoint: the step of the checkpoint to go on from; None is the last.
+        rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=).
+    """
+    with Session(run, resume=resume) as session:
+        parts = build_online(run, rewards=rewards, on_progress=session.display.progress)
+        session.describe(axes=parts.axes, model=parts.model, data=parts.prompts.report)
+        trainer = OnlineTrainer(parts, spans=session.spans)
+        first_step = session.restore(parts.backend, checkpoint)
+        trainer.push(policy_version=first_step)
+        if first_step == 0 and run.eval.before:
+            _evaluate(session, trainer, "before", 0, max_tokens_factor=run.eval.before_max_tokens_factor)
+
+        with session.interruptible(parts.engine.abort) as interrupt:
+            for step in range(first_step, run.steps):
+                session.begin_step(step)
+                sampled = trainer.sample(step)
+                if interrupt.requested:  # generation was cut short: this step never happened
+                    return session.interrupted(step, parts.backend)
+                metrics = trainer.update(sampled.groups)
+                trainer.push(policy_version=step + 1)
+                if run.rollout.save:
+                    session.log_rollouts(
+                        step, rollout_rows(step, sampled.groups), shown=run.log.samples_per_step
+                    )
+                session.log_step(step, metrics | sampled.counts)
+                if interrupt.requested:
+                    return session.interrupted(step + 1, parts.backend)
+                if session.is_due(run.eval.every, step + 1) and step + 1 < run.steps:
+                    _evaluate(session, trainer, "during", step + 1)
+                if session.is_due(run.checkpoint.every, step + 1):
+                    session.save(step + 1, parts.backend)
+
+        if run.eval.after:
+            _evaluate(session, trainer, "after", run.steps)
+        summary = session.finish(run.steps, parts.backend)
+        parts.close()
+        return summary
+
+
+def _evaluate(
+    session: Session, trainer: OnlineTrainer, name: str, done: int, *, max_tokens_factor: int = 1
+) -> None:
+    evaluation = trainer.evaluate(max_tokens_factor=max_tokens_factor)
+    session.log_evaluation(name, done, evaluation.as_dict(), rollout_rows(done, evaluation.groups))
+
+
+class OnlineTrainer:
+    """The verbs of the RL loop over one set of parts: sample, update, push, evaluate. Write your own loop with them."""
+
+    def __init__(self, parts: OnlineParts, *, spans: Spans | None = None) -> None:
+        self.parts = parts
+        self.spans = spans or Spans()
+
+    def sample(self, step: int) -> SampledStep:
+        """Rollouts of step `step` with their rewards: a pure function of (run, step, weights)."""
+        parts, run = self.parts, self.parts.run
+        with self.spans("generate"):
+            return sample_step(
+                parts.engine,
+                parts.prompts,
+                rollout=run.rollout,
+                keep=parts.algorithm.keep if parts.algorithm_options.dynamic_sampling else None,
+                max_rounds=parts.algorithm_options.max_resample_rounds,
+                run_seed=run.seed,
+                step=step,
+                rewards=parts.rewards,
+                spans=self.spans,
+                on_progress=parts.on_progress,
+            )
+
+    def update(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Every optimizer step of one rollout batch; returns the step's metrics."""
+        parts, train = self.parts, self.parts.run.train
+        minibatches = self._minibatches(groups)
+        loss = parts.algorithm.loss()
+        metrics = rollout_metrics(groups) | shape_metrics([b for batches in minibatches for b in batches])
+        updates: list[dict[str, float]] = []
+        for _ in range(train.epochs_per_batch):
+            for batches in minibatches:
+                with self.spans("forward_backward"):
+                    stats = parts.backend.forward_backward(batches, loss)
+                with self.spans("optimizer"):
+                    update = parts.backend.optimizer_step()
+                updates.append(update | parts.algorithm.metrics(batches, stats))
+        return metrics | _combine(updates)
+
+    def push(self, *, policy_version: int) -> None:
+        """The engine samples from the trainer's current weights from here on."""
+        with self.spans("weights"):
+            self.parts.transfer.push(self.parts.backend, self.parts.engine, policy_version=policy_version)
+
+    def evaluate(self, *, max_tokens_factor: int = 1) -> Evaluation:
+        """Held-out accuracy and mean reward."""
+        with self.spans("evaluate"):
+            return evaluate(self.parts, max_tokens_factor=max_tokens_factor)
+
+    def _minibatches(self, groups: Sequence[RolloutGroup]) -> list[list[PackedBatch]]:
+        """Train samples in packs, one list of micro-batches per optimizer step, with the logprobs the loss needs."""
+        parts, train = self.parts, self.parts.run.train
+        samples = parts.algorithm.samples(groups)
+        size = -(-len(samples) // train.minibatches)
+        minibatches = []
+        with self.spans("pack"):
+            for start in range(0, len(samples), size):
+                part = samples[start : start + size]
+                minibatches.append(parts.plan(part, parts.algorithm.loss_weights(part)))
+        if (
+            len(minibatches) * train.epochs_per_batch > 1
+        ):  # the policy moves between updates: remember where it was
+            minibatches = self._with_logprobs(minibatches, "old_logprobs", model="policy")
+        if parts.algorithm.needs_ref:
+            minibatches = self._with_logprobs(minibatches, "ref_logprobs", model="ref")
+        return minibatches
+
+    def _with_logprobs(
+        self, minibatches: list[list[PackedBatch]], field: str, *, model: Literal["policy", "ref"]
+    ) -> list[list[PackedBatch]]:
+        """The same micro-batches with `field` filled in from a forward pass of `model`."""
+        with self.spans("logprobs"):
+            return [
+                [
+                    dataclasses.replace(batch, **{field: logprobs})
+                    for batch, logprobs in zip(
+                        batches, self.parts.backend.logprobs(batches, model=model), strict=True
+                    )
+                ]
+                for batches in minibatches
+            ]
+
+
+def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the last learning rate,
+    means of the rest."""
+    combined = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        if name.endswith("/max"):
+            combined[name] = max(values)
+        elif name == "lr":
+            combined[name] = values[-1]
+        else:
+            combined[name] = statistics.fmean(values)
+    return combined

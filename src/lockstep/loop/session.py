@@ -1,0 +1,264 @@
+"""What surrounds a loop: the run directory, metrics, display, checkpoints, Ctrl-C and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import transformers
+
+import lockstep
+from lockstep.config.load import dump_toml
+from lockstep.config.run import RunConfig
+from lockstep.loop.axes import Axes
+from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.interrupt import Interrupt
+from lockstep.models.load import LoadedModel
+from lockstep.observe.display import Display
+from lockstep.observe.memory import memory_metrics
+from lockstep.observe.metrics import MetricsLog
+from lockstep.observe.run_dir import RunDir
+from lockstep.observe.spans import Spans
+from lockstep.protocols import TrainBackend
+from lockstep.schema.rollout import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One process's share of a run: from its start, or from a checkpoint, to its end. A context manager.
+
+    Args:
+        resume: the folder of the run to go on with; None starts a new one in `run.run_dir`.
+    """
+
+    def __init__(self, run: RunConfig, *, resume: Path | None = None) -> None:
+        self.run = run
+        self.display = Display(
+            run.name, total_steps=run.steps, mode=run.log.display, compiled=run.train.execution != "eager"
+        )
+        self.spans = Spans(on_change=self.display.phase)
+        if resume is None:
+            path = run.run_dir or _new_path(run.name)
+            self.dir = RunDir.create(path, config_toml=dump_toml(run), manifest=_manifest())
+        else:
+            self.dir = RunDir.open(resume)
+        self._resumed = resume is not None
+        self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint)
+        self._started = time.monotonic()
+        self._state: dict[str, Any] = {"wall_seconds": 0.0, "evaluations": {}, "trained_tokens": 0}
+        self._metrics: MetricsLog | None = None
+        self._device = "cpu"
+
+    def __enter__(self) -> Session:
+        self.display.__enter__()
+        self.display.note(f"run directory: {self.dir.path}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._summary("failed", error=f"{type(error).__name__}: {error}")
+        if self._metrics is not None:
+            self._metrics.close()
+        self.display.__exit__(kind, error, trace)
+        self.dir.close()
+
+    def describe(self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any]) -> None:
+        """Write what was resolved to the manifest, and say it once."""
+        self._device = axes.device
+        if axes.device.startswith("cuda"):
+            self.spans.synchronize = torch.cuda.synchronize
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.dir.update_manifest(
+            {"axes": asdict(axes) | {"dtype": dtype}, "model": model.name, "data": dict(data)}
+        )
+        engine = f", engine {axes.engine}" if axes.engine else ""
+        self.display.note(
+            f"{model.name} on {axes.device} in {dtype}: {axes.backend} backend{engine}, {axes.attention} attention, "
+            f"{axes.execution}, {axes.layout}"
+        )
+        left_out = {name: count for name, count in data.items() if count}
+        if left_out:
+            self.display.note("data: " + ", ".join(f"{count} {name}" for name, count in left_out.items()))
+
+    def restore(self, backend: TrainBackend, checkpoint: int | None) -> int:
+        """Load the checkpoint to go on from; returns the number of steps that are done."""
+        done = 0
+        if self._resumed:
+            path = self._checkpoints.find(checkpoint)
+            if path is not None:
+                self._state = self._checkpoints.load(path, backend)
+                done = int(self._state["step"])
+            self.dir.rewind(done)
+            self.display.note(
+                f"resuming after {done} steps" + (f" from {path}" if path else ": no checkpoint yet")
+            )
+        wandb = None
+        if self.run.log.wandb:
+            wandb = {
+                "project": self.run.log.wandb_project,
+                "name": self.run.name,
+                "config": self.run.model_dump(mode="json"),
+            }
+        self._metrics = MetricsLog.of_run(
+            self.dir, tensorboard=self.run.log.tensorboard, wandb=wandb, first_step=done
+        )
+        return done
+
+    @contextlib.contextmanager
+    def interruptible(self, on_request: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:
+        """Inside, the first Ctrl-C (or SIGTERM) lets the loop end in good order; it calls `on_request` at once."""
+
+        def request() -> None:
+            self.display.note("stopping: saving first (Ctrl-C again stops at once, without saving)")
+            on_request()
+
+        with Interrupt(request) as interrupt:
+            yield interrupt
+
+    def begin_step(self, step: int) -> None:
+        """`step` counts from 0."""
+        self.display.begin(step)
+        self.spans.start()
+
+    @staticmethod
+    def is_due(every: int, done: int) -> bool:
+        """Whether something that happens every `every` steps (0: never) happens after `done` steps."""
+        return every > 0 and done % every == 0
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl, with times, throughput and memory added."""
+        times = self.spans.flush()
+        seconds = times["time/step"]
+        tokens = metrics.get("input/tokens", 0.0)
+        self._state["trained_tokens"] += int(metrics.get("input/trained_tokens", 0.0))
+        values = {
+            **metrics,
+            **times,
+            "throughput/tokens_per_second": tokens / seconds if seconds else 0.0,
+            **memory_metrics(self._device),
+        }
+        self._write(step, values)
+        self.display.step(step, values, seconds=seconds)
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, shown: int) -> None:
+        """Keep the rollouts of a step; the first `shown` are displayed too."""
+        with self.spans("log"):
+            self.dir.write_rollouts(step, rows)
+            for row in rows[:shown]:
+                self.display.note(f"    [{row['reward']:.2f}] {row['completion']!r}"[:200])
+
+    def log_evaluation(
+        self, name: str, done: int, numbers: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """A held-out evaluation of the weights after `done` steps; `name` is before, during or after."""
+        self._state["evaluations"][name] = {"step": done, **numbers}
+        values = {f"eval/{key}": value for key, value in numbers.items()}
+        self._write(done, values, evaluation=name)
+        if rows:
+            self.dir.write_evaluation(name if name != "during" else f"step-{done:06d}", rows)
+        text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
+        self.display.note(f"evaluation {name} ({done} steps): {text}")
+
+    def save(self, done: int, backend: TrainBackend) -> Path:
+        """A checkpoint of the state after `done` steps; older ones are thinned out."""
+        with self.spans("save"):
+            metric = self.run.checkpoint.metric.removeprefix("eval/")
+            evaluations = self._state["evaluations"].values()
+            current = [e[metric] for e in evaluations if e["step"] == done and e.get(metric) is not None]
+            path = self._checkpoints.save(
+                done,
+                backend,
+                self._state | {"wall_seconds": self._wall()},
+                metric=current[0] if current else None,
+            )
+        return path
+
+    def interrupted(self, done: int, backend: TrainBackend) -> dict[str, Any]:
+        """Save after `done` steps and end the run for now."""
+        path = self.save(done, backend)
+        self.display.note(f"stopped after {done} steps; saved {path}")
+        return self._summary("interrupted", steps=done, resume=f"lockstep train --resume {self.dir.path}")
+
+    def finish(self, done: int, backend: TrainBackend) -> dict[str, Any]:
+        """Save, export, and write the summary."""
+        extra: dict[str, Any] = {"steps": done}
+        if self.run.checkpoint.save_at_end:
+            self.save(done, backend)
+        if self.run.checkpoint.export_at_end:
+            backend.export(self.dir.path / "export")
+            extra["export"] = str(self.dir.path / "export")
+        return self._summary("finished", **extra)
+
+    def _write(self, step: int, values: Mapping[str, Any], *, evaluation: str | None = None) -> None:
+        assert self._metrics is not None, "restore() opens the metrics"
+        self._metrics.write(step, values, evaluation=evaluation)
+
+    def _wall(self) -> float:
+        return float(self._state["wall_seconds"]) + time.monotonic() - self._started
+
+    def _summary(self, outcome: str, **extra: Any) -> dict[str, Any]:
+        evaluations = self._state["evaluations"]
+        summary = {
+            "outcome": outcome,
+            "run_dir": str(self.dir.path),
+            "wall_seconds": round(self._wall(), 1),
+            "trained_tokens": self._state["trained_tokens"],
+            "eval_before": evaluations.get("before"),
+            "eval_after": evaluations.get("after"),
+            **extra,
+        }
+        self.dir.write_summary(summary)
+        return summary
+
+
+def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
+    """One plain row per rollout, for JSONL."""
+    return [
+        {
+            "step": step,
+            "prompt_index": group.prompt.index,
+            "sample": number,
+            "prompt": group.prompt.text,
+            "completion": rollout.completion.text,
+            "prompt_token_ids": list(rollout.completion.prompt_token_ids),
+            "token_ids": list(rollout.completion.token_ids),
+            "rollout_logprobs": [round(value, 6) for value in rollout.completion.logprobs],
+            "finish_reason": rollout.completion.finish_reason,
+            "reward": rollout.reward,
+            "rewards": dict(rollout.rewards),
+            "seed": rollout.completion.seed,
+            "policy_version": rollout.completion.policy_version,
+        }
+        for group in groups
+        for number, rollout in enumerate(group.rollouts)
+    ]
+
+
+def _new_path(name: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{name}-{stamp}"
+
+
+def _manifest() -> dict[str, Any]:
+    return {
+        "lockstep": lockstep.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_threads": torch.get_num_threads(),
+        "cuda_device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
