@@ -1,6 +1,7 @@
 """GRPO's family as explicit options under the published names.
 
-An option left at None takes the published value of the chosen `name` (PUBLISHED below); `resolved()` fills them in.
+An option left at None takes the published value of the chosen `name` (PUBLISHED below); `resolved()` fills
+them in.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class KLConfig(Config):
 
 
 class RolloutCorrectionConfig(Config):
-    """What corrects for an engine whose logprobs are not the trainer's: rollout_is_weight = exp(old - rollout)."""
+    """What corrects for an engine whose logprobs are not the trainer's: rollout_is_weight = exp(old -
+    rollout)."""
 
     kind: Literal["none", "tis", "mask", "icepop"] = "none"
-    """tis: truncated weight min(w, high). mask: tokens (sequences) with w > high are masked, else weighted by w.
+    """tis: truncated weight min(w, high). mask: tokens (sequences) with w > high are masked, else weighted
+    by w.
     icepop: masked outside [low, high], else weighted by w."""
     level: Literal["token", "sequence"] = "token"
     low: float = Field(0.5, ge=0.0)
@@ -49,10 +52,13 @@ class GRPOConfig(Config):
 
     name: PolicyAlgorithm = "grpo"
     advantage: Advantage | None = None
-    """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the others.
-    batch_mean_std: whitened over the step. group_mean_batch_std: r - group mean, divided by the step's std."""
+    """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
+    others.
+    batch_mean_std: whitened over the step. group_mean_batch_std: r - group mean, divided by the step's
+    std."""
     aggregation: Aggregation | None = None
-    """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the step.
+    """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the
+    step.
     constant: divided by sequences * max_tokens (Dr. GRPO)."""
     clip_low: float | None = Field(None, ge=0.0)
     clip_high: float | None = Field(None, ge=0.0)

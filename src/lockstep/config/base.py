@@ -6,7 +6,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """Base of all configs. Immutable; `model_copy(update=...)` is not validated, so use `lockstep.config.load.override`."""
+    """Base of all configs. Immutable; `model_copy(update=...)` is not validated, so use
+    `lockstep.config.load.override`."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True

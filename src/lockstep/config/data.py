@@ -11,7 +11,8 @@ class DataConfig(Config):
     """One prompt set or SFT set."""
 
     source: str = "reasoning_gym:chain_sum"
-    """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or `ids` (the
+    """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or
+    `ids` (the
     id-level source for models without a tokenizer)."""
     subset: str | None = None
     split: str = "train"
@@ -35,7 +36,8 @@ class DataConfig(Config):
     prompt_template: str = "{prompt}"
     """Wraps the user's text; `{prompt}` and any column name may stand in it."""
     chat_template: Literal["auto", "none"] | str = "auto"
-    """auto: the tokenizer's template when it has one; none: plain text; or a jinja template (or a .jinja file)."""
+    """auto: the tokenizer's template when it has one; none: plain text; or a jinja template (or a .jinja
+    file)."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the template, such as {enable_thinking = false}."""
     max_prompt_tokens: PositiveInt = 1024
@@ -48,4 +50,5 @@ class DataConfig(Config):
     """SFT: which tokens carry loss."""
     shuffle: bool = True
     exclude: str | None = None
-    """Another source of the same kind whose prompts (by text) are left out; the loop sets it for held-out data."""
+    """Another source of the same kind whose prompts (by text) are left out; the loop sets it for held-out
+    data."""

@@ -96,7 +96,7 @@ def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None
         lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
         raise ConfigError(
             f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, and "
-            "steps only under train.schedule = 'constant': a decay ends at the last step); start a new run instead:\n"
+            "steps only under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
             + "\n".join(lines)
         )
     return override(changed, {"run_dir": str(folder)})

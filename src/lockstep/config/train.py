@@ -27,7 +27,8 @@ class TrainConfig(Config):
     token_budget: PositiveInt = 4096
     """Token slots of one micro-batch: what decides activation memory."""
     static_capacity: bool | None = None
-    """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled modes, else off."""
+    """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled
+    modes, else off."""
     max_recompiles: NonNegativeInt | None = None
     """Compiled modes: a run that recompiles more often after its first step stops. None: no limit."""
     minibatches: PositiveInt = 1
@@ -84,7 +85,8 @@ class EvalConfig(Config):
     max_tokens: PositiveInt | None = None
     """None: that of rollout.sampling."""
     before_max_tokens_factor: PositiveInt = 2
-    """The run before training may use this many times the tokens, so that learning to stop does not count as learning."""
+    """The run before training may use this many times the tokens, so that learning to stop does not count
+    as learning."""
 
 
 class CheckpointConfig(Config):

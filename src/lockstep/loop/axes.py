@@ -1,4 +1,5 @@
-"""What "auto" means on this machine: resolved once, logged, written to the manifest; the config stays as it was."""
+"""What "auto" means on this machine: resolved once, logged, written to the manifest; the config stays as
+it was."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def resolve_axes(train: TrainConfig, *, engine: str | None) -> Axes:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
-            f"train.device = {device!r}, but torch {torch.__version__} sees no CUDA device; set train.device = 'cpu', "
+            f"train.device = {device!r}, but torch {torch.__version__} sees no CUDA device; set "
+            "train.device = 'cpu', "
             "or install a CUDA build of torch and a driver (`lockstep doctor` shows what it finds)"
         )
     attention = train.attention

@@ -138,7 +138,8 @@ def check_lengths(run: GRPORun, model: LoadedModel) -> None:
         from lockstep.errors import ConfigError
 
         raise ConfigError(
-            f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} exceeds the {model.max_positions} "
+            f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} exceeds the "
+            f"{model.max_positions} "
             f"positions of {model.name}; lower one of the two"
         )
 

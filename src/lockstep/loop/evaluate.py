@@ -22,7 +22,8 @@ class Evaluation:
     strict_accuracy: float | None
     """Share the task's verifier accepts; None for data without answers."""
     lenient_accuracy: float | None
-    """The larger of first-number and last-number accuracy over the whole completion: blind to format and to length."""
+    """The larger of first-number and last-number accuracy over the whole completion: blind to format and
+    to length."""
     mean_reward: float
     num_prompts: int
     mean_completion_tokens: float

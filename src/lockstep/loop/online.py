@@ -82,7 +82,8 @@ def _evaluate(
 
 
 class OnlineTrainer:
-    """The verbs of the RL loop over one set of parts: sample, update, push, evaluate. Write your own loop with them."""
+    """The verbs of the RL loop over one set of parts: sample, update, push, evaluate. Write your own loop
+    with them."""
 
     def __init__(self, parts: OnlineParts, *, spans: Spans | None = None) -> None:
         self.parts = parts
@@ -132,7 +133,8 @@ class OnlineTrainer:
             return evaluate(self.parts, max_tokens_factor=max_tokens_factor)
 
     def _minibatches(self, groups: Sequence[RolloutGroup]) -> list[list[PackedBatch]]:
-        """Train samples in packs, one list of micro-batches per optimizer step, with the logprobs the loss needs."""
+        """Train samples in packs, one list of micro-batches per optimizer step, with the logprobs the loss
+        needs."""
         parts, train = self.parts, self.parts.run.train
         samples = parts.algorithm.samples(groups)
         size = -(-len(samples) // train.minibatches)
@@ -166,7 +168,8 @@ class OnlineTrainer:
 
 
 def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the last learning rate,
+    """Metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the last
+    learning rate,
     means of the rest."""
     combined = {}
     for name in updates[0]:

@@ -85,7 +85,8 @@ class Session:
         )
         engine = f", engine {axes.engine}" if axes.engine else ""
         self.display.note(
-            f"{model.name} on {axes.device} in {dtype}: {axes.backend} backend{engine}, {axes.attention} attention, "
+            f"{model.name} on {axes.device} in {dtype}: {axes.backend} backend{engine}, {axes.attention} "
+            "attention, "
             f"{axes.execution}, {axes.layout}"
         )
         left_out = {name: count for name, count in data.items() if count}
@@ -118,7 +119,8 @@ class Session:
 
     @contextlib.contextmanager
     def interruptible(self, on_request: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:
-        """Inside, the first Ctrl-C (or SIGTERM) lets the loop end in good order; it calls `on_request` at once."""
+        """Inside, the first Ctrl-C (or SIGTERM) lets the loop end in good order; it calls `on_request` at
+        once."""
 
         def request() -> None:
             self.display.note("stopping: saving first (Ctrl-C again stops at once, without saving)")

@@ -15,11 +15,14 @@ from lockstep.schema.weights import WeightUpdate
 class TokenLoss(Protocol):
     """A loss as a function of the logprobs of the labels.
 
-    `separable` says that the loss of a token needs no other token's logprob: then gradients are made chunk by chunk
+    `separable` says that the loss of a token needs no other token's logprob: then gradients are made chunk
+    by chunk
     while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed twice.
     """
 
     separable: bool
+    entropy_grad: bool
+    """Whether the loss has an entropy term: then gradients flow through `entropy` too."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
         """Scalar: this micro-batch's share of the loss of the optimizer step.
@@ -56,7 +59,8 @@ class TrainBackend(Protocol):
         ...
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before clipping)
+        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
+        clipping)
         and lr. Raises TrainError on a non-finite norm, before anything was changed."""
         ...
 
@@ -64,12 +68,17 @@ class TrainBackend(Protocol):
         """The current weights, under Hugging Face names."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Weights, master weights, optimizer and schedule into an existing empty directory."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """Weights, master weights, optimizer, schedule and RNG into an existing empty directory, safe on
+        the disk.
+        Returns sha256 of each file written, by name. Raises CheckpointError when it does not fit on the
+        disk."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """The inverse, to the bit. Raises CheckpointError before anything was changed."""
+    def load(self, directory: Path, *, verified: bool = False) -> None:
+        """The inverse, to the bit. verified: the caller has compared the files' hashes with what `save`
+        returned.
+        Raises CheckpointError before anything was changed."""
         ...
 
     def export(self, directory: Path) -> None:

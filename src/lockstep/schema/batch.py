@@ -6,20 +6,23 @@ Shape legend, used in the whole code base:
     L   tokens of one document                      V   vocabulary               B   rows of a dense batch
 
 Alignment: entry t of `labels`, `loss_mask`, `loss_weights` and of every per-token float is about predicting
-`labels[t] = token_ids[t + 1]` of the same document. A document's last entry predicts nothing: label -100, mask False.
+`labels[t] = token_ids[t + 1]` of the same document. A document's last entry predicts nothing: label -100,
+mask False.
 
 Example: prompt [5, 6], completion [7, 8, 2]; the document has L = 5 tokens.
 
     token_ids        5     6     7     8     2
     labels           6     7     8     2  -100
-    loss_mask    False  True  True  True False      the three completion tokens, seen from the slot before each
+    loss_mask    False  True  True  True False      the three completion tokens, seen from the slot before
+    each
     logprobs         .  lp(7) lp(8) lp(2)    .      "." is 0.0 and must never be read
 
 A pack of that document and of [9, 10], at capacity T = 8 with D_cap = 4 documents:
 
     token_ids    5 6 7 8 2 | 9 10 | 0               the tail slot is a pad document of its own
     positions    0 1 2 3 4 | 0 1  | 0
-    cu_seqlens   0 5 7 8 8                          [D_cap + 1]; unused entries repeat T, so their documents are empty
+    cu_seqlens   0 5 7 8 8                          [D_cap + 1]; unused entries repeat T, so their
+    documents are empty
     labels       6 7 8 2 -100 | 10 -100 | -100
 """
 
@@ -79,7 +82,8 @@ class PolicySample(TrainSample):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
-    """One micro-batch: documents laid end to end, padded to a static capacity. See the module for an example."""
+    """One micro-batch: documents laid end to end, padded to a static capacity. See the module for an
+    example."""
 
     token_ids: Tensor
     """[T] int64; 0 in the padded tail."""
@@ -94,12 +98,16 @@ class PackedBatch:
     loss_mask: Tensor
     """[T] bool; False in the padded tail and at every document's last token."""
     loss_weights: Tensor
-    """[T] float32; the weight of each token in the loss of the whole optimizer step, 0 where loss_mask is False.
-    The normaliser of the step is in here, so a micro-batch's loss is a plain sum and does not depend on packing."""
+    """[T] float32; the weight of each token in the loss of the whole optimizer step, 0 where loss_mask is
+    False.
+    The normaliser of the step is in here, so a micro-batch's loss is a plain sum and does not depend on
+    packing."""
     lengths: tuple[int, ...]
-    """Lengths of all non-empty documents in order, pad documents last; they sum to T. The host's copy of cu_seqlens."""
+    """Lengths of all non-empty documents in order, pad documents last; they sum to T. The host's copy of
+    cu_seqlens."""
     sample_ids: tuple[int, ...]
-    """TrainSample.sample_id of each real document, in order; shorter than `lengths` by the number of pad documents."""
+    """TrainSample.sample_id of each real document, in order; shorter than `lengths` by the number of pad
+    documents."""
 
     @property
     def num_slots(self) -> int:
@@ -134,7 +142,8 @@ class PolicyBatch(PackedBatch):
     advantages: Tensor
     """[T] float32."""
     old_logprobs: Tensor | None = None
-    """[T] float32, nats, by the trainer before the step's first update. None: the policy has not moved since, so a
+    """[T] float32, nats, by the trainer before the step's first update. None: the policy has not moved
+    since, so a
     loss takes its own logprobs, detached (importance ratio exactly 1)."""
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, by the frozen reference. None: the algorithm has no KL term."""

@@ -10,7 +10,8 @@ FinishReason = Literal["stop", "length", "abort"]
 """stop: an end-of-sequence token, a stop id or a stop string. length: max_tokens or the context ended."""
 
 LogprobKind = Literal["temperature_scaled"]
-"""The only kind that may be mixed with a trainer's: log_softmax(logits / temperature) in float32, untruncated.
+"""The only kind that may be mixed with a trainer's: log_softmax(logits / temperature) in float32,
+untruncated.
 At temperature 0 (greedy) the scale is 1."""
 
 
@@ -32,7 +33,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Stop strings, matched in the decoded completion."""
     stop_token_ids: tuple[int, ...] = ()
-    """Stop ids besides the end-of-sequence ids. A matched id stays in the completion, and so does an eos id."""
+    """Stop ids besides the end-of-sequence ids. A matched id stays in the completion, and so does an eos
+    id."""
     keep_stop: bool = True
     """Whether the *text* keeps a matched stop string. Token ids always do: they are what the policy did."""
     ignore_eos: bool = False
@@ -67,7 +69,8 @@ class Completion:
     engine: str
     policy_version: int
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were not computed for this sample (shared with its group, or cached)."""
+    """Prompt tokens whose keys and values were not computed for this sample (shared with its group, or
+    cached)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

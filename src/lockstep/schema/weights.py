@@ -14,7 +14,8 @@ class WeightUpdate:
     """One complete version of the policy's weights.
 
     `shared_module` is set when trainer and engine live in one process: the engine reads the very Parameters.
-    Otherwise `tensors` yields (Hugging Face checkpoint name, tensor), tied weights under every name they go by.
+    Otherwise `tensors` yields (Hugging Face checkpoint name, tensor), tied weights under every name they
+    go by.
     """
 
     policy_version: int
