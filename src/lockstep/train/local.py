@@ -1,0 +1,385 @@
+"""The train backend of one process: forward, backward, clip, step, cast, save and load."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.train import TrainConfig
+from lockstep.errors import CheckpointError, ConfigError, TrainError
+from lockstep.models.export import export_hf
+from lockstep.models.forward import head_of, hidden_states
+from lockstep.models.load import LoadedModel
+from lockstep.models.lora import has_lora, merged_state_dict, without_lora
+from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
+from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+from lockstep.schema.weights import WeightUpdate
+from lockstep.train.gradients import GradientStore, global_norm
+from lockstep.train.memory import out_of_memory_text, out_of_memory_types
+from lockstep.train.optimizer import make_optimizer, trained_parameters
+from lockstep.train.schedule import lr_at
+from lockstep.train.state import load_state, model_tensors, read_progress, save_state
+
+
+class LocalBackend:
+    """Trains the module of a LoadedModel in place; an embedded engine may read the same Parameters.
+
+    The module is in eval mode except inside `forward_backward`.
+
+    Args:
+        config: the train settings; `backend` and `attention` were acted on by whoever loaded the model.
+        model: the policy. Its module is used, not copied.
+        total_steps: optimizer steps of the whole run: where the schedule ends.
+        temperature: logprobs are of logits divided by it; 0 counts as 1.
+        ref: keep the policy as it is now as frozen reference: a copy, or with LoRA the base weights.
+
+    Raises:
+        ConfigError: nothing to train, a missing package, or an execution mode that this backend does not have.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        model: LoadedModel,
+        total_steps: int,
+        temperature: float = 1.0,
+        ref: bool = False,
+    ) -> None:
+        if config.execution not in ("eager", "compile"):
+            raise ConfigError(
+                f"train.execution = {config.execution!r} is not available with train.backend = 'local'; "
+                "set 'eager' or 'compile'"
+            )
+        self.config, self.model, self.total_steps = config, model, total_steps
+        self.module = model.module.eval()
+        self.temperature = temperature
+        self.steps_done = 0
+        self.device = next(self.module.parameters()).device
+        self._lora = has_lora(self.module)
+        self._static = (
+            config.execution != "eager" if config.static_capacity is None else config.static_capacity
+        )
+        self._ref = self._frozen_copy() if ref and not self._lora else None
+        self._has_ref = ref
+        named = trained_parameters(self.module)
+        self._names = [p.name for p in named]
+        self._gradients = GradientStore(
+            [p.parameter for p in named], float32=config.grad_accum_dtype == "float32"
+        )
+        self._optimizer = make_optimizer(named, config=config)
+        self._pending: list[tuple[PackedBatch, TokenLoss]] = []
+        if config.activation_checkpointing:
+            # Only in train mode, so neither logprobs nor an engine that shares the module is checkpointed.
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.execution == "compile":
+            self._compile()
+
+    def _frozen_copy(self) -> nn.Module:
+        return copy.deepcopy(self.module).requires_grad_(False)
+
+    def _compile(self) -> None:
+        from lockstep.execution import compile_blocks
+
+        for module in filter(None, (self.module, self._ref)):
+            compile_blocks(module)
+
+    # --- forward and backward ---------------------------------------------------------------------------------------
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False.
+
+        Raises:
+            ConfigError: model is "ref" and the backend was made without one.
+            TrainError: out of memory.
+        """
+        if model == "ref" and not self._has_ref:
+            raise ConfigError("this backend has no reference model; make it with ref=True")
+        results = []
+        with torch.no_grad(), self._as_model(model) as module:
+            for index, batch in enumerate(batches):
+                with self._memory_errors_explained(index, batch):
+                    rows, labels = self._rows(batch)
+                    hidden = self._hidden(module, batch.to(self.device), rows)
+                    logprobs, _ = linear_logprobs(
+                        hidden, head_of(module).weight, labels, head=self._head(module)
+                    )
+                    results.append(_scatter(logprobs, rows, batch.num_slots))
+        return results
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Adds the gradients of all micro-batches of one optimizer step.
+
+        Raises:
+            TrainError: a loss is not finite, or memory ran out; all gradients of the step are dropped.
+        """
+        self._gradients.expect(len(batches))
+        stats = StepStats(losses=[], logprobs=[], entropy=[])
+        self.module.train()
+        try:
+            for index, batch in enumerate(batches):
+                with self._memory_errors_explained(index, batch):
+                    self._backward(batch, loss, stats)
+            self._check_losses(batches, stats.losses)
+        except BaseException:  # half a step's gradients must not leak into the next one
+            self.drop_gradients()
+            raise
+        finally:
+            self.module.eval()
+        self._pending += [(batch, loss) for batch in batches]
+        return stats
+
+    def _backward(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
+        """Forward, loss and backward of one micro-batch; adds what was seen to `stats`."""
+        rows, labels = self._rows(batch)
+        moved = batch.to(self.device)
+        if labels.numel() == 0:  # nothing to train on, and no graph to go back through
+            zeros = torch.zeros(batch.num_slots, device=self.device)
+            value, logprobs, entropy = zeros.sum(), zeros, zeros
+        else:
+            hidden = self._hidden(self.module, moved, rows)
+            weight = head_of(self.module).weight
+            head = self._head(self.module, entropy_grad=loss.entropy_grad)
+            if loss.separable:
+                value, logprobs, entropy = linear_logprob_loss(
+                    hidden,
+                    weight,
+                    labels,
+                    lambda lp, ent, part: loss(lp, ent, moved, _part(rows, part)),
+                    head=head,
+                )
+            else:
+                logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
+                value = loss(logprobs, entropy, moved, rows)
+            value.backward()
+            logprobs = _scatter(logprobs.detach(), rows, batch.num_slots)
+            entropy = _scatter(entropy.detach(), rows, batch.num_slots)
+        stats.losses.append(value.detach())
+        stats.logprobs.append(logprobs)
+        stats.entropy.append(entropy)
+
+    def _rows(self, batch: PackedBatch) -> tuple[Tensor | slice, Tensor]:
+        """Which slots the head sees, and their labels. Static shapes: all of them, masked ones labelled -100.
+        Otherwise only the trained ones: an index, made where the mask is, so that a GPU is not waited for."""
+        if self._static:
+            labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
+            return slice(0, batch.num_slots), labels.to(self.device, non_blocking=True)
+        rows = batch.loss_mask.nonzero()[:, 0]
+        labels = batch.labels.index_select(0, rows)
+        return rows.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+    def _hidden(self, module: nn.Module, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+        """[R, C]: the final hidden states of the rows that the head sees."""
+        hidden = hidden_states(
+            module, batch, layout=self.config.layout, padding_side=self.config.padding_side
+        )
+        return hidden if isinstance(rows, slice) else hidden.index_select(0, rows)
+
+    def _head(self, module: nn.Module, *, entropy_grad: bool = False) -> HeadOptions:
+        head = head_of(module)
+        return HeadOptions(
+            temperature=self.temperature,
+            softcap=head.softcap,
+            logit_scale=head.logit_scale,
+            bias=head.bias,
+            compiled=self.config.execution != "eager",
+            entropy_grad=entropy_grad,
+        )
+
+    @contextlib.contextmanager
+    def _as_model(self, model: Literal["policy", "ref"]) -> Iterator[nn.Module]:
+        if model == "policy":
+            yield self.module
+        elif self._ref is not None:
+            yield self._ref
+        else:
+            with without_lora(self.module):
+                yield self.module
+
+    # --- errors -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _memory_errors_explained(self, index: int, batch: PackedBatch) -> Iterator[None]:
+        try:
+            yield
+        except out_of_memory_types() as error:
+            text = out_of_memory_text(error, config=self.config, batch=batch, static=self._static)
+            if text is None:
+                raise
+            raise TrainError(f"step {self.steps_done}, micro-batch {index}: {text}") from error
+
+    def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
+        """One wait for the whole step."""
+        values = torch.stack(list(losses)).tolist() if losses else []
+        for index, value in enumerate(values):
+            if not math.isfinite(value):
+                raise TrainError(
+                    f"step {self.steps_done}, micro-batch {index} of {len(values)}: the loss is {value}; its samples are "
+                    f"{list(batches[index].sample_ids)}. No weight was changed. Look at these samples (advantages, "
+                    "rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = 'float32'"
+                )
+
+    def _blame(self, norm: float) -> str:
+        """Which micro-batch has gradients that are not finite: each is run once more, alone."""
+        pending = list(self._pending)
+        self.drop_gradients()
+        for index, (batch, loss) in enumerate(pending):
+            self._gradients.expect(1)
+            self.module.train()
+            self._backward(batch, loss, StepStats(losses=[], logprobs=[], entropy=[]))
+            self.module.eval()
+            gradients = self._gradients.collect()
+            bad = [
+                name
+                for name, g in zip(self._names, gradients, strict=True)
+                if g is not None and not bool(torch.isfinite(g).all())
+            ]
+            self.drop_gradients()
+            if bad:
+                return (
+                    f"micro-batch {index} of {len(pending)} has gradients that are not finite in {len(bad)} parameters "
+                    f"({', '.join(bad[:3])}); its samples are {list(batch.sample_ids)}"
+                )
+        samples = [list(batch.sample_ids) for batch, _ in pending]
+        return f"each micro-batch alone is finite, their sum is not ({norm}); the samples by micro-batch are {samples}"
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient since the last optimizer step."""
+        self._gradients.clear()
+        self._pending = []
+
+    # --- update -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _updated(self) -> dict[str, float]:
+        gradients = self._gradients.collect()
+        present = [g for g in gradients if g is not None]
+        if not present:
+            raise TrainError(
+                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one trained "
+                "token before optimizer_step"
+            )
+        norm = float(global_norm(present))
+        if not math.isfinite(norm):
+            with torch.enable_grad():
+                reason = self._blame(norm)
+            raise TrainError(
+                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. Lower train.lr or "
+                "set model.dtype = 'float32'"
+            )
+        lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
+        # the coefficient of torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        self._optimizer.step(gradients, lr=lr, scale=scale)
+        return {"grad_norm": norm, "lr": lr}
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before clipping)
+        and lr.
+
+        Raises:
+            TrainError: there is no gradient, or the norm is not finite; no weight was changed.
+        """
+        update = self._updated()
+        self.drop_gradients()
+        self.steps_done += 1
+        return update
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def weights(self) -> WeightUpdate:
+        """The current weights; policy_version is the number of optimizer steps taken."""
+        return WeightUpdate(
+            policy_version=self.steps_done,
+            tensors=lambda: iter(merged_state_dict(self.module).items()),
+            shared_module=self.module,
+        )
+
+    def save(self, directory: Path) -> dict[str, str]:
+        """Everything that decides how training goes on, into an existing empty directory (see train/state.py).
+
+        Returns:
+            sha256 of each file written, by name.
+
+        Raises:
+            CheckpointError: it does not fit on the disk; nothing was written.
+            OSError: the disk failed on the way.
+            TrainError: there are gradients that no optimizer step has used.
+        """
+        if self._pending:
+            raise TrainError("save in the middle of an optimizer step would lose its gradients; step first")
+        records = save_state(
+            directory, model=self._model_state(), optimizer=self._optimizer_state(), progress=self._progress()
+        )
+        return {name: record.sha256 for name, record in records.items()}
+
+    def load(self, directory: Path, *, verified: bool = False) -> None:
+        """The inverse of `save`, to the bit.
+
+        Args:
+            verified: the caller has compared the files' hashes already.
+
+        Raises:
+            CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
+        """
+        found, own = read_progress(directory), self._progress()
+        for key in ("optimizer", "lora", "dtype"):
+            if found.get(key) != own[key]:
+                raise CheckpointError(
+                    f"{directory / 'state.json'}: field 'progress.{key}' is {found.get(key)!r}, this run has {own[key]!r}"
+                )
+        if not isinstance(found.get("step"), int):
+            raise CheckpointError(
+                f"{directory / 'state.json'}: field 'progress.step' is {found.get('step')!r}"
+            )
+        load_state(directory, model=self._model_state(), optimizer=self._optimizer_state(), verified=verified)
+        self.drop_gradients()
+        self.steps_done = found["step"]
+
+    def export(self, directory: Path) -> None:
+        """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged. Raises ModelError."""
+        export_hf(self.module, self.model.tokenizer, directory)
+
+    def close(self) -> None:
+        """Drop gradients; the module stays usable."""
+        self.drop_gradients()
+
+    def _model_state(self) -> dict[str, Tensor]:
+        return model_tensors(self.module, trained_only=self._lora)
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        masters = {f"master/{name}": master for name, master in self._optimizer.separate_masters().items()}
+        return masters | self._optimizer.state()
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "step": self.steps_done,
+            "total_steps": self.total_steps,
+            "schedule": self.config.schedule,
+            "lr_next": lr_at(self.steps_done, config=self.config, total_steps=self.total_steps),
+            "optimizer": self.config.optimizer,
+            "lora": self._lora,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+        }
+
+
+def _part(rows: Tensor | slice, part: slice) -> Tensor | slice:
+    """The slots of a chunk of the head's rows."""
+    if isinstance(rows, slice):
+        return slice(rows.start + part.start, rows.start + part.stop)
+    return rows[part]
+
+
+def _scatter(values: Tensor, rows: Tensor | slice, num_slots: int) -> Tensor:
+    """[R] into [T], 0 in the other slots."""
+    if isinstance(rows, slice):
+        return values
+    return values.new_zeros(num_slots).index_copy_(0, rows, values)
