@@ -1,0 +1,121 @@
+"""Our kernels as transformers attention implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from lockstep.attention import flex, sdpa, varlen
+from lockstep.errors import ConfigError, ModelError, unknown_name
+
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "sdpa": sdpa.attention,
+    "varlen": varlen.attention,
+    "flex": flex.attention,
+}
+PREFIX = "lockstep_"
+
+
+def implementation(kernel: str) -> str:
+    """The name of `kernel` in transformers' AttentionInterface: "sdpa" -> "lockstep_sdpa", "hf:NAME" -> "NAME".
+
+    Raises:
+        ConfigError: there is no such kernel.
+    """
+    if kernel in KERNELS:
+        return PREFIX + kernel
+    if kernel.startswith("hf:") and len(kernel) > 3:
+        return kernel.removeprefix("hf:")
+    raise ConfigError(unknown_name("attention kernel", kernel, [*KERNELS, "hf:NAME"]))
+
+
+def kernel_of(name: str | None) -> str:
+    """The inverse of `implementation`."""
+    if name is not None and name.startswith(PREFIX):
+        return name.removeprefix(PREFIX)
+    return f"hf:{name or 'eager'}"
+
+
+def label(kernel: str, device: torch.device) -> str:
+    """How reports name the kernel; timings of a reference kernel are not comparable."""
+    return "varlen (cpu reference)" if kernel == "varlen" and device.type == "cpu" else kernel
+
+
+def register() -> None:
+    """Make our kernels known to transformers; a second call does nothing.
+
+    No mask function is registered: transformers then makes no mask at all, where a function that returns None would
+    still cost it a device synchronisation per forward to look for packed documents.
+    """
+    from transformers import AttentionInterface
+
+    for kernel in KERNELS:
+        if PREFIX + kernel not in AttentionInterface._global_mapping:
+            AttentionInterface.register(PREFIX + kernel, _adapter(kernel))
+
+
+def build_mask(
+    kernel: str, cu_seqlens: Tensor, *, num_slots: int, window: int | None
+) -> Tensor | BlockMask | None:
+    """What the layers of one forward share for one window; None for a kernel that needs only cu_seqlens."""
+    if kernel == "flex":
+        return flex.build_mask(cu_seqlens, num_slots=num_slots, window=window)
+    if kernel == "sdpa":
+        return sdpa.build_mask(cu_seqlens, num_slots=num_slots, window=window)
+    return None
+
+
+def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
+    attend = KERNELS[kernel]
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int = 0,
+        lengths: tuple[int, ...] | None = None,
+        masks: Mapping[int, Any] | None = None,
+        dense: bool = False,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """query [B, N, L, H], key and value [B, K, L, H] -> [B, L, N, H]; the rest is what hidden_states passes on."""
+        if cu_seqlens is None:
+            raise ModelError(
+                f"attention implementation {PREFIX + kernel!r} was called without cu_seqlens; run the model through "
+                "lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'"
+            )
+        if dropout or softcap is not None:
+            raise ModelError(
+                f"attention kernel {kernel!r} has no dropout and no softcap (got {dropout}, {softcap})"
+            )
+        mask = None if masks is None else masks[sliding_window or 0]
+        if dense:
+            return sdpa.dense(query, key, value, mask=mask, scale=scaling).transpose(1, 2), None
+        batch, _, length, _ = query.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = attend(
+            q,
+            k,
+            v,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            lengths=lengths,
+            scale=scaling,
+            window=sliding_window,
+            mask=mask,
+        )
+        return out.unflatten(0, (batch, length)), None
+
+    return forward

@@ -1,0 +1,67 @@
+"""flex_attention with a block mask made of document ids, causality and the window."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from lockstep.attention.masks import document_ids
+from lockstep.errors import TrainError
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    lengths: tuple[int, ...] | None,
+    scale: float | None,
+    window: int | None,
+    mask: BlockMask | None = None,
+) -> Tensor:
+    """See lockstep.attention.
+
+    Raises:
+        TrainError: on a CPU with gradients; flex_attention has no CPU backward.
+    """
+    if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise TrainError(
+            "attention kernel 'flex' has no backward on a CPU; set train.attention = 'sdpa', "
+            "or 'varlen' for its reference kernels"
+        )
+    if mask is None:
+        mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = _kernel(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)
+
+
+def build_mask(cu_seqlens: Tensor, *, num_slots: int, window: int | None) -> BlockMask:
+    """The block mask of a pack; blocks of other documents are never computed."""
+    ids = document_ids(cu_seqlens, num_slots)
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = (query >= key) & (ids[query] == ids[key])
+        return same if window is None else same & (query - key < window)
+
+    device = str(cu_seqlens.device)
+    return create_block_mask(visible, None, None, num_slots, num_slots, device=device)
+
+
+def _kernel(device_type: str) -> Callable[..., Any]:
+    # Outside compiled code flex_attention materialises [T, T] scores: on a GPU it is always compiled.
+    if device_type == "cpu" or torch.compiler.is_compiling():
+        return flex_attention
+    return _compiled()
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)

@@ -1,0 +1,33 @@
+"""Document ids and dense masks: which key each query may see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
+    """[T] int64, the document of each slot; empty documents own no slot.
+
+    Example:
+        >>> document_ids(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3).tolist()
+        [0, 0, 2]
+    """
+    slots = torch.arange(num_slots, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(slots, cu_seqlens[1:].contiguous(), right=True)
+
+
+def dense_mask(ids: Tensor, *, window: int | None) -> Tensor:
+    """[B, 1, S, S] bool from document ids [B, S]: True where the query (third axis) may see the key (last axis).
+
+    Every query sees itself, so no row is empty.
+    """
+    slots = torch.arange(ids.shape[1], device=ids.device)
+    return (band(slots, window=window) & (ids[:, :, None] == ids[:, None, :]))[:, None]
+
+
+def band(slots: Tensor, *, window: int | None) -> Tensor:
+    """[S, S] bool: causal, and not further back than the window (which counts the query itself)."""
+    distance = slots[:, None] - slots[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)

@@ -1,0 +1,36 @@
+"""torch's own flash attention over packed documents (torch.nn.attention.varlen)."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from lockstep.attention.cpu_reference import enable_cpu_reference
+
+# torch 2.11 hands the head counts to the kernel unchecked; from 2.12 on they must be announced.
+_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    lengths: tuple[int, ...] | None,
+    scale: float | None,
+    window: int | None,
+    mask: None = None,
+) -> Tensor:
+    """See lockstep.attention. float16 or bfloat16 on CUDA; on CPU the reference kernels, any float dtype."""
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        enable_cpu_reference()
+    # A tuple: varlen_attn recognises causal by comparing with (-1, 0). The kernel's left window excludes the query.
+    window_size = (-1, 0) if window is None else (window - 1, 0)
+    return varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size, **_GQA
+    )

@@ -1,0 +1,178 @@
+"""The decoder's forward over a PackedBatch, in either layout; the head is applied by lockstep.ops.logprobs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep import attention
+from lockstep.attention.masks import dense_mask, document_ids
+from lockstep.execution import is_compiled
+from lockstep.models.architectures import layer_windows
+from lockstep.models.heads import Head, head_of
+from lockstep.schema.batch import PackedBatch
+
+__all__ = ["Head", "dense_shape", "head_of", "hidden_states"]
+
+
+def hidden_states(
+    module: nn.Module,
+    batch: PackedBatch,
+    *,
+    layout: Literal["packed", "padded"] = "packed",
+    padding_side: Literal["left", "right"] = "right",
+) -> Tensor:
+    """[T, C]: the last hidden state of every slot of `batch`, what the head is applied to.
+
+    `packed` runs the T slots through every layer as one row. `padded` runs a dense [B, L] batch, one document a row and
+    pads computed, where (B, L) is `dense_shape(batch)`; rows of pad documents are then zeros.
+
+    Args:
+        module: a transformers causal LM whose attention implementation is one of lockstep.attention's, or hf's own.
+        batch: on the module's device.
+    """
+    base = getattr(module, module.base_model_prefix)  # type: ignore[call-overload]
+    kernel = attention.kernel_of(base.config._attn_implementation)
+    if kernel == "varlen" and batch.token_ids.device.type == "cpu":
+        attention.enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops
+    if layout == "packed":
+        kwargs = _packed_kwargs(kernel, batch, base.config, compiled=is_compiled(module))
+        return _run(base, batch.token_ids[None], batch.positions[None], kwargs)[0]
+    rows = _dense_rows(batch, padding_side)
+    kwargs = _padded_kwargs(kernel, rows, base.config, compiled=is_compiled(module))
+    hidden = _run(base, rows.token_ids, rows.positions, kwargs).flatten(0, 1)
+    real = hidden.index_select(0, rows.cells)
+    return F.pad(real, (0, 0, 0, batch.num_slots - real.shape[0]))
+
+
+def dense_shape(batch: PackedBatch) -> tuple[int, int]:
+    """(B, L) of the padded layout: one row per document of max_seqlen tokens.
+
+    A pack with a static capacity has as many rows as its slots can hold at full length, if it has fewer documents: so
+    packs of one bucket have one shape.
+    """
+    return max(len(batch.sample_ids), batch.num_slots // batch.max_seqlen), batch.max_seqlen
+
+
+def _run(base: nn.Module, token_ids: Tensor, positions: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    output = base(input_ids=token_ids, position_ids=positions, use_cache=False, **kwargs)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bool) -> dict[str, Any]:
+    """What the attention implementation `kernel` needs to know about a pack."""
+    if kernel.startswith("hf:"):
+        return _hf_packed_kwargs(kernel, batch)
+    kwargs: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+    if kernel == "flex" or (kernel == "sdpa" and compiled):
+        kwargs["masks"] = {
+            window or 0: attention.build_mask(
+                kernel, batch.cu_seqlens, num_slots=batch.num_slots, window=window
+            )
+            for window in dict.fromkeys(layer_windows(config))
+        }
+    elif not compiled:
+        # A compiled graph must not see lengths: it would be specialised to this very pack.
+        kwargs["lengths"] = batch.lengths
+    return kwargs
+
+
+def _hf_packed_kwargs(kernel: str, batch: PackedBatch) -> dict[str, Any]:
+    """transformers' own kernels: flash takes these four; the others find the documents in position_ids."""
+    if not kernel.startswith("hf:flash_attention"):
+        return {}
+    return {
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DenseRows:
+    """A pack laid out as a dense batch."""
+
+    token_ids: Tensor
+    """[B, L] int64; 0 in pads."""
+    positions: Tensor
+    """[B, L] int64; 0-based in each document; pads count up from 0 on the left, go on counting on the right."""
+    cells: Tensor
+    """[num_tokens] int64; index into the flattened [B * L] of every real slot, in pack order."""
+    pads: Tensor
+    """[B, L] bool."""
+    cu_seqlens: Tensor
+    """[2 * B + 1] (left) or [B + 1] (right) int32 over the flattened rows. Left pads are documents of their own, so that
+    no token sees them; right pads are behind every token of their row."""
+    left: bool
+
+
+def _dense_rows(batch: PackedBatch, side: Literal["left", "right"]) -> _DenseRows:
+    num_rows, width = dense_shape(batch)
+    lengths = list(batch.lengths[: len(batch.sample_ids)])
+    lengths += [0] * (num_rows - len(lengths))
+    left = side == "left"
+    firsts = [row * width + (width - length if left else 0) for row, length in enumerate(lengths)]
+    columns = torch.arange(width)
+    lengths_column = torch.tensor(lengths)[:, None]
+    if left:
+        starts = width - lengths_column
+        positions = torch.where(columns < starts, columns, columns - starts)
+        pads = columns < starts
+        bounds = [
+            0,
+            *itertools.chain.from_iterable((first, (row + 1) * width) for row, first in enumerate(firsts)),
+        ]
+    else:
+        positions = columns.expand(num_rows, width)
+        pads = columns >= lengths_column
+        bounds = [row * width for row in range(num_rows + 1)]
+    cells = torch.cat(
+        [torch.arange(first, first + length) for first, length in zip(firsts, lengths, strict=True)]
+    )
+    device = batch.token_ids.device
+    cells, positions, pads = cells.to(device), positions.to(device), pads.to(device)
+    flat = torch.zeros(num_rows * width, dtype=torch.int64, device=device)
+    return _DenseRows(
+        token_ids=flat.index_copy(0, cells, batch.token_ids[: batch.num_tokens]).view(num_rows, width),
+        positions=positions,
+        cells=cells,
+        pads=pads,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        left=left,
+    )
+
+
+def _padded_kwargs(kernel: str, rows: _DenseRows, config: Any, *, compiled: bool) -> dict[str, Any]:
+    if kernel.startswith("hf:"):
+        return {"attention_mask": (~rows.pads).long()}
+    num_rows, width = rows.token_ids.shape
+    kwargs: dict[str, Any] = {"cu_seqlens": rows.cu_seqlens, "max_seqlen": width}
+    if kernel == "varlen":
+        return kwargs
+    windows = dict.fromkeys(layer_windows(config))
+    if kernel == "flex":
+        num_slots = num_rows * width
+        masks = {
+            w or 0: attention.build_mask(kernel, rows.cu_seqlens, num_slots=num_slots, window=w)
+            for w in windows
+        }
+    else:
+        kwargs["dense"] = True
+        masks = {w or 0: _dense_row_mask(rows, w) for w in windows}
+    return {**kwargs, "masks": masks}
+
+
+def _dense_row_mask(rows: _DenseRows, window: int | None) -> Tensor | None:
+    """[B, 1, L, L] bool; None where plain causality over the whole row says the same."""
+    num_rows, width = rows.token_ids.shape
+    if not rows.left and (window is None or window >= width):
+        return None
+    ids = document_ids(rows.cu_seqlens, num_rows * width).view(num_rows, width)
+    return dense_mask(ids, window=window)

@@ -1,0 +1,214 @@
+"""Packs of documents, with a static capacity where one graph must serve many of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import DataError
+from lockstep.packing.balance import balance
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch, PolicySample, TrainSample
+
+_BUCKET_STEPS = 4
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """A static capacity: packs of one bucket have equal shapes, so one compiled graph serves them all."""
+
+    tokens: int
+    """T of the pack."""
+    documents: int
+    """D_cap of the pack: real documents and those that cover the padded tail."""
+    max_seqlen: int
+    """Longest document, real or pad; part of the graph."""
+
+
+def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tuple[Bucket, ...]:
+    """The buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots, at most 4 graphs.
+
+    Every bucket has room for `max_documents` real documents and for a tail of any size; `max_seqlen` is the same in
+    all. Capacities below max_seqlen are left out.
+    """
+    sizes = {
+        min(token_budget, _round_up(-(-token_budget * step // _BUCKET_STEPS), _ALIGNMENT))
+        for step in range(1, _BUCKET_STEPS + 1)
+    }
+    return tuple(
+        Bucket(tokens=size, documents=max_documents + -(-size // max_seqlen), max_seqlen=max_seqlen)
+        for size in sorted(sizes)
+        if size >= max_seqlen or size == token_budget
+    )
+
+
+def pack(
+    samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], *, bucket: Bucket | None = None
+) -> PackedBatch | PolicyBatch:
+    """Lay documents end to end, in the order given; the type of the batch follows that of the samples.
+
+    Args:
+        loss_weights: [L] float32 per sample, see PackedBatch.loss_weights; what stands where loss_mask is False is
+            ignored.
+        bucket: the capacity to pad to. None: exactly the documents, no tail.
+
+    Raises:
+        DataError: no sample, an empty one, samples of several types, or more than the bucket holds.
+    """
+    kinds = {type(sample) for sample in samples}
+    if len(kinds) != 1 or len(samples) != len(loss_weights):
+        raise DataError(
+            f"a pack needs at least one sample, all of one type, and one loss_weights each; got {len(samples)} samples "
+            f"of {sorted(k.__name__ for k in kinds)} and {len(loss_weights)} loss_weights"
+        )
+    lengths = [len(sample) for sample in samples]
+    if 0 in lengths:
+        raise DataError(f"sample {samples[lengths.index(0)].sample_id} is empty; drop it before packing")
+    used = sum(lengths)
+    if bucket is None:
+        bucket = Bucket(tokens=used, documents=len(samples), max_seqlen=max(lengths))
+    lengths += _tail(lengths, bucket)
+    capacity = bucket.tokens
+    masks = [sample.loss_mask for sample in samples]
+    weights = [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, loss_weights, strict=True)]
+    fields: dict[str, Any] = {
+        "token_ids": _fill([sample.token_ids for sample in samples], capacity, 0),
+        "positions": torch.cat([torch.arange(length) for length in lengths]),
+        "cu_seqlens": _cu_seqlens(lengths, bucket.documents),
+        "max_seqlen": bucket.max_seqlen,
+        "labels": _fill([_labels(sample) for sample in samples], capacity, IGNORE_LABEL),
+        "loss_mask": _fill(masks, capacity, False),
+        "loss_weights": _fill(weights, capacity, 0.0),
+        "lengths": tuple(lengths),
+        "sample_ids": tuple(sample.sample_id for sample in samples),
+    }
+    if not issubclass(kinds.pop(), PolicySample):
+        return PackedBatch(**fields)
+    for name in ("rollout_logprobs", "advantages"):
+        fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
+    return PolicyBatch(**fields)
+
+
+def plan_micro_batches(
+    samples: Sequence[TrainSample],
+    loss_weights: Sequence[Tensor],
+    *,
+    token_budget: int,
+    static_capacity: bool,
+    layout: Literal["packed", "padded"] = "packed",
+    max_seqlen: int | None = None,
+    max_documents: int | None = None,
+    min_packs: int = 1,
+) -> list[Any]:
+    """All samples of an optimizer step as micro-batches of at most `token_budget` slots.
+
+    Args:
+        static_capacity: pad every pack to one of few buckets (`buckets_for`). Otherwise packs are exact.
+        layout: padded: rows x longest row stays within the budget; documents of similar length share a batch.
+        max_seqlen: longest document of the whole run. None: that of these samples, rounded up to a power of two under
+            static_capacity, which may change from step to step and then makes a new graph.
+        max_documents: most documents of one pack. None: as many as fit; their number is rounded up to a power of two
+            under static_capacity.
+        min_packs: at least so many micro-batches, such as one per rank.
+
+    Raises:
+        DataError: a sample is empty or longer than the budget or than max_seqlen.
+    """
+    if not samples:
+        return []
+    lengths = [len(sample) for sample in samples]
+    longest = _longest(lengths, token_budget, max_seqlen=max_seqlen, static=static_capacity)
+    if layout == "packed":
+        groups = balance(lengths, token_budget=token_budget, min_packs=min_packs, max_documents=max_documents)
+    else:
+        groups = _dense_groups(
+            lengths,
+            token_budget=token_budget,
+            width=longest if static_capacity else None,
+            most=max_documents,
+            min_groups=min_packs,
+        )
+    buckets: tuple[Bucket, ...] = ()
+    if static_capacity:
+        most = max_documents or _power_of_two(max(map(len, groups)))
+        buckets = buckets_for(token_budget=token_budget, max_seqlen=longest, max_documents=most)
+        if layout == "padded":
+            buckets = buckets[-1:]
+    batches = []
+    for group in groups:
+        used = sum(lengths[i] for i in group)
+        bucket = next(b for b in buckets if used <= b.tokens) if buckets else None
+        batches.append(pack([samples[i] for i in group], [loss_weights[i] for i in group], bucket=bucket))
+    return batches
+
+
+def _longest(lengths: Sequence[int], token_budget: int, *, max_seqlen: int | None, static: bool) -> int:
+    longest = max(lengths)
+    if max_seqlen is None:
+        return min(_power_of_two(longest), max(token_budget, longest)) if static else longest
+    if longest > max_seqlen:
+        raise DataError(
+            f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {max_seqlen} of the run; "
+            "raise it or shorten the documents"
+        )
+    return min(max_seqlen, max(token_budget, longest))
+
+
+def _dense_groups(
+    lengths: Sequence[int], *, token_budget: int, width: int | None, most: int | None, min_groups: int
+) -> list[list[int]]:
+    """Documents by length, longest first, cut where rows x width would exceed the budget."""
+    balance(lengths, token_budget=token_budget, min_packs=len(lengths))  # refuses what cannot fit
+    limit = min(most or len(lengths), -(-len(lengths) // min_groups))
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups:
+            row = width or lengths[groups[-1][0]]
+            if len(groups[-1]) < limit and (len(groups[-1]) + 1) * row <= token_budget:
+                groups[-1].append(index)
+                continue
+        groups.append([index])
+    return [sorted(group) for group in groups]
+
+
+def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
+    """Lengths of the pad documents that fill the bucket up; no slot may belong to no document."""
+    used = sum(lengths)
+    if max(lengths) > bucket.max_seqlen:
+        raise DataError(f"a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}")
+    if used > bucket.tokens:
+        raise DataError(f"{used} tokens exceed the capacity of {bucket}")
+    full, rest = divmod(bucket.tokens - used, bucket.max_seqlen)
+    tail = [bucket.max_seqlen] * full + ([rest] if rest else [])
+    if len(lengths) + len(tail) > bucket.documents:
+        raise DataError(
+            f"{len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of {bucket}"
+        )
+    return tail
+
+
+def _cu_seqlens(lengths: Sequence[int], documents: int) -> Tensor:
+    ends = [0, *accumulate(lengths)]
+    return torch.tensor(ends + [ends[-1]] * (documents + 1 - len(ends)), dtype=torch.int32)
+
+
+def _labels(sample: TrainSample) -> Tensor:
+    return torch.cat([sample.token_ids[1:], torch.tensor([IGNORE_LABEL])])
+
+
+def _fill(parts: Sequence[Tensor], capacity: int, value: float | int | bool) -> Tensor:
+    joined = torch.cat(list(parts))
+    return torch.cat([joined, joined.new_full((capacity - joined.shape[0],), value)])
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
