@@ -1,0 +1,46 @@
+"""Taking named weights over into a module, all or nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import EngineError
+from lockstep.schema.weights import TensorSource
+
+
+def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> None:
+    """Copy every weight by its Hugging Face name; values are cast to the module's dtype.
+
+    Raises:
+        EngineError: a name is unknown, missing or given twice, a shape differs, or two names of one tied weight
+            bring different values. Nothing was changed then.
+    """
+    own = {name: p for name, p in module.named_parameters(remove_duplicate=False)}
+    new: dict[str, Tensor] = {}
+    for name, tensor in tensors():
+        if name in new:
+            raise EngineError(f"engine {engine}: the weight update brings {name!r} twice")
+        new[name] = tensor
+    unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
+    if unknown or missing:
+        raise EngineError(
+            f"engine {engine}: the weight update does not fit the model: {len(unknown)} unknown names {unknown[:5]}, "
+            f"{len(missing)} missing names {missing[:5]}; weights were left as they are"
+        )
+    first_name: dict[int, str] = {}
+    for name, tensor in new.items():
+        parameter = own[name]
+        if tensor.shape != parameter.shape:
+            raise EngineError(
+                f"engine {engine}: weight {name!r} has shape {list(tensor.shape)}, the model's is "
+                f"{list(parameter.shape)}; weights were left as they are"
+            )
+        twin = first_name.setdefault(id(parameter), name)
+        if twin != name and not torch.equal(new[twin], tensor):
+            raise EngineError(
+                f"engine {engine}: {twin!r} and {name!r} are one tied weight, but the update brings two values"
+            )
+    with torch.no_grad():
+        for name, tensor in new.items():
+            own[name].copy_(tensor)
