@@ -17,24 +17,28 @@ class DataConfig(Config):
     subset: str | None = None
     split: str = "train"
     task: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the reasoning_gym task."""
+    """Keyword arguments of the reasoning_gym task; of ids: vocab_size (default: the model's), min_tokens (4), max_tokens (16)."""
     size: PositiveInt | None = None
-    """Rows to generate (reasoning_gym, ids) or at most to use (files)."""
+    """Rows to generate (reasoning_gym, ids) or at most to use (files). None: generated sources are endless, files whole.
+    Generated rows of a sized set are distinct by question."""
     skip: NonNegativeInt = 0
     """Rows to leave out at the beginning."""
     seed: int = 1
     prompt_column: str = "prompt"
-    """Text, or a list of {role, content} messages."""
+    """Text, or a list of {role, content} messages. reasoning_gym rows have `question`, which is found by itself."""
     messages_column: str = "messages"
     """SFT: a whole conversation; used when the rows have it."""
     completion_column: str = "completion"
     """SFT: the answer to train on, when there are no messages."""
+    text_column: str = "text"
+    """SFT: plain text, when there are neither messages nor completions; every token is trained on."""
     answer_column: str = "answer"
+    """What rewards see as `answer`; GSM8K's "... #### 42" is understood."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames: {new name = name in the data}."""
     system_prompt: str | None = None
     prompt_template: str = "{prompt}"
-    """Wraps the user's text; `{prompt}` and any column name may stand in it."""
+    """Wraps the user's (last) text; `{prompt}` and any column name may stand in it, `{{` and `}}` are literal braces."""
     chat_template: Literal["auto", "none"] | str = "auto"
     """auto: the tokenizer's template when it has one; none: plain text; or a jinja template (or a .jinja
     file)."""
@@ -46,9 +50,11 @@ class DataConfig(Config):
     max_length: PositiveInt = 2048
     """SFT: tokens of one document; longer ones follow `overlong_documents`."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
+    untrained_documents: Literal["error", "drop"] = "error"
+    """SFT: what happens to a document without a token to train on (also one that truncation left so)."""
     train_on: Literal["assistant", "all"] = "assistant"
     """SFT: which tokens carry loss."""
     shuffle: bool = True
     exclude: str | None = None
-    """Another source of the same kind whose prompts (by text) are left out; the loop sets it for held-out
-    data."""
+    """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out. Held-out prompts
+    are left out of training anyway."""

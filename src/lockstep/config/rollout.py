@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from lockstep.config.base import Config
@@ -50,15 +52,22 @@ class RewardConfig(Config):
     """One reward; several are added up with their weights."""
 
     name: str = "verifier"
-    """verifier (the task's own), math (math-verify against the answer column), ids (dense id-level
-    reward), `length`,
-    or `module:function`."""
+    """verifier: the task's own, in [0, 1]. math: math-verify against the row's answer, 0 or 1. ids: share of even completion
+    ids (models without a tokenizer). length: -|tokens - target| / target, kwargs {target}. format: 1 where the regular
+    expression kwargs {pattern} is found, else 0. Or `module:attribute`: a function, sync or async, called with keyword
+    arguments prompt, completion, row and kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module
+    may lie in the working directory or beside the run's TOML file."""
     weight: float = 1.0
-    on_error: str = Field("fail", pattern="^(fail|drop)$")
-    """fail: the run stops and names the row; drop: the rollout leaves the step and is counted."""
+    on_error: Literal["fail", "drop"] = "fail"
+    """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names the row and the
+    exception. drop: the rollout leaves the step and is counted. An answer that a verifier cannot parse is no such error: it
+    scores 0 and is counted as junk."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """For async functions and verifiers that may loop."""
-    answer: str = Field("text", pattern="^(text|first_number|last_number|last_line|boxed|tags)$")
-    """verifier: which part of the completion is handed to the task's verifier."""
+    """Of one call. A verifier is killed; a function is left behind in its thread."""
+    max_concurrency: PositiveInt = 64
+    """Async functions: calls under way at a time."""
+    answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
+    """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A completion without
+    that part scores 0 and is counted."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
-    """Extra keyword arguments of a `module:function`."""
+    """Keyword arguments of length, format and `module:attribute`."""

@@ -43,11 +43,15 @@ def clean_messages(value: Any, *, where: str) -> list[Message]:
         DataError: not a list of {role, content}, or a content that is neither text nor text parts.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"{where}: messages must be a non-empty list of {{role, content}}, got {str(value)[:80]!r}")
+        raise DataError(
+            f"{where}: messages must be a non-empty list of {{role, content}}, got {str(value)[:80]!r}"
+        )
     messages = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}")
+            raise DataError(
+                f"{where}, message {number}: needs a role and a content, got {str(message)[:80]!r}"
+            )
         kept = {key: item for key, item in message.items() if item is not None}
         kept["content"] = _text_of(kept.get("content", ""), f"{where}, message {number}")
         messages.append(kept)

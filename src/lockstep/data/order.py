@@ -23,7 +23,9 @@ def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = T
         [4, 0]
     """
     if n > num_rows:
-        raise DataError(f"a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a smaller batch")
+        raise DataError(
+            f"a batch of {n} needs {n} distinct rows, but the set has {num_rows}; take a smaller batch"
+        )
     if not shuffle:
         return [(step * n + i) % num_rows for i in range(n)]
     epoch, batch = divmod(step, num_rows // n)

@@ -102,7 +102,9 @@ class PromptMaker:
             ids = kept
             text = self.chat.tokenizer.decode(ids) if self.chat else " ".join(map(str, ids))
         if not ids:
-            raise DataError(f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}")
+            raise DataError(
+                f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}"
+            )
         return Prompt(index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem})
 
     def _render(self, chat: ChatFormat, row: Mapping[str, Any], where: str) -> tuple[str, str]:
@@ -208,7 +210,9 @@ class PromptStream(PromptSet):
         return self._prompt("0", index, taken=set())
 
     def __len__(self) -> int:
-        raise TypeError(f"{self._maker.config.source} without data.size is endless; set data.size for a fixed set")
+        raise TypeError(
+            f"{self._maker.config.source} without data.size is endless; set data.size for a fixed set"
+        )
 
     @property
     def size(self) -> int | None:
@@ -272,7 +276,8 @@ def load_prompts(
         generated = _distinct(rows, maker, config)
         return FixedPrompts(generated, shuffle=config.shuffle, maker=maker)
     prompts = (
-        maker.make(row, index=index, key=index) for index, row in enumerate(load_rows(config), start=config.skip)
+        maker.make(row, index=index, key=index)
+        for index, row in enumerate(load_rows(config), start=config.skip)
     )
     loaded = FixedPrompts((p for p in prompts if p is not None), shuffle=config.shuffle, maker=maker)
     if not len(loaded):

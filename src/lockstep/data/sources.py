@@ -54,10 +54,18 @@ def missing_column(wanted: str, row: Mapping[str, Any], *, setting: str, source:
 def _rename(row: dict[str, Any], config: DataConfig, index: int) -> dict[str, Any]:
     for new, old in config.columns.items():
         if old not in row:
-            raise missing_column(old, row, setting=f"data.columns.{new}", source=f"{config.source}, row {index}")
+            raise missing_column(
+                old, row, setting=f"data.columns.{new}", source=f"{config.source}, row {index}"
+            )
     renamed = set(config.columns.values())
     kept = {name: value for name, value in row.items() if name not in renamed}
-    return {**kept, **{new: row[old] for new, old in config.columns.items()}}
+    kept.update({new: row[old] for new, old in config.columns.items()})
+    if config.answer_column != "answer":
+        if config.answer_column not in kept:
+            where = f"{config.source}, row {index}"
+            raise missing_column(config.answer_column, kept, setting="data.answer_column", source=where)
+        kept["answer"] = kept[config.answer_column]
+    return kept
 
 
 def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
@@ -88,7 +96,9 @@ def _no_such_file(path: Path) -> DataError:
 
 def _row(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: a row must be a JSON object, got {type(value).__name__}: {str(value)[:80]!r}")
+        raise DataError(
+            f"{where}: a row must be a JSON object, got {type(value).__name__}: {str(value)[:80]!r}"
+        )
     return value
 
 

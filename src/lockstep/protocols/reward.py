@@ -19,6 +19,8 @@ class RewardInput:
     prompt_token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    index: int | None = None
+    """Prompt.index: how an error names the row."""
 
 
 class RewardFunction(Protocol):

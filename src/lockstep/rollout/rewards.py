@@ -1,0 +1,390 @@
+"""Rewards: from completions to finite numbers, with nothing turned into 0 in silence.
+
+What counts as an error, and so follows `on_error`: a reward that raises, times out, or returns anything but a finite number
+(bool, int, float and 0-d arrays are numbers). What scores 0 and is counted instead: a completion without the configured part
+(`no_answer`), and an answer that a verifier cannot parse (`junk`), see VerifierProcess.reasoning_gym.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from lockstep.config.rollout import RewardConfig
+from lockstep.errors import ConfigError, RewardError, unknown_name
+from lockstep.protocols.reward import RewardInput
+from lockstep.registry import load_object
+from lockstep.rollout.calls import CallThread, LoopThread
+from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
+from lockstep.rollout.verifiers import VerifierProcess, require_package
+
+CORRECT = 1.0 - 1e-6
+"""A verifier's score from which an answer counts as right; many give partial credit below."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What one completion earned."""
+
+    total: float
+    """Sum of weight * reward."""
+    by_name: Mapping[str, float]
+    """Before weights. A name that occurs twice is numbered: format, format#2."""
+
+
+class Scorer(Protocol):
+    """One reward over many completions: a value or an exception for each."""
+
+    def __call__(self, inputs: Sequence[RewardInput]) -> list[Any]: ...
+
+
+class RewardSet:
+    """All rewards of a run.
+
+    `search_paths`: folders, besides the working directory, in which `module:attribute` is looked for.
+
+    Raises:
+        ConfigError: an unknown name, wrong kwargs, a module that does not import, a package that is not installed.
+
+    Example:
+        >>> rewards = RewardSet([RewardConfig(name="verifier", answer="last_number")])
+        >>> rewards.score([RewardInput(prompt=..., completion="It is 4.", row=row, ...)])
+        [Scored(total=1.0, by_name={'verifier': 1.0})]
+    """
+
+    def __init__(self, configs: Sequence[RewardConfig], *, search_paths: Sequence[Path] = ()) -> None:
+        self.counts: Counter[str] = Counter()
+        self._process = VerifierProcess()
+        self._configs = tuple(configs)
+        self._names = _numbered([config.name for config in configs])
+        self._scorers = [
+            self._scorer(c, n, search_paths) for c, n in zip(self._configs, self._names, strict=True)
+        ]
+
+    def score(self, inputs: Sequence[RewardInput]) -> list[Scored | None]:
+        """One entry per input, in order; None where a reward failed under on_error = drop.
+
+        Raises:
+            RewardError: a reward failed under on_error = fail; names reward and row, the exception is its __cause__.
+            ConfigError: the rows lack what a reward needs in principle (a verifier, an answer column).
+        """
+        columns: list[list[float | None]] = []
+        for config, name, scorer in zip(self._configs, self._names, self._scorers, strict=True):
+            outcomes = scorer(inputs)
+            columns.append(
+                [
+                    self._settle(outcome, config, name, _name_row(sample, position))
+                    for position, (outcome, sample) in enumerate(zip(outcomes, inputs, strict=True))
+                ]
+            )
+        return [self._combine(values) for values in zip(*columns, strict=True)]
+
+    def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
+        """Whether the first `verifier` or `math` reward gives full marks on its configured part of the completion.
+
+        None: no such reward in the set, or it failed under on_error = drop (counted).
+        """
+        for config, name, scorer in zip(self._configs, self._names, self._scorers, strict=True):
+            if config.name in ("verifier", "math"):
+                sample = _bare_input(row, completion)
+                value = self._settle(scorer([sample])[0], config, name, _name_row(sample, None))
+                return None if value is None else value >= CORRECT
+        return None
+
+    def take_counts(self) -> dict[str, int]:
+        """Counts since the last call: NAME/no_answer, NAME/junk, NAME/failed and dropped (rollouts)."""
+        counts = dict(self.counts)
+        self.counts.clear()
+        return counts
+
+    def close(self) -> None:
+        """End the verifier process. The set stays usable: it starts another one when needed."""
+        self._process.close()
+
+    def _combine(self, values: Sequence[float | None]) -> Scored | None:
+        present = [value for value in values if value is not None]
+        if len(present) < len(values):
+            self.counts["dropped"] += 1
+            return None
+        total = math.fsum(c.weight * value for c, value in zip(self._configs, present, strict=True))
+        return Scored(total=total, by_name=dict(zip(self._names, present, strict=True)))
+
+    def _settle(self, outcome: Any, config: RewardConfig, name: str, where: str) -> float | None:
+        """The outcome as a finite float; None for a failure under drop."""
+        if isinstance(outcome, ConfigError):
+            raise outcome
+        cause = outcome if isinstance(outcome, BaseException) else None
+        if cause is None:
+            value = _as_float(outcome)
+            if value is not None and math.isfinite(value):
+                return value
+            problem = f"returned {outcome!r} ({type(outcome).__name__}), not a finite number"
+        else:
+            problem = f"raised {type(cause).__name__}: {cause}"
+        if config.on_error == "drop":
+            self.counts[f"{name}/failed"] += 1
+            return None
+        raise RewardError(
+            f"reward {name!r} on {where}: {problem}. Correct the reward or the row, or set on_error = 'drop' to leave such "
+            "rollouts out"
+        ) from cause
+
+    def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
+        if ":" in config.name:
+            return _user_scorer(config, search_paths)
+        if config.name in ("verifier", "math"):
+            _no_kwargs(config)
+            package = {"verifier": "reasoning_gym", "math": "math_verify"}[config.name]
+            require_package(package, needed_by=f"reward {config.name!r}")
+            judge = {"verifier": self._verify, "math": self._math}[config.name]
+            return partial(_each, partial(self._judge, judge, config, name), config.on_error == "fail")
+        builtin = {"ids": _ids, "length": _length, "format": _format}
+        if config.name not in builtin:
+            known = [*builtin, "verifier", "math", "module:attribute"]
+            raise ConfigError(unknown_name("reward", config.name, known))
+        return partial(_each, builtin[config.name](config), config.on_error == "fail")
+
+    def _judge(
+        self,
+        judge: Callable[..., tuple[float, str | None]],
+        config: RewardConfig,
+        name: str,
+        sample: RewardInput,
+    ) -> float:
+        answer = EXTRACTORS[config.answer](sample.completion)
+        if answer is None:
+            self.counts[f"{name}/no_answer"] += 1
+            return 0.0
+        score, junk = judge(config, sample.row, answer)
+        if junk is not None:
+            self.counts[f"{name}/junk"] += 1
+        return score
+
+    def _verify(self, config: RewardConfig, row: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
+        verifier = str(row.get("verifier", ""))
+        if not verifier.startswith("reasoning_gym:"):
+            raise ConfigError(
+                f"reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier {verifier!r} "
+                f"(columns: {', '.join(row)}); use reward 'math' or 'module:function'"
+            )
+        return self._process.reasoning_gym(row, answer, timeout=config.timeout_seconds)
+
+    def _math(self, config: RewardConfig, row: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
+        if "answer" not in row:
+            raise ConfigError(
+                f"reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set data.answer_column"
+            )
+        text = answer if config.answer in ("text", "last_line") else f"${answer}$"
+        return self._process.math(str(row["answer"]), text, timeout=config.timeout_seconds)
+
+
+def lenient_correct(row: Mapping[str, Any], completion: str) -> tuple[bool, bool] | None:
+    """(first number right, last number right) over the whole completion, compared as numbers with the row's answer.
+
+    None: the row's answer is not a number, so this measure says nothing about it. The lenient accuracy of a set is the larger
+    of the two means, see `lenient_accuracy`.
+
+    Example:
+        >>> lenient_correct({"answer": "#### 1,042"}, "1042 is 1000 + 42")
+        (True, False)
+    """
+    wanted = answer_number(row.get("answer"))
+    if wanted is None:
+        return None
+    first, last = (answer_number(found) for found in (first_number(completion), last_number(completion)))
+    return first == wanted, last == wanted
+
+
+def lenient_accuracy(marks: Sequence[tuple[bool, bool]]) -> float:
+    """The larger of first-number and last-number accuracy over the set.
+
+    Example:
+        >>> lenient_accuracy([(True, False), (True, True), (False, False), (False, True)])
+        0.5
+    """
+    if not marks:
+        raise ValueError("lenient_accuracy of no rows")
+    return max(sum(first for first, _ in marks), sum(last for _, last in marks)) / len(marks)
+
+
+def _each(
+    score: Callable[[RewardInput], Any], stop_at_failure: bool, inputs: Sequence[RewardInput]
+) -> list[Any]:
+    """Outcomes one by one; after a failure that ends the run anyway, the rest is not computed (and not looked at)."""
+    outcomes: list[Any] = []
+    for sample in inputs:
+        try:
+            outcomes.append(score(sample))
+        except Exception as error:  # settled by on_error, with the row's name
+            outcomes.append(error)
+            if stop_at_failure:
+                return outcomes + [error] * (len(inputs) - len(outcomes))
+    return outcomes
+
+
+def _ids(config: RewardConfig) -> Callable[[RewardInput], float]:
+    _no_kwargs(config)
+
+    def ids(sample: RewardInput) -> float:
+        """Share of even ids; 0 for an empty completion."""
+        tokens = sample.completion_token_ids
+        return sum(token % 2 == 0 for token in tokens) / len(tokens) if tokens else 0.0
+
+    return ids
+
+
+def _length(config: RewardConfig) -> Callable[[RewardInput], float]:
+    target = config.kwargs.get("target")
+    if set(config.kwargs) != {"target"} or isinstance(target, str | bool) or target is None or target <= 0:
+        raise ConfigError(f"reward 'length' needs kwargs = {{target = TOKENS > 0}}, got {config.kwargs}")
+    return lambda sample: -abs(len(sample.completion_token_ids) - target) / target
+
+
+def _format(config: RewardConfig) -> Callable[[RewardInput], float]:
+    pattern = config.kwargs.get("pattern")
+    if set(config.kwargs) != {"pattern"} or not isinstance(pattern, str):
+        raise ConfigError(
+            f"reward 'format' needs kwargs = {{pattern = 'REGULAR EXPRESSION'}}, got {config.kwargs}"
+        )
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            f"reward 'format': kwargs.pattern = {pattern!r} is no regular expression: {error}"
+        ) from error
+    return lambda sample: float(compiled.search(sample.completion) is not None)
+
+
+def _no_kwargs(config: RewardConfig) -> None:
+    if config.kwargs:
+        raise ConfigError(f"reward {config.name!r} takes no kwargs, got {config.kwargs}; remove them")
+
+
+def _user_scorer(config: RewardConfig, search_paths: Sequence[Path]) -> Scorer:
+    """The scorer of a `module:attribute`."""
+    call = _bind(config, _import(config.name, search_paths))
+    loop = LoopThread()
+    thread = CallThread()
+
+    def run_async(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return loop.run(calls, timeout=config.timeout_seconds, concurrency=config.max_concurrency)
+
+    async def awaited(value: Any) -> Any:
+        return await value
+
+    def one(sample: RewardInput) -> Any:
+        value = thread.run(partial(call, sample), timeout=config.timeout_seconds)
+        if not inspect.isawaitable(value):
+            return value
+        outcome = run_async([partial(awaited, value)])[0]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def together(inputs: Sequence[RewardInput]) -> list[Any]:
+        try:
+            return run_async([partial(call, sample) for sample in inputs])
+        except TimeoutError as error:
+            return [error] * len(inputs)
+
+    return together if _is_async(call) else partial(_each, one, config.on_error == "fail")
+
+
+def _import(target: str, search_paths: Sequence[Path]) -> Any:
+    for folder in (*search_paths, Path.cwd()):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    try:
+        return load_object(target, what=f"reward {target!r}")
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"reward {target!r}: importing its module raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _bind(config: RewardConfig, value: Any) -> Callable[[RewardInput], Any]:
+    """One argument in: the record for a class's instance, keyword arguments for a function."""
+    if inspect.isclass(value):
+        try:
+            instance: Callable[[RewardInput], Any] = value(**config.kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"reward {config.name!r}: cannot be made with kwargs = {config.kwargs}: {error}"
+            ) from error
+        if not callable(instance):
+            raise ConfigError(f"reward {config.name!r}: instances must be callable with one RewardInput")
+        return instance
+    if not callable(value):
+        raise ConfigError(f"reward {config.name!r} is {type(value).__name__}, not a function or a class")
+    try:
+        inspect.signature(value).bind(prompt="", completion="", row={}, **config.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {config.name!r} is called with keyword arguments prompt, completion, row"
+            f"{''.join(', ' + name for name in config.kwargs)}, which its signature {inspect.signature(value)} does not "
+            f"take: {error}"
+        ) from error
+    return _KeywordCall(value, dict(config.kwargs))
+
+
+@dataclass(frozen=True)
+class _KeywordCall:
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, sample: RewardInput) -> Any:
+        return self.function(
+            prompt=sample.prompt, completion=sample.completion, row=sample.row, **self.kwargs
+        )
+
+
+def _is_async(call: Callable[[RewardInput], Any]) -> bool:
+    function = call.function if isinstance(call, _KeywordCall) else call
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  (an instance with an async __call__)
+    )
+
+
+def _as_float(value: Any) -> float | None:
+    """A number (bool, int, float, numpy or torch scalar) as a float; None for anything else."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return result
+
+
+def _name_row(sample: RewardInput, position: int | None) -> str:
+    parts = [] if position is None else [f"rollout {position} of the batch"]
+    if sample.index is not None:
+        parts.insert(0, f"row {sample.index}")
+    prompt = str(sample.row.get("problem") or sample.prompt)
+    return f"{', '.join(parts)} (prompt {prompt[:80]!r}, completion {sample.completion[:80]!r})"
+
+
+def _bare_input(row: Mapping[str, Any], completion: str) -> RewardInput:
+    return RewardInput(
+        prompt=str(row.get("problem", "")),
+        completion=completion,
+        row=row,
+        prompt_token_ids=(),
+        completion_token_ids=(),
+        finish_reason="stop",
+    )
