@@ -18,6 +18,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.data.held_out import load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine import ENGINES
+from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes, resolved_train
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import plan_micro_batches
@@ -49,11 +50,8 @@ class OnlineParts:
     prompts: PromptSet
     eval_prompts: PromptSet
     rewards: RewardSet
+    plan: Planner
     on_progress: OnProgress | None = None
-
-    def plan(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
-        """The micro-batches of one optimizer step."""
-        return plan(self.run.train, self.axes, samples, loss_weights)
 
     def close(self) -> None:
         """Engine first: it reads the backend's Parameters."""
@@ -101,6 +99,12 @@ def build_online(
         prompts=prompts,
         eval_prompts=eval_prompts,
         rewards=RewardSet(run.rewards, functions=rewards),
+        plan=Planner(
+            train=run.train,
+            static_capacity=axes.static_capacity,
+            max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
+            max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
+        ),
         on_progress=on_progress,
     )
 
@@ -135,8 +139,6 @@ def check_lengths(run: GRPORun, model: LoadedModel) -> None:
     """Prompt and completion must fit the positions that the model knows."""
     longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     if longest > model.max_positions:
-        from lockstep.errors import ConfigError
-
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} exceeds the "
             f"{model.max_positions} "
@@ -144,10 +146,26 @@ def check_lengths(run: GRPORun, model: LoadedModel) -> None:
         )
 
 
-def plan(
-    train: TrainConfig, axes: Axes, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]
-) -> list[PackedBatch]:
-    """Balanced packs under the token budget, at static capacity where graphs need it."""
-    return plan_micro_batches(
-        samples, loss_weights, token_budget=train.token_budget, static_capacity=axes.static_capacity
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planner:
+    """Turns the train samples of one optimizer step into micro-batches, the same way all run long."""
+
+    train: TrainConfig
+    static_capacity: bool
+    max_seqlen: int
+    """Longest document that the run can have, in tokens: what compiled graphs are made for."""
+    max_documents: int
+    """Most documents of one optimizer step."""
+
+    def __call__(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
+        """Balanced packs under the token budget, at static capacity where graphs need it."""
+        static = self.static_capacity
+        return plan_micro_batches(
+            samples,
+            loss_weights,
+            token_budget=self.train.token_budget,
+            static_capacity=static,
+            layout=self.train.layout,
+            max_seqlen=self.max_seqlen if static else None,
+            max_documents=self.max_documents if static else None,
+        )

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.run import SFTRun
 from lockstep.data.sft import SFTSet, load_sft
-from lockstep.loop.build import build_backend, load_policy, plan
+from lockstep.loop.build import Planner, build_backend, load_policy
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.session import Session
 from lockstep.schema.batch import PackedBatch
@@ -33,12 +33,18 @@ def train_offline(
         held_out = None if run.eval_data is None else load_sft(run.eval_data, tokenizer=model.tokenizer)
         algorithm = ALGORITHMS.load("sft")(run.algorithm)
         backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=False)
+        plan = Planner(
+            train=run.train,
+            static_capacity=axes.static_capacity,
+            max_seqlen=run.data.max_length,
+            max_documents=run.batch_size,
+        )
         session.describe(axes=axes, model=model, data=documents.report)
         first_step = session.restore(backend, checkpoint)
 
         def packs(documents: SFTSet, step: int, n: int) -> list[PackedBatch]:
             samples = documents.batch(step, n, run.seed)
-            return plan(run.train, axes, samples, algorithm.loss_weights(samples))
+            return plan(samples, algorithm.loss_weights(samples))
 
         def held_out_loss() -> dict[str, float]:
             assert held_out is not None
