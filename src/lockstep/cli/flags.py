@@ -1,8 +1,8 @@
 """Every setting of a run as a command-line flag: a tyro view of the pydantic models.
 
-tyro reads flags into plain nested dicts (TypedDicts made from the models), whose defaults are the loaded run's.
-What was given goes back through `lockstep.config.load`, so that flags and files are checked by the same code and
-fail in the same words. A table that is off (None), such as model.lora, comes into being with its first flag.
+tyro reads flags into plain nested dicts (TypedDicts made from the models), with the loaded run as defaults.
+What was given goes back through `lockstep.config.load`: flags and files are checked by the same code. A table
+that is off (None), such as model.lora, comes into being with its first flag.
 """
 
 from __future__ import annotations

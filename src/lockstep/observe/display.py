@@ -52,7 +52,7 @@ class Status:
         return f"{self.phase} {seconds}, {self.progress[0]}/{self.progress[1]} completions"
 
     def eta_seconds(self) -> float | None:
-        """Seconds to the end at the median pace of recent steps but the first, which warms up; None: unknown."""
+        """Seconds to the end at the median pace of recent steps, without the first; None: unknown."""
         recent = sorted(self.durations[1:][-20:] or self.durations)
         if not recent:
             return None

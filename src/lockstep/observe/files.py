@@ -50,7 +50,7 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Plain JSON values. NaN and infinities become strings that float() reads: "NaN", "Infinity", "-Infinity".
+    """Plain JSON values. NaN and infinities become strings float() reads: "NaN", "Infinity", "-Infinity".
 
     Raises:
         TypeError: for what is neither plain, a path, nor a number-like scalar with `item()` (numpy, torch).

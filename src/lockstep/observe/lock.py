@@ -28,16 +28,17 @@ class RunLock:
             "started": process_start(os.getpid()),
             "host": socket.gethostname(),
         }
-        # flock makes read-then-write one step among starters. The content, not the flock, is the lock itself: a
-        # flock would live on in a forked child of a killed run.
+        # flock makes read-then-write one step. The content is the lock: a flock would live on in a child that
+        # a killed run has forked.
         with path.open("a+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             owner = _parse(file.read())
             if owner is not None and owner != self._me and _alive(owner, self._me["host"]):
                 raise ConfigError(
-                    f"{str(path.parent)!r} is being written by process {owner['pid']} on host {owner['host']!r}; "
-                    f"wait for it, use another --run-dir, or, if that process is surely gone, delete {str(path)!r}"
+                    f"{str(path.parent)!r} is being written by process {owner['pid']} on host "
+                    f"{owner['host']!r}; wait for it, use another --run-dir, or, if it is surely gone, "
+                    f"delete {str(path)!r}"
                 )
             self._write(file, json.dumps(self._me))
 

@@ -9,8 +9,8 @@ GIB = 1024**3
 
 
 def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, float]:
-    """Gibibytes: memory/rss_peak_gib (since the process started); on CUDA also memory/cuda_peak_gib (allocated, since
-    the last call with `reset`) and memory/cuda_reserved_gib.
+    """memory/rss_peak_gib, since the process started; on CUDA also memory/cuda_peak_gib, allocated since the
+    last call with `reset`, and memory/cuda_reserved_gib.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".

@@ -101,7 +101,7 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """metrics.jsonl: an object per line, which survives the process (not a power cut) when `write` returns."""
+    """metrics.jsonl: an object per line, which survives a killed process (not a power cut)."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")

@@ -23,7 +23,7 @@ class _Open:
 class Spans:
     """Timers of one thread, nested.
 
-    `with spans("generate"): ...` adds to time/generate what passed, less what passed in inner spans (self-time).
+    `with spans("generate"): ...` adds to time/generate what passed outside inner spans (self-time).
 
     Args:
         synchronize: called on entry and exit of every span, such as torch.cuda.synchronize: without it a span
@@ -42,7 +42,7 @@ class Spans:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the body under `name`. Raises ValueError for names that `flush` reports itself, such as "step"."""
+        """Time the body under `name`. Raises ValueError for "step", "host" and "host_share"."""
         if name in ("step", "host", "host_share"):
             raise ValueError(f"span {name!r}: this name is taken by what Spans reports about the whole step")
         if self._since is None:
@@ -67,8 +67,8 @@ class Spans:
         """Seconds since the step began, and start the next one.
 
         Returns:
-            time/NAME (self-time) per span; time/step (wall); time/host (wall less the outermost `work` spans, with
-            all that is nested in those) and time/host_share (host / wall, 0 to 1).
+            time/NAME (self-time) per span; time/step (wall); time/host (wall less the outermost `work` spans
+            and what is nested in them) and time/host_share (host / wall, 0 to 1).
 
         Raises:
             RuntimeError: inside a span.
