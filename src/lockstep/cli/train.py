@@ -32,6 +32,9 @@ Every setting is a flag as well: `lockstep train grpo --help` lists them, with t
 (also after a recipe, a file or --resume). `--print-config` prints the resolved TOML and starts nothing."""
 
 
+EXIT = {"finished": 0, "failed": 1, "interrupted": 130}
+
+
 class General(TypedDict):
     """Flags of `lockstep train` that are not settings of the run."""
 
@@ -61,7 +64,7 @@ class TrainCommand:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0 when the run reached its last step."""
+    """Exit status: 0 when the run reached its last step, 130 when it was interrupted."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
@@ -73,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if command.json is not None:
         command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
     print(verdict(summary))
-    return 0 if summary.get("outcome") == "finished" else 1
+    return EXIT[summary["outcome"]]
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
@@ -119,18 +122,18 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
 
 def verdict(summary: Mapping[str, Any]) -> str:
     """The last line: outcome, steps, wall time, held-out result, where everything is."""
-    parts = [f"{summary.get('outcome', 'ended')}"]
+    parts = [str(summary["outcome"])]
     if "steps" in summary:
         parts.append(f"{summary['steps']} steps")
-    if "wall_seconds" in summary:
-        parts.append(f"{summary['wall_seconds']:.0f} s")
+    parts.append(f"{summary['wall_seconds']:.0f} s")
     before, after = summary.get("eval_before") or {}, summary.get("eval_after") or {}
     for key in ("strict_accuracy", "lenient_accuracy", "mean_reward", "loss"):
         if after.get(key) is not None:
             old = f"{before[key]:.3f} -> " if before.get(key) is not None else ""
             parts.append(f"{key.replace('_', ' ')} {old}{after[key]:.3f}")
-    if "run_dir" in summary:
-        parts.append(str(summary["run_dir"]))
+    parts.append(str(summary["run_dir"]))
+    if "resume" in summary:
+        parts.append(f"go on with: {summary['resume']}")
     return "train: " + ", ".join(parts)
 
 

@@ -4,8 +4,8 @@
     manifest.json    versions, resolved axes, data report, ...
     metrics.jsonl    one object per step, and one per evaluation
     summary.json     written at the end
-    rollouts/        step-000012.jsonl
-    checkpoints/     written by the loop, named by RunDir.checkpoint
+    rollouts/        step-000012.jsonl, evaluation-NAME.jsonl
+    checkpoints/     written by the loop
     logs/            tensorboard/, and whatever else is logged
 
 Steps count from 0. After `n` steps, steps 0 to n - 1 are done: a checkpoint named n holds the weights after n
@@ -27,8 +27,7 @@ from lockstep.observe.lock import RunLock
 EVALUATION = "evaluation"
 """The key that tells an evaluation's line in metrics.jsonl from a step's."""
 
-_STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
-_CHECKPOINT = re.compile(r"step-(\d+)")
+_STEP_FILE = re.compile(r"(evaluation-)?step-(\d+)\.jsonl")
 
 
 class RunDir:
@@ -100,7 +99,7 @@ class RunDir:
             write_atomic(self.metrics, json_lines(kept))
         for file in self.rollouts.iterdir():
             match = _STEP_FILE.fullmatch(file.name)
-            if match and int(match[1]) >= steps_done:
+            if match and int(match[2]) >= steps_done + bool(match[1]):
                 file.unlink()
         self.summary.unlink(missing_ok=True)
 
@@ -114,20 +113,15 @@ class RunDir:
         write_atomic(path, json_lines(rows))
         return path
 
+    def write_evaluation(self, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """All rollouts of one evaluation. `name`: before, after, or step-000012 for one after 12 steps."""
+        path = self.rollouts / f"evaluation-{name}.jsonl"
+        write_atomic(path, json_lines(rows))
+        return path
+
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """The run's last word."""
         write_json(self.summary, values)
-
-    def checkpoint(self, steps_done: int) -> Path:
-        """Where the checkpoint after `steps_done` steps belongs."""
-        return self.checkpoints / f"step-{steps_done:06d}"
-
-    def list_checkpoints(self) -> list[int]:
-        """Steps of the checkpoints that are there, ascending."""
-        found = [
-            _CHECKPOINT.fullmatch(folder.name) for folder in self.checkpoints.iterdir() if folder.is_dir()
-        ]
-        return sorted(int(match[1]) for match in found if match)
 
     def close(self) -> None:
         """Let other processes write the run."""
