@@ -17,15 +17,17 @@ class DataConfig(Config):
     subset: str | None = None
     split: str = "train"
     task: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the reasoning_gym task; of ids: vocab_size (default: the model's), min_tokens (4), max_tokens (16)."""
+    """Keyword arguments of the reasoning_gym task; of ids: vocab_size (default: the model's), min_tokens
+    (4), max_tokens (16)."""
     size: PositiveInt | None = None
-    """Rows to generate (reasoning_gym, ids) or at most to use (files). None: generated sources are endless, files whole.
-    Generated rows of a sized set are distinct by question."""
+    """Rows to generate (reasoning_gym, ids) or at most to use (files). None: generated sources are endless,
+    files whole. Generated rows of a sized set are distinct by question."""
     skip: NonNegativeInt = 0
     """Rows to leave out at the beginning."""
     seed: int = 1
     prompt_column: str = "prompt"
-    """Text, or a list of {role, content} messages. reasoning_gym rows have `question`, which is found by itself."""
+    """Text, or a list of {role, content} messages. reasoning_gym rows have `question`, which is found by
+    itself."""
     messages_column: str = "messages"
     """SFT: a whole conversation; used when the rows have it."""
     completion_column: str = "completion"
@@ -38,7 +40,8 @@ class DataConfig(Config):
     """Renames: {new name = name in the data}."""
     system_prompt: str | None = None
     prompt_template: str = "{prompt}"
-    """Wraps the user's (last) text; `{prompt}` and any column name may stand in it, `{{` and `}}` are literal braces."""
+    """Wraps the user's (last) text; `{prompt}` and any column name may stand in it, `{{` and `}}` are
+    literal braces."""
     chat_template: Literal["auto", "none"] | str = "auto"
     """auto: the tokenizer's template when it has one; none: plain text; or a jinja template (or a .jinja
     file)."""
@@ -56,5 +59,5 @@ class DataConfig(Config):
     """SFT: which tokens carry loss."""
     shuffle: bool = True
     exclude: str | None = None
-    """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out. Held-out prompts
-    are left out of training anyway."""
+    """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out.
+    Held-out prompts are left out of training anyway."""

@@ -52,22 +52,23 @@ class RewardConfig(Config):
     """One reward; several are added up with their weights."""
 
     name: str = "verifier"
-    """verifier: the task's own, in [0, 1]. math: math-verify against the row's answer, 0 or 1. ids: share of even completion
-    ids (models without a tokenizer). length: -|tokens - target| / target, kwargs {target}. format: 1 where the regular
-    expression kwargs {pattern} is found, else 0. Or `module:attribute`: a function, sync or async, called with keyword
-    arguments prompt, completion, row and kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module
-    may lie in the working directory or beside the run's TOML file."""
+    """verifier: the task's own, in [0, 1]. math: math-verify against the row's answer, 0 or 1. ids: share of
+    even completion ids (models without a tokenizer). length: -|tokens - target| / target, kwargs {target}.
+    format: 1 where the regular expression kwargs {pattern} is found, else 0. Or `module:attribute`: a
+    function, sync or async, called with keyword arguments prompt, completion, row and kwargs; or a class,
+    made with kwargs, whose instances take one RewardInput. The module may lie in the working directory or
+    beside the run's TOML file."""
     weight: float = 1.0
     on_error: Literal["fail", "drop"] = "fail"
-    """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names the row and the
-    exception. drop: the rollout leaves the step and is counted. An answer that a verifier cannot parse is no such error: it
-    scores 0 and is counted as junk."""
+    """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names
+    the row and the exception. drop: the rollout leaves the step and is counted. An answer that a verifier
+    cannot parse is no such error: it scores 0 and is counted as junk."""
     timeout_seconds: float = Field(60.0, gt=0)
     """Of one call. A verifier is killed; a function is left behind in its thread."""
     max_concurrency: PositiveInt = 64
     """Async functions: calls under way at a time."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
-    """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A completion without
-    that part scores 0 and is counted."""
+    """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A
+    completion without that part scores 0 and is counted."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments of length, format and `module:attribute`."""

@@ -1,4 +1,5 @@
-"""Messages to text to token ids: chat templates, prompt templates, and beginning-of-sequence tokens exactly once."""
+"""Messages to text to token ids: chat templates, prompt templates, and beginning-of-sequence tokens exactly
+once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
 def fill_template(template: str, values: Mapping[str, Any]) -> str:
-    r"""`{name}` replaced by values[name]; `{{` and `}}` are literal braces, and other braces (LaTeX) stay as they are.
+    r"""`{name}` replaced by values[name]; `{{` and `}}` are literal braces, and other braces (LaTeX) stay as
+    they are.
 
     Raises:
         ConfigError: a name in braces is no column.
@@ -62,8 +64,8 @@ def _text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else []
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    if not texts or len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    texts = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+    if not texts or len(texts) != len(parts):
         raise DataError(f"{where}: only text content is supported, got {str(content)[:80]!r}")
     return "".join(texts)
 
@@ -74,8 +76,8 @@ class ChatFormat:
     `template` is the jinja text in force, or None for plain text.
 
     Raises:
-        ConfigError: a template file is missing, a template keyword is not used by the template, or system_prompt is
-            set where no template could carry it.
+        ConfigError: a template file is missing, a template keyword is not used by the template, or
+            system_prompt is set where no template could carry it.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
@@ -92,13 +94,17 @@ class ChatFormat:
         for name in self.kwargs:
             if self.template is not None and name not in self.template:
                 raise ConfigError(
-                    f"data.chat_template_kwargs.{name}: the chat template never reads {name!r}; correct the name or "
+                    f"data.chat_template_kwargs.{name}: the chat template never reads {name!r}; correct the "
+                    f"name or "
                     "remove it"
                 )
-        self._bos = _leading_ids(tokenizer)
+        self.bos = [] if self.template is not None else _leading_ids(tokenizer)
+        """Ids in front of every text: the tokenizer's for plain text, none where a template writes its
+        own."""
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """The messages, led by `system_prompt` when it is set and they have no system message of their own."""
+        """The messages, led by `system_prompt` when it is set and they have no system message of their
+        own."""
         if self._system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self._system}, *messages]
@@ -107,12 +113,14 @@ class ChatFormat:
         """The text of a conversation; `generate` adds the header of the assistant's turn.
 
         Raises:
-            DataError: the template refuses the messages, or there is no template and they are not one user turn.
+            DataError: the template refuses the messages, or there is no template and they are not one user
+                turn.
         """
         if self.template is None:
             if len(messages) != 1 or messages[0]["role"] != "user":
                 raise DataError(
-                    f"{where}: a conversation of {len(messages)} messages needs a chat template, and there is none; "
+                    f"{where}: a conversation of {len(messages)} messages needs a chat template, and there "
+                    f"is none; "
                     "set data.chat_template to a jinja template"
                 )
             return str(messages[0]["content"])
@@ -131,15 +139,9 @@ class ChatFormat:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids. A template writes its own special tokens; plain text gets the tokenizer's leading ones, once."""
+        """Token ids, led by `bos` unless the text begins with it."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self.add_bos(ids)
-
-    def add_bos(self, ids: list[int]) -> list[int]:
-        """`ids` led by what the tokenizer puts in front of plain text, unless a template or the text did so already."""
-        if self.template is not None or ids[: len(self._bos)] == self._bos:
-            return ids
-        return [*self._bos, *ids]
+        return ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids]
 
 
 def _resolve_template(setting: str, tokenizer: Any) -> str | None:
@@ -153,13 +155,15 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
     path = Path(setting).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"data.chat_template = {setting!r} is neither auto, none, a jinja template (no '{{{{' or '{{%' in it) nor "
+            f"data.chat_template = {setting!r} is neither auto, none, a jinja template (no '{{{{' or '{{%' "
+            f"in it) nor "
             "a file"
         )
     return path.read_text(encoding="utf-8")
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:
-    """[bos] where the tokenizer puts one before plain text, else []. What it appends (T5's eos) is not wanted."""
+    """[bos] where the tokenizer puts one before plain text, else []. What it appends (T5's eos) is not
+    wanted."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []

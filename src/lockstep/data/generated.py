@@ -1,7 +1,7 @@
 """Sources that make their rows up: reasoning_gym tasks and id-level prompts.
 
-A row is a pure function of (config, stream, slot, attempt): nothing is stored, any row can be asked for at any time.
-Attempts are how an excluded or repeated question is replaced by another one, deterministically.
+A row is a pure function of (config, stream, slot, attempt): nothing is stored, any row can be asked for at
+any time. Attempts are how an excluded or repeated question is replaced by another one, deterministically.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lockstep.config.data import DataConfig
 from lockstep.errors import ConfigError, unknown_name
 
 SLOTS = 512
-"""Slots of one block: one reasoning_gym dataset object serves a block, because some tasks prepare `size` items."""
+"""Slots of one block: one reasoning_gym dataset object serves a block, because some tasks prepare `size`
+items."""
 TRIES = 8
 """Attempts per slot inside a block; later attempts come from further datasets."""
 
@@ -72,7 +73,8 @@ class ReasoningGymRows:
     """Rows of one reasoning_gym task.
 
     A row has question, answer, metadata, and the verifier by reference: `verifier` names the task and
-    `verifier_settings` its keyword arguments, from which `lockstep.rollout.verifiers` builds the task's score_answer.
+    `verifier_settings` its keyword arguments, from which `lockstep.rollout.verifiers` builds the task's
+    score_answer.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -98,7 +100,8 @@ class ReasoningGymRows:
 
 
 class IdRows:
-    """Random prompt ids for models without a tokenizer; `data.task` takes vocab_size, min_tokens and max_tokens."""
+    """Random prompt ids for models without a tokenizer; `data.task` takes vocab_size, min_tokens and
+    max_tokens."""
 
     def __init__(self, config: DataConfig, *, vocab_size: int | None) -> None:
         settings = {"vocab_size": vocab_size, "min_tokens": 4, "max_tokens": 16}

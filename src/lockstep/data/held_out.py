@@ -16,8 +16,9 @@ _SEED_STEP = 1_000_003
 def held_out_config(run: GRPORun) -> DataConfig:
     """Where a run's held-out prompts come from.
 
-    `eval_data` when it is set. Else, generated data: the same task under another seed. Files with `data.size`: the rows
-    after the training rows. Files without: the first `eval.num_prompts` rows, which training then leaves out.
+    `eval_data` when it is set. Else, generated data: the same task under another seed. Files with
+    `data.size`: the rows after the training rows. Files without: the first `eval.num_prompts` rows, which
+    training then leaves out.
     """
     if run.eval_data is not None:
         given = run.eval_data

@@ -1,8 +1,8 @@
 """Prompt sets: rows rendered and tokenised, and batches of them as a pure function of (step, n, seed).
 
-`FixedPrompts` holds a known number of prompts (files, hub sets, generated sets with a `size`); its batches are epoch
-shuffles. `PromptStream` makes prompts up without end (generated sources without a `size`): slot `step * n + j` of the
-stream of `seed` is batch `step`'s prompt j. Neither has a state to save.
+`FixedPrompts` holds a known number of prompts (files, hub sets, generated sets with a `size`); its batches
+are epoch shuffles. `PromptStream` makes prompts up without end (generated sources without a `size`): slot
+`step * n + j` of the stream of `seed` is batch `step`'s prompt j. Neither has a state to save.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class PromptSet(ABC):
 
     @abstractmethod
     def batch(self, step: int, n: int, seed: int) -> list[Prompt]:
-        """The n prompts of batch `step` (from 0): a pure function of its arguments; no index occurs twice in a batch."""
+        """The n prompts of batch `step` (from 0): a pure function of its arguments; no index occurs twice in
+        a batch."""
 
     @property
     @abstractmethod
@@ -66,7 +67,8 @@ class PromptMaker:
         self.ids_only = config.source == "ids"
         if tokenizer is None and not self.ids_only:
             raise ConfigError(
-                f"data.source = {config.source!r} is text, but the model has no tokenizer (shape: models have none); set "
+                f"data.source = {config.source!r} is text, but the model has no tokenizer (shape: models "
+                f"have none); set "
                 "data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model with a tokenizer"
             )
         self.chat = None if self.ids_only else ChatFormat(config, tokenizer)
@@ -83,7 +85,8 @@ class PromptMaker:
         """The prompt of a row; None when it is excluded, or overlong and to be dropped.
 
         Raises:
-            DataError: a column is missing, the messages are malformed, or the prompt is too long under `error`.
+            DataError: a column is missing, the messages are malformed, or the prompt is too long under
+                `error`.
         """
         where = f"{self.config.source}, row {index}"
         if self.chat is None:
@@ -108,7 +111,8 @@ class PromptMaker:
         return Prompt(index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem})
 
     def _render(self, chat: ChatFormat, row: Mapping[str, Any], where: str) -> tuple[str, str]:
-        """(problem text, rendered text). The problem text identifies a question whatever the template around it."""
+        """(problem text, rendered text). The problem text identifies a question whatever the template around
+        it."""
         value = self._prompt_value(row, where)
         if isinstance(value, str):
             content = fill_template(self.config.prompt_template, {**row, "prompt": value})
@@ -119,7 +123,8 @@ class PromptMaker:
         messages = clean_messages(value, where=where)
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                f"{where}: the prompt's last message is the assistant's; end it with a user turn (the policy answers)"
+                f"{where}: the prompt's last message is the assistant's; end it with a user turn (the "
+                f"policy answers)"
             )
         problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
         last = messages[-1]
@@ -141,14 +146,16 @@ class PromptMaker:
         limit = self.config.max_prompt_tokens
         if self.config.overlong_prompts == "error":
             raise DataError(
-                f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; raise it, or set "
+                f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; raise it, or "
+                f"set "
                 "data.overlong_prompts = 'drop' or 'truncate_left'"
             )
         if self.config.overlong_prompts == "drop":
             self._left_out[key] = "dropped_overlong"
             return None
         self._left_out[key] = "truncated"
-        return ids[-limit:]
+        bos = self.chat.bos if self.chat else []
+        return [*bos, *ids[len(ids) - limit + len(bos) :]]
 
 
 class FixedPrompts(PromptSet):
@@ -198,8 +205,8 @@ class FixedPrompts(PromptSet):
 class PromptStream(PromptSet):
     """Prompts without end. Slot p of the stream of `seed` is made from the row generator when asked for.
 
-    Within a batch the questions differ by text, unless 64 rows in a row repeat (the task has few questions); across
-    batches they repeat only as often as the task's own generator does.
+    Within a batch the questions differ by text, unless 64 rows in a row repeat (the task has few questions);
+    across batches they repeat only as often as the task's own generator does.
     """
 
     def __init__(self, rows: RowGenerator, maker: PromptMaker) -> None:
@@ -258,12 +265,13 @@ def load_prompts(
 ) -> PromptSet:
     """The prompt set of a DataConfig.
 
-    `exclude`: texts (of questions or of rendered prompts, white space aside) that must not occur. `vocab_size`: of the
-    model, needed by source `ids` only. Files are rendered and tokenised here, streams when asked.
+    `exclude`: texts (of questions or of rendered prompts, white space aside) that must not occur.
+    `vocab_size`: of the model, needed by source `ids` only. Files are rendered and tokenised here, streams
+    when asked.
 
     Raises:
-        DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct questions than
-            `size`.
+        DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct
+            questions than `size`.
         ConfigError: an impossible setting, or a package that is not installed.
     """
     if config.exclude is not None:
@@ -282,7 +290,8 @@ def load_prompts(
     loaded = FixedPrompts((p for p in prompts if p is not None), shuffle=config.shuffle, maker=maker)
     if not len(loaded):
         raise DataError(
-            f"no prompts left of data.source = {config.source!r}: {loaded.report}. The held-out prompts may be all there "
+            f"no prompts left of data.source = {config.source!r}: {loaded.report}. The held-out prompts may "
+            f"be all there "
             "are (set eval_data, or lower eval.num_prompts), or all are longer than data.max_prompt_tokens"
         )
     return loaded
@@ -308,7 +317,8 @@ def _distinct(rows: RowGenerator, maker: PromptMaker, config: DataConfig) -> lis
                 break
         else:
             raise DataError(
-                f"{config.source} gave only {len(prompts)} distinct questions that are allowed, data.size = {config.size} "
+                f"{config.source} gave only {len(prompts)} distinct questions that are allowed, data.size = "
+                f"{config.size} "
                 f"were asked for ({maker.report}); lower data.size, or widen the task with data.task"
             )
         taken.add(prompt.text)

@@ -1,9 +1,10 @@
 """Calling a user's reward function with a time limit, sync or async, without ever hanging the caller.
 
-Sync functions run one after another in a thread of their own; async ones run together in an event loop in a thread of its
-own, so it does not matter whether the caller (a notebook) has a running loop. The caller waits in small steps that Ctrl-C
-interrupts. Python cannot end a thread: one that overran is left behind and replaced. Code that holds the interpreter lock
-for ever (a runaway regular expression) cannot be timed out this way.
+Sync functions run one after another in a thread of their own; async ones run together in an event loop in a
+thread of its own, so it does not matter whether the caller (a notebook) has a running loop. The caller waits
+in small steps that Ctrl-C interrupts. Python cannot end a thread: one that overran is left behind and
+replaced. Code that holds the interpreter lock for ever (a runaway regular expression) cannot be timed out
+this way.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class LoopThread:
     ) -> list[Any]:
         """One outcome per call, in order: its value, or the exception it raised.
 
-        At most `concurrency` calls run at a time; each may take `timeout` seconds (then a TimeoutError is its outcome).
+        At most `concurrency` calls run at a time; each may take `timeout` seconds (then a TimeoutError is
+        its outcome).
 
         Raises:
             TimeoutError: a call blocks the event loop itself, so that nothing can be timed out one by one.
@@ -80,7 +82,8 @@ class LoopThread:
             if isinstance(error, TimeoutError):
                 self._loop = None
                 raise TimeoutError(
-                    f"blocks the event loop: {len(calls)} calls were not done after {rounds * timeout + 5.0:g} s; "
+                    f"blocks the event loop: {len(calls)} calls were not done after "
+                    f"{rounds * timeout + 5.0:g} s; "
                     "await inside it, or make it a plain function"
                 ) from None
             raise

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 
-# A sign counts only where no value stands before it: "5-9" is 5 and 9, "= -4" is -4. A group of thousands is exactly
-# three digits. The exponent is bounded, so that no completion can ask for a number of a billion digits.
+# A sign counts only where no value stands before it: "5-9" is 5 and 9, "= -4" is -4. A group of thousands is
+# exactly three digits. The exponent is bounded, so that no completion can ask for a number of a billion
+# digits.
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z.)\]])[-+\u2212])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
@@ -17,7 +18,8 @@ _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def numbers(text: str) -> list[str]:
-    """Every number in the text, in order, as plain text: no thousands separators, no plus sign, an ASCII minus.
+    """Every number in the text, in order, as plain text: no thousands separators, no plus sign, an ASCII
+    minus.
 
     Example:
         >>> numbers("5 - 9 = -4, or about 1,234.50.")

@@ -1,8 +1,9 @@
 """Rewards: from completions to finite numbers, with nothing turned into 0 in silence.
 
-What counts as an error, and so follows `on_error`: a reward that raises, times out, or returns anything but a finite number
-(bool, int, float and 0-d arrays are numbers). What scores 0 and is counted instead: a completion without the configured part
-(`no_answer`), and an answer that a verifier cannot parse (`junk`), see VerifierProcess.reasoning_gym.
+What counts as an error, and so follows `on_error`: a reward that raises, times out, or returns anything but
+a finite number (bool, int, float and 0-d arrays are numbers). What scores 0 and is counted instead: a
+completion without the configured part (`no_answer`), and an answer that a verifier cannot parse (`junk`),
+see VerifierProcess.reasoning_gym.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError, unknown_name
@@ -52,7 +53,8 @@ class RewardSet:
     `search_paths`: folders, besides the working directory, in which `module:attribute` is looked for.
 
     Raises:
-        ConfigError: an unknown name, wrong kwargs, a module that does not import, a package that is not installed.
+        ConfigError: an unknown name, wrong kwargs, a module that does not import, a package that is not
+            installed.
 
     Example:
         >>> rewards = RewardSet([RewardConfig(name="verifier", answer="last_number")])
@@ -73,7 +75,8 @@ class RewardSet:
         """One entry per input, in order; None where a reward failed under on_error = drop.
 
         Raises:
-            RewardError: a reward failed under on_error = fail; names reward and row, the exception is its __cause__.
+            RewardError: a reward failed under on_error = fail; names reward and row, the exception is its
+                __cause__.
             ConfigError: the rows lack what a reward needs in principle (a verifier, an answer column).
         """
         columns: list[list[float | None]] = []
@@ -88,7 +91,8 @@ class RewardSet:
         return [self._combine(values) for values in zip(*columns, strict=True)]
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
-        """Whether the first `verifier` or `math` reward gives full marks on its configured part of the completion.
+        """Whether the first `verifier` or `math` reward gives full marks on its configured part of the
+        completion.
 
         None: no such reward in the set, or it failed under on_error = drop (counted).
         """
@@ -133,7 +137,8 @@ class RewardSet:
             self.counts[f"{name}/failed"] += 1
             return None
         raise RewardError(
-            f"reward {name!r} on {where}: {problem}. Correct the reward or the row, or set on_error = 'drop' to leave such "
+            f"reward {name!r} on {where}: {problem}. Correct the reward or the row, or set on_error = "
+            f"'drop' to leave such "
             "rollouts out"
         ) from cause
 
@@ -172,7 +177,8 @@ class RewardSet:
         verifier = str(row.get("verifier", ""))
         if not verifier.startswith("reasoning_gym:"):
             raise ConfigError(
-                f"reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier {verifier!r} "
+                f"reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier "
+                f"{verifier!r} "
                 f"(columns: {', '.join(row)}); use reward 'math' or 'module:function'"
             )
         return self._process.reasoning_gym(row, answer, timeout=config.timeout_seconds)
@@ -180,17 +186,19 @@ class RewardSet:
     def _math(self, config: RewardConfig, row: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
         if "answer" not in row:
             raise ConfigError(
-                f"reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set data.answer_column"
+                f"reward 'math' needs a column 'answer'; the rows have {', '.join(row)}. Set "
+                f"data.answer_column"
             )
         text = answer if config.answer in ("text", "last_line") else f"${answer}$"
         return self._process.math(str(row["answer"]), text, timeout=config.timeout_seconds)
 
 
 def lenient_correct(row: Mapping[str, Any], completion: str) -> tuple[bool, bool] | None:
-    """(first number right, last number right) over the whole completion, compared as numbers with the row's answer.
+    """(first number right, last number right) over the whole completion, compared as numbers with the row's
+    answer.
 
-    None: the row's answer is not a number, so this measure says nothing about it. The lenient accuracy of a set is the larger
-    of the two means, see `lenient_accuracy`.
+    None: the row's answer is not a number, so this measure says nothing about it. The lenient accuracy of a
+    set is the larger of the two means, see `lenient_accuracy`.
 
     Example:
         >>> lenient_correct({"answer": "#### 1,042"}, "1042 is 1000 + 42")
@@ -218,7 +226,8 @@ def lenient_accuracy(marks: Sequence[tuple[bool, bool]]) -> float:
 def _each(
     score: Callable[[RewardInput], Any], stop_at_failure: bool, inputs: Sequence[RewardInput]
 ) -> list[Any]:
-    """Outcomes one by one; after a failure that ends the run anyway, the rest is not computed (and not looked at)."""
+    """Outcomes one by one; after a failure that ends the run anyway, the rest is not computed (and not
+    looked at)."""
     outcomes: list[Any] = []
     for sample in inputs:
         try:
@@ -316,14 +325,14 @@ def _bind(config: RewardConfig, value: Any) -> Callable[[RewardInput], Any]:
     """One argument in: the record for a class's instance, keyword arguments for a function."""
     if inspect.isclass(value):
         try:
-            instance: Callable[[RewardInput], Any] = value(**config.kwargs)
+            instance: Any = value(**config.kwargs)
         except TypeError as error:
             raise ConfigError(
                 f"reward {config.name!r}: cannot be made with kwargs = {config.kwargs}: {error}"
             ) from error
         if not callable(instance):
             raise ConfigError(f"reward {config.name!r}: instances must be callable with one RewardInput")
-        return instance
+        return cast(Callable[[RewardInput], Any], instance)
     if not callable(value):
         raise ConfigError(f"reward {config.name!r} is {type(value).__name__}, not a function or a class")
     try:
@@ -331,7 +340,8 @@ def _bind(config: RewardConfig, value: Any) -> Callable[[RewardInput], Any]:
     except TypeError as error:
         raise ConfigError(
             f"reward {config.name!r} is called with keyword arguments prompt, completion, row"
-            f"{''.join(', ' + name for name in config.kwargs)}, which its signature {inspect.signature(value)} does not "
+            f"{''.join(', ' + name for name in config.kwargs)}, which its signature "
+            f"{inspect.signature(value)} does not "
             f"take: {error}"
         ) from error
     return _KeywordCall(value, dict(config.kwargs))

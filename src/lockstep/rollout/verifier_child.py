@@ -1,7 +1,7 @@
 """What runs in the verifier process: reads jobs on standard input, answers with one JSON line each.
 
-Run by its path, so it imports nothing of Lockstep. A job is a pickled dict behind a 4-byte length, sent by our own parent
-over a private pipe; pickle keeps tuples and integer keys of the rows, which JSON would not.
+Run by its path, so it imports nothing of Lockstep. A job is a pickled dict behind a 4-byte length, sent by
+our own parent over a private pipe; pickle keeps tuples and integer keys of the rows, which JSON would not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _reasoning_gym(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"score": float(dataset.score_answer(answer=job["answer"], entry=entry))}
     except PARSE_ERRORS as error:
-        # Junk only if the verifier itself works on this entry: it must take the entry's own answer without raising.
+        # Junk only if the verifier itself works on this entry: it must take the entry's own answer without
+        # raising.
         own = entry.get("answer")
         dataset.score_answer(answer="" if own is None else own, entry=entry)
         return {"score": 0.0, "junk": f"{type(error).__name__}: {error}"}

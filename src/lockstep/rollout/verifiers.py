@@ -1,11 +1,13 @@
-"""Verifiers in a process of their own, where a job that never ends can be killed: from any thread, at any time.
+"""Verifiers in a process of their own, where a job that never ends can be killed: from any thread, at any
+time.
 
-math-verify's own timeout works by SIGALRM and only in a main thread; some reasoning_gym verifiers evaluate what the model
-wrote. One process per VerifierProcess, started on first use, started again after a kill.
+math-verify's own timeout works by SIGALRM and only in a main thread; some reasoning_gym verifiers evaluate
+what the model wrote. One process per VerifierProcess, started on first use, started again after a kill.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -44,9 +46,11 @@ class VerifierProcess:
     def reasoning_gym(
         self, row: Mapping[str, Any], answer: str, *, timeout: float
     ) -> tuple[float, str | None]:
-        """(score, why the answer counts as junk or None) by the score_answer of the task that `row["verifier"]` names.
+        """(score, why the answer counts as junk or None) by the score_answer of the task that
+        `row["verifier"]` names.
 
-        An exception over the answer is junk, score 0, if the verifier takes the row's own answer without raising.
+        An exception over the answer is junk, score 0, if the verifier takes the row's own answer without
+        raising.
 
         Raises:
             VerifierFailure: the verifier raises on the row's own answer too.
@@ -143,10 +147,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # a job was still in the pipe's buffer
                 pipe.close()
-            except BrokenPipeError:
-                pass  # a job was still in the pipe's buffer
 
 
 def require_package(module: str, *, needed_by: str) -> None:

@@ -1,0 +1,145 @@
+"""SFT sets: conversations, prompt/completion pairs, plain text; tokenised, with a loss mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.config.data import DataConfig
+from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
+from lockstep.data.order import batch_rows
+from lockstep.data.sources import is_generated, load_rows, missing_column
+from lockstep.data.spans import Document, conversation, text_document
+from lockstep.errors import ConfigError, DataError
+from lockstep.schema.batch import TrainSample
+
+
+class SFTSet:
+    """Tokenised documents; batches are epoch shuffles, a pure function of (step, n, seed)."""
+
+    def __init__(self, samples: Sequence[TrainSample], *, shuffle: bool, report: Mapping[str, int]) -> None:
+        self._samples = tuple(samples)
+        self._shuffle = shuffle
+        self.report = dict(report)
+        """Counts: documents, tokens, trained_tokens, dropped_overlong, dropped_untrained, truncated."""
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> TrainSample:
+        return self._samples[index]
+
+    def batch(self, step: int, n: int, seed: int) -> list[TrainSample]:
+        """The n documents of optimizer step `step` (from 0), sample_id 0 to n - 1; all different.
+
+        Raises:
+            DataError: the set has fewer than n documents.
+        """
+        rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
+        return [dataclasses.replace(self._samples[row], sample_id=i) for i, row in enumerate(rows)]
+
+
+def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
+    """The SFT set of a DataConfig.
+
+    Rows with `messages_column` are conversations. Rows with `prompt_column` and `completion_column` are a
+    conversation of two turns where a chat template applies (both may also be lists of messages), else plain
+    text, one after the other. Rows with `text_column` are plain text, every token trained on.
+
+    Raises:
+        DataError: missing or malformed data, a document that is too long under `error`, one without a token
+            to train on under `error`, or nothing left.
+        ConfigError: an impossible setting.
+    """
+    if is_generated(config):
+        raise ConfigError(f"data.source = {config.source!r} has prompts only; SFT needs a file, a folder or a
+    hub set") if tokenizer is None:
+        raise ConfigError("SFT needs a model with a tokenizer; shape: models have none")
+    if not tokenizer.is_fast:
+        raise ConfigError("SFT needs a fast tokenizer (one with character offsets), to know which tokens to
+    train on") chat = ChatFormat(config, tokenizer)
+    counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
+    samples = []
+    for index, row in enumerate(load_rows(config), start=config.skip):
+        where = f"{config.source}, row {index}"
+        document = _tokenise(row, config, chat, where)
+        sample = _sample(document, config, counts, where)
+        if sample is not None:
+            samples.append(sample)
+    if not samples:
+        raise DataError(f"no documents left of data.source = {config.source!r}: {dict(counts)}")
+    counts["documents"] = len(samples)
+    counts["tokens"] = sum(len(sample) for sample in samples)
+    counts["trained_tokens"] = sum(sample.num_trained for sample in samples)
+    return SFTSet(samples, shuffle=config.shuffle, report=counts)
+
+
+def _tokenise(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Document:
+    messages = None
+    if row.get(config.messages_column) is not None:
+        messages = clean_messages(row[config.messages_column], where=where)
+    elif row.get(config.completion_column) is not None:
+        if config.prompt_column not in row:
+            raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
+        prompt, completion = row[config.prompt_column], row[config.completion_column]
+        if isinstance(prompt, str) and isinstance(completion, str) and chat.template is None:
+            content = fill_template(config.prompt_template, {**row, "prompt": prompt})
+            return text_document(chat, content, completion)
+        messages = _pair(prompt, completion, row, config, where)
+    elif isinstance(row.get(config.text_column), str):
+        return text_document(chat, "", row[config.text_column])
+    if messages is None:
+        wanted = f"{config.messages_column}, {config.prompt_column} + {config.completion_column},
+        {config.text_column}" raise missing_column(
+            config.messages_column,
+            row,
+            setting=f"data.messages_column; any of {wanted} would do",
+            source=where,
+        )
+    return conversation(chat, chat.with_system(messages), where=where)
+
+
+def _pair(
+    prompt: Any, completion: Any, row: Mapping[str, Any], config: DataConfig, where: str
+) -> list[Message]:
+    if isinstance(prompt, str):
+        content = fill_template(config.prompt_template, {**row, "prompt": prompt})
+        prompt = [{"role": "user", "content": content}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    return [*clean_messages(prompt, where=where), *clean_messages(completion, where=where)]
+
+
+def _sample(document: Document, config: DataConfig, counts: Counter[str], where: str) -> TrainSample | None:
+    """The document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and counted."""
+    ids = document.ids
+    trained = document.trained if config.train_on == "assistant" else [True] * len(ids)
+    if len(ids) > config.max_length:
+        if config.overlong_documents == "error":
+            raise DataError(
+                f"{where}: the document has {len(ids)} tokens, data.max_length = {config.max_length}; raise "
+                f"it, or set "
+                "data.overlong_documents = 'truncate' or 'drop'"
+            )
+        counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
+        if config.overlong_documents == "drop":
+            return None
+        ids, trained = ids[: config.max_length], trained[: config.max_length]
+    mask = [*trained[1:], False]
+    if not any(mask):
+        if config.untrained_documents == "error":
+            raise DataError(
+                f"{where}: no token of the document is trained on (no assistant turn, an empty one, or one "
+                f"beyond "
+                f"data.max_length = {config.max_length}); correct the row, or set data.untrained_documents "
+                f"= 'drop'"
+            )
+        counts["dropped_untrained"] += 1
+        return None
+    return TrainSample(
+        token_ids=torch.tensor(ids, dtype=torch.int64), loss_mask=torch.tensor(mask, dtype=torch.bool)
+    )
