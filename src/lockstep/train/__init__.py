@@ -1,1 +1,2 @@
-"""Train backends: each owns the policy's Parameters, their float32 master copy, the optimizer and the schedule."""
+"""Train backends: each owns the policy's Parameters, their float32 master copy, the optimizer and the
+schedule."""

@@ -1,4 +1,5 @@
-"""Checkpoint files: safetensors and JSON, written as a stream, fsynced, hashed on the way; checked before use."""
+"""Checkpoint files: safetensors and JSON, written as a stream, fsynced, hashed on the way; checked before
+use."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class FileRecord:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write a safetensors file and wait until it is on the disk.
 
-    One tensor at a time passes through host memory (safetensors.torch.save_file takes a copy of all of them), and the
-    hash is of the bytes that were meant, not of what a disk gives back.
+    One tensor at a time passes through host memory (safetensors.torch.save_file takes a copy of all of them),
+    and the hash is of the bytes that were meant, not of what a disk gives back.
 
     Raises:
         OSError: the disk is full or the like; what was written stays for the caller to remove.
@@ -104,16 +105,22 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
     if size != record.bytes:
         raise CheckpointError(f"{path} has {size} bytes, {record.bytes} were written; it is damaged")
     if contents:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256_of(path)
         if found != record.sha256:
             raise CheckpointError(
                 f"{path} has sha256 {found[:16]}..., {record.sha256[:16]}... was written; it is damaged"
             )
 
 
+def sha256_of(path: Path) -> str:
+    """Hash of a file's contents, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """Compare names, shapes and dtypes in a safetensors file with those of `expected`, reading only its header.
+    """Compare names, shapes and dtypes in a safetensors file with those of `expected`, reading only its
+    header.
 
     Raises:
         CheckpointError: names the file and the first tensor that does not fit.
@@ -158,8 +165,9 @@ def require_free_space(directory: Path, needed: int) -> None:
 def out_of_space(directory: Path, *, needed: int, free: int) -> str:
     """What to say when a checkpoint does not fit."""
     return (
-        f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB), {directory} has {free} bytes free; free some "
-        "space, set another run_dir, or lower checkpoint.keep_last; earlier checkpoints are as they were"
+        f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB), {directory} has {free} bytes "
+        "free; free some space, set another run_dir, or lower checkpoint.keep_last; earlier checkpoints are as "
+        "they were"
     )
 
 

@@ -1,4 +1,5 @@
-"""Gradients between backward and the optimizer: float32 accumulation over micro-batches, and the global norm."""
+"""Gradients between backward and the optimizer: float32 accumulation over micro-batches, and the global
+norm."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ _NORM_CHUNK = 1 << 20  # elements; a float32 copy of a chunk stays in a CPU's ca
 class GradientStore:
     """Where the gradients of one optimizer step are: in `Parameter.grad`, or added up in float32 buffers.
 
-    One micro-batch needs no buffer: its gradients stay in `Parameter.grad`, in the parameter's dtype, which is
-    all the precision a single backward has. From the second micro-batch on, a low-precision sum would drop small
-    terms, so each gradient is added to a float32 buffer as soon as autograd has it, and its own memory is freed.
+    One micro-batch needs no buffer: its gradients stay in `Parameter.grad`, in the parameter's dtype, which
+    is all the precision a single backward has. From the second micro-batch on, a low-precision sum would drop
+    small terms, so each gradient is added to a float32 buffer as soon as autograd has it, and its own memory
+    is freed.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, float32: bool) -> None:
@@ -53,8 +55,8 @@ class GradientStore:
         return [self._buffers.get(p, p.grad) for p in self.parameters]
 
     def clear(self) -> None:
-        """Drop every gradient. On a CPU the buffers are kept: fresh pages cost as much as the sums themselves; on a
-        GPU their memory is what the engine's KV cache wants."""
+        """Drop every gradient. On a CPU the buffers are kept: fresh pages cost as much as the sums
+        themselves; on a GPU their memory is what the engine's KV cache wants."""
         for parameter in self.parameters:
             parameter.grad = None
         self._spare = {p: b for p, b in self._buffers.items() if b.device.type == "cpu"}
@@ -65,7 +67,8 @@ class GradientStore:
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar, computed in float32 whatever their dtype.
 
-    torch.nn.utils.get_total_norm works in the gradients' own dtype; bfloat16 has 8 bits for a sum over millions.
+    torch.nn.utils.get_total_norm works in the gradients' own dtype; bfloat16 has 8 bits for a sum over
+    millions.
     """
     if not gradients:
         return torch.zeros(())

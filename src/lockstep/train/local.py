@@ -42,7 +42,8 @@ class LocalBackend:
         ref: keep the policy as it is now as frozen reference: a copy, or with LoRA the base weights.
 
     Raises:
-        ConfigError: nothing to train, a missing package, or an execution mode that this backend does not have.
+        ConfigError: nothing to train, a missing package, or an execution mode that this backend does not
+            have.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class LocalBackend:
         for module in filter(None, (self.module, self._ref)):
             compile_blocks(module)
 
-    # --- forward and backward ---------------------------------------------------------------------------------------
+    # --- forward and backward -------------------------------------------------------------------------------
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
         """[T] float32 per batch, nats, no grad, 0 where loss_mask is False.
@@ -204,7 +205,7 @@ class LocalBackend:
             with without_lora(self.module):
                 yield self.module
 
-    # --- errors -----------------------------------------------------------------------------------------------------
+    # --- errors ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _memory_errors_explained(self, index: int, batch: PackedBatch) -> Iterator[None]:
@@ -222,12 +223,12 @@ class LocalBackend:
         for index, value in enumerate(values):
             if not math.isfinite(value):
                 raise TrainError(
-                    f"step {self.steps_done}, micro-batch {index} of {len(values)}: the loss is {value}; its samples are "
-                    f"{list(batches[index].sample_ids)}. No weight was changed. Look at these samples (advantages, "
-                    "rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = 'float32'"
+                    f"step {self.steps_done}, micro-batch {index} of {len(values)}: the loss is {value}; its "
+                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these samples "
+                    "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = 'float32'"
                 )
 
-    def _blame(self, norm: float) -> str:
+    def _blame(self) -> str:
         """Which micro-batch has gradients that are not finite: each is run once more, alone."""
         pending = list(self._pending)
         self.drop_gradients()
@@ -245,18 +246,18 @@ class LocalBackend:
             self.drop_gradients()
             if bad:
                 return (
-                    f"micro-batch {index} of {len(pending)} has gradients that are not finite in {len(bad)} parameters "
-                    f"({', '.join(bad[:3])}); its samples are {list(batch.sample_ids)}"
+                    f"micro-batch {index} of {len(pending)} has gradients that are not finite in {len(bad)} "
+                    f"parameters ({', '.join(bad[:3])}); its samples are {list(batch.sample_ids)}"
                 )
         samples = [list(batch.sample_ids) for batch, _ in pending]
-        return f"each micro-batch alone is finite, their sum is not ({norm}); the samples by micro-batch are {samples}"
+        return f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
 
     def drop_gradients(self) -> None:
         """Forget every gradient since the last optimizer step."""
         self._gradients.clear()
         self._pending = []
 
-    # --- update -----------------------------------------------------------------------------------------------------
+    # --- update ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _updated(self) -> dict[str, float]:
@@ -264,16 +265,16 @@ class LocalBackend:
         present = [g for g in gradients if g is not None]
         if not present:
             raise TrainError(
-                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one trained "
-                "token before optimizer_step"
+                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one "
+                "trained token before optimizer_step"
             )
         norm = float(global_norm(present))
         if not math.isfinite(norm):
             with torch.enable_grad():
-                reason = self._blame(norm)
+                reason = self._blame()
             raise TrainError(
-                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. Lower train.lr or "
-                "set model.dtype = 'float32'"
+                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. Lower "
+                "train.lr or set model.dtype = 'float32'"
             )
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
@@ -282,8 +283,8 @@ class LocalBackend:
         return {"grad_norm": norm, "lr": lr}
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before clipping)
-        and lr.
+        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
+        clipping) and lr.
 
         Raises:
             TrainError: there is no gradient, or the norm is not finite; no weight was changed.
@@ -293,7 +294,7 @@ class LocalBackend:
         self.steps_done += 1
         return update
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------------------
 
     def weights(self) -> WeightUpdate:
         """The current weights; policy_version is the number of optimizer steps taken."""
@@ -304,14 +305,15 @@ class LocalBackend:
         )
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Everything that decides how training goes on, into an existing empty directory (see train/state.py).
+        """Everything that decides how training goes on, into an existing empty directory (see
+        train/state.py).
 
         Returns:
             sha256 of each file written, by name.
 
         Raises:
-            CheckpointError: it does not fit on the disk; nothing was written.
-            OSError: the disk failed on the way.
+            CheckpointError: it does not fit on the disk.
+            OSError: the disk failed in another way.
             TrainError: there are gradients that no optimizer step has used.
         """
         if self._pending:
@@ -330,22 +332,21 @@ class LocalBackend:
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
-        found, own = read_progress(directory), self._progress()
+        found, own, path = read_progress(directory), self._progress(), directory / "state.json"
         for key in ("optimizer", "lora", "dtype"):
             if found.get(key) != own[key]:
                 raise CheckpointError(
-                    f"{directory / 'state.json'}: field 'progress.{key}' is {found.get(key)!r}, this run has {own[key]!r}"
+                    f"{path}: field 'progress.{key}' is {found.get(key)!r}, this run has {own[key]!r}"
                 )
         if not isinstance(found.get("step"), int):
-            raise CheckpointError(
-                f"{directory / 'state.json'}: field 'progress.step' is {found.get('step')!r}"
-            )
+            raise CheckpointError(f"{path}: field 'progress.step' is {found.get('step')!r}")
         load_state(directory, model=self._model_state(), optimizer=self._optimizer_state(), verified=verified)
         self.drop_gradients()
         self.steps_done = found["step"]
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged. Raises ModelError."""
+        """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged. Raises
+        ModelError."""
         export_hf(self.module, self.model.tokenizer, directory)
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ def out_of_memory_types() -> tuple[type[Exception], ...]:
 def out_of_memory_text(
     error: Exception, *, config: TrainConfig, batch: PackedBatch, static: bool
 ) -> str | None:
-    """The micro-batch's size, the settings that decide it, and torch's own words; None: it is another error."""
+    """The micro-batch's size, the settings that decide it, and torch's own words; None: it is another
+    error."""
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         return None
     advice = [f"lower train.token_budget = {config.token_budget}"]
@@ -28,6 +29,6 @@ def out_of_memory_text(
         advice.append("set train.layout = 'packed'")
     padding = f", {batch.num_slots - batch.num_tokens} of them padding" if static else ""
     return (
-        f"out of memory with {batch.num_slots} token slots{padding}, {len(batch.sample_ids)} documents, the longest "
-        f"{batch.max_seqlen} slots; {', or '.join(advice)}. No weight was changed. torch says: {error}"
+        f"out of memory with {batch.num_slots} token slots{padding}, {len(batch.sample_ids)} documents, the "
+        f"longest {batch.max_seqlen} slots; {', or '.join(advice)}. No weight was changed. torch says: {error}"
     )

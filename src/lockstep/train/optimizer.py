@@ -1,8 +1,8 @@
 """Optimizers over a float32 master copy of the weights.
 
-The model's Parameters are in the compute dtype; rounding an update of 1e-6 to bfloat16 loses it. So each Parameter
-has a float32 master, updates go to the master, and one cast per step writes the Parameter. A float32 Parameter on the
-optimizer's device is its own master and costs nothing extra.
+The model's Parameters are in the compute dtype; rounding an update of 1e-6 to bfloat16 loses it. So each
+Parameter has a float32 master, updates go to the master, and one cast per step writes the Parameter. A
+float32 Parameter on the optimizer's device is its own master and costs nothing extra.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch.optim.sgd import sgd
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 
-# Elements updated together. CPU: the float32 gradient of one bucket stays in cache (SmolLM2-135M, 2 threads: 0.22 s
-# against 0.30 s in one piece). GPU: bounds the float32 gradient copy to 1 GiB without adding launches that matter.
+# Elements updated together. CPU: the float32 gradient of one bucket stays in cache (SmolLM2-135M, 2 threads:
+# 0.22 s against 0.30 s in one piece). GPU: bounds the float32 gradient copy to 1 GiB without adding launches
+# that matter.
 _BUCKET_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
@@ -33,8 +34,8 @@ class NamedParameter:
 
 
 def trained_parameters(module: nn.Module) -> list[NamedParameter]:
-    """Every Parameter that requires grad, once. Weight decay is for matrices: not norms, biases and embeddings
-    (an output head that is tied to the embedding counts as embedding).
+    """Every Parameter that requires grad, once. Weight decay is for matrices: not norms, biases and
+    embeddings (an output head that is tied to the embedding counts as embedding).
 
     Raises:
         ConfigError: nothing requires grad.
@@ -80,8 +81,8 @@ class MasterOptimizer:
         """Update masters and Parameters.
 
         Args:
-            gradients: one per parameter, float32 or the parameter's dtype; None leaves that parameter as it is. Their
-                contents are not defined afterwards.
+            gradients: one per parameter, float32 or the parameter's dtype; None leaves that parameter as it
+                is. Their contents are not defined afterwards.
             lr: learning rate of this update.
             scale: the gradients are multiplied by this (the clip coefficient) on their way.
         """
@@ -168,7 +169,8 @@ class MasterOptimizer:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """The live optimizer state, "kind/parameter name" to tensor. Writing into these tensors restores it."""
+        """The live optimizer state, "kind/parameter name" to tensor. Writing into these tensors restores
+        it."""
         return {}
 
     def _begin(self, index: int) -> None:
@@ -211,7 +213,8 @@ class AdamW(MasterOptimizer):
         fused = self.device.type in ("cpu", "cuda")
         if not fused and scale != 1.0:
             torch._foreach_mul_(gradients, scale)
-        # The kernel counts the update itself, so it gets the count before this one; a piece has a count of its own.
+        # The kernel counts the update itself, so it gets the count before this one; a piece has a count of
+        # its own.
         counts = [(self.updates[p.index] - 1).to(self.device) for p in bucket]
         adamw(
             [_flat(self.masters[p.index], p) for p in bucket],

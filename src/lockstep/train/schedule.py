@@ -13,10 +13,10 @@ Schedule = Literal["constant", "linear", "cosine"]
 def lr_at(step: int, *, config: TrainConfig, total_steps: int) -> float:
     """Learning rate of the update number `step` (0 is the first one) of `total_steps`.
 
-    Warm-up is linear and never 0: update s of w warm-up steps has lr * (s + 1) / (w + 1), so that the first update
-    already moves the weights. Afterwards it is transformers' get_scheduler (optimization.py: constant_with_warmup,
-    linear, cosine with half a period) at the same step, compressed into [min_lr_ratio, 1]; steps beyond
-    `total_steps` keep the last value.
+    Warm-up is linear and never 0: update s of w warm-up steps has lr * (s + 1) / (w + 1), so that the first
+    update already moves the weights. Afterwards it is transformers' get_scheduler (optimization.py:
+    constant_with_warmup, linear, cosine with half a period) at the same step, compressed into [min_lr_ratio,
+    1]; steps beyond `total_steps` keep the last value.
 
     Raises:
         ValueError: `step` is negative.

@@ -8,7 +8,9 @@ state.json              step, schedule, optimizer, versions, and size and sha256
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,6 @@ from typing import Any
 
 import numpy
 import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from lockstep.train.files import (
     FileRecord,
     check_record,
     check_tensors,
+    is_out_of_space,
+    out_of_space,
     read_json,
     read_tensors,
     require_free_space,
@@ -66,15 +69,19 @@ def save_state(
         What was written, by file name.
 
     Raises:
-        CheckpointError: it would not fit on the disk; nothing was written.
-        OSError: the disk failed on the way.
+        CheckpointError: the disk is full.
+        OSError: the disk failed in another way.
     """
-    require_free_space(directory, tensor_bytes(model) + tensor_bytes(optimizer) + _MARGIN)
-    records = {
-        "model.safetensors": write_tensors(directory / "model.safetensors", model),
-        "optimizer.safetensors": write_tensors(directory / "optimizer.safetensors", optimizer),
-        "rng.safetensors": write_tensors(directory / "rng.safetensors", rng_state()),
-    }
+    needed = tensor_bytes(model) + tensor_bytes(optimizer) + _MARGIN
+    require_free_space(directory, needed)
+    parts = {"model.safetensors": model, "optimizer.safetensors": optimizer, "rng.safetensors": rng_state()}
+    try:
+        records = {name: write_tensors(directory / name, tensors) for name, tensors in parts.items()}
+    except OSError as error:
+        if not is_out_of_space(error):
+            raise
+        free = shutil.disk_usage(directory).free
+        raise CheckpointError(f"{error}: {out_of_space(directory, needed=needed, free=free)}") from error
     state = {
         "format": FORMAT,
         "version": VERSION,
@@ -126,8 +133,8 @@ def _read_state(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: field 'format' is not {FORMAT!r}; this is no train state")
     if state.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: field 'version' is {state.get('version')!r}, this Lockstep reads {VERSION}; use the version of "
-            f"Lockstep that wrote it ({state.get('versions')})"
+            f"{path}: field 'version' is {state.get('version')!r}, this Lockstep reads {VERSION}; use the "
+            f"version of Lockstep that wrote it ({state.get('versions')})"
         )
     files = state.get("files")
     wanted = {"model.safetensors", "optimizer.safetensors", "rng.safetensors"}
@@ -165,6 +172,6 @@ def _versions() -> dict[str, str]:
         "lockstep": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "numpy": numpy.__version__,
     }
