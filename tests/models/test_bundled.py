@@ -81,8 +81,9 @@ def test_a_conversion_that_died_leaves_nothing_behind(
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [f".{NAME}.lock", NAME]
 
 
-def test_two_processes_convert_once(quick: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
-None:
+def test_two_processes_convert_once(
+    quick: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = tmp_path / "log"
     quick_write = bundled._write_model
 
@@ -170,9 +171,7 @@ def test_the_conversion_equals_the_loader_of_transformers(tmp_path: Path) -> Non
 
 @needs_wheel
 @pytest.mark.slow
-def test_the_bundled_model_answers_without_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bundled_model_answers_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: socket.socket, address: object) -> None:
         raise AssertionError(f"connects to {address}")
 

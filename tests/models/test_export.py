@@ -29,9 +29,11 @@ def logits(module: nn.Module) -> torch.Tensor:
 
 def reload(directory: Path) -> nn.Module:
     """As a stranger would; every key must match."""
-    module, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True,
-    attn_implementation="sdpa") assert not any(info[key] for key in ("missing_keys", "unexpected_keys",
-    "mismatched_keys")) return module
+    module, info = AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation="sdpa"
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return module
 
 
 @pytest.mark.parametrize("shape", SHAPES)

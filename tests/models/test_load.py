@@ -142,9 +142,8 @@ def test_a_hub_that_cannot_be_reached_names_cause_and_fix(monkeypatch: pytest.Mo
         raise OSError("network is unreachable")
 
     monkeypatch.setattr(socket.socket, "connect", unreachable)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: unreachable(None, None))  # type:
-    ignore[arg-type] with pytest.raises(ModelError, match=r"(?s)nobody/nothing.*cannot be asked.*hf
-    download.*bundled:"):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: unreachable(None, None))
+    with pytest.raises(ModelError, match=r"(?s)nobody/nothing.*cannot be asked.*hf download.*bundled:"):
         load("nobody/nothing", revision="main")
 
 
