@@ -3,7 +3,7 @@
     checkpoints/
       step-000010/
         model.safetensors, optimizer.safetensors, ...   what the train backend saves
-        run_state.json                                  what the loop saves: step, tokens seen, evaluations, ...
+        run_state.json                                  what the loop saves: step, tokens, evaluations
         complete.json                                   size and sha256 of every other file; written last
       .saving-step-000020-1f3a9c02/                     a save that was interrupted; removed at the next start
 
@@ -49,7 +49,8 @@ class _Entry:
     path: Path
     step: int
     sequence: int
-    """Counts saves of the run: after going back to an older checkpoint, a later save may have a smaller step."""
+    """Counts saves of the run: after going back to an older checkpoint, a later save may have a smaller
+    step. -1: unknown, complete.json cannot be read."""
     metric: float | None
     damage: str | None
     """What is wrong with it, as far as names and sizes tell; None: nothing."""
@@ -91,17 +92,11 @@ class CheckpointManager:
         temporary.mkdir()
         try:
             self._write(temporary, step, backend, run_state, metric)
-        except OSError as error:
-            if not is_out_of_space(error):
-                raise
-            free = shutil.disk_usage(self.directory).free
-            raise CheckpointError(
-                f"{path} could not be saved: {error}; {self._usual_size()} and {self.directory} has {free} bytes "
-                "free. Free some space or lower checkpoint.keep_last; earlier checkpoints are as they were"
-            ) from error
-        finally:
-            if temporary.exists() and not (temporary / COMPLETE).exists():
-                shutil.rmtree(temporary, ignore_errors=True)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError) and is_out_of_space(error):
+                raise CheckpointError(self._disk_full(path, error)) from error
+            raise
         self._put(temporary, path)
         self.prune()
         return path
@@ -143,8 +138,8 @@ class CheckpointManager:
         """Verify every file of a checkpoint, load it into the backend, and return its run_state.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or belongs to another model or optimizer; the backend is
-                as it was. Names the newest undamaged checkpoint, if there is one.
+            CheckpointError: a file is missing, damaged, or belongs to another model or optimizer; the
+                backend is as it was. Names the newest undamaged checkpoint, if there is one.
         """
         try:
             verify(path)
@@ -157,18 +152,17 @@ class CheckpointManager:
     def prune(self) -> None:
         """Remove all but the last `keep_last` and the best `keep_best` checkpoints.
 
-        Damaged ones neither count nor are removed, unless as many undamaged newer ones are kept; if there is an
-        undamaged checkpoint, one remains.
+        Damaged ones do not count, and go only when `keep_last` undamaged ones were saved after them; if there
+        is an undamaged checkpoint, one remains.
         """
         entries = self._entries()
         good = [entry for entry in entries if entry.damage is None]
-        kept = set(good[-self.config.keep_last :])
-        kept.update(self._best(good)[: self.config.keep_best])
-        if not kept:
+        if not good:
             return
-        oldest_kept = min(entry.sequence for entry in good[-self.config.keep_last :])
-        for entry in entries:
-            if entry not in kept and (entry.damage is None or entry.sequence < oldest_kept):
+        last = good[-self.config.keep_last :]
+        kept = {*last, *self._best(good)[: self.config.keep_best]}
+        for index, entry in enumerate(entries):
+            if entry not in kept and (entry.damage is None or index < entries.index(last[0])):
                 self._remove(entry.path)
 
     def _best(self, entries: Sequence[_Entry]) -> list[_Entry]:
@@ -268,8 +262,8 @@ class CheckpointManager:
             with contextlib.suppress(CheckpointError):
                 verify(entry.path)
                 return (
-                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {entry.path}; to go on from "
-                    f"it, add --checkpoint {entry.step}"
+                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {entry.path}; to go "
+                    f"on from it, add --checkpoint {entry.step}"
                 )
         return f"checkpoint {path} is damaged: {damage}. There is no undamaged one in {self.directory}"
 

@@ -166,8 +166,8 @@ def out_of_space(directory: Path, *, needed: int, free: int) -> str:
     """What to say when a checkpoint does not fit."""
     return (
         f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB), {directory} has {free} bytes "
-        "free; free some space, set another run_dir, or lower checkpoint.keep_last; earlier checkpoints are as "
-        "they were"
+        "free; free some space, set another run_dir, or lower checkpoint.keep_last; earlier checkpoints are "
+        "as they were"
     )
 
 

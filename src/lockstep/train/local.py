@@ -224,8 +224,9 @@ class LocalBackend:
             if not math.isfinite(value):
                 raise TrainError(
                     f"step {self.steps_done}, micro-batch {index} of {len(values)}: the loss is {value}; its "
-                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these samples "
-                    "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = 'float32'"
+                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
+                    "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set "
+                    "model.dtype = 'float32'"
                 )
 
     def _blame(self) -> str:
@@ -273,8 +274,8 @@ class LocalBackend:
             with torch.enable_grad():
                 reason = self._blame()
             raise TrainError(
-                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. Lower "
-                "train.lr or set model.dtype = 'float32'"
+                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. "
+                "Lower train.lr or set model.dtype = 'float32'"
             )
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_

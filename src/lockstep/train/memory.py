@@ -30,5 +30,5 @@ def out_of_memory_text(
     padding = f", {batch.num_slots - batch.num_tokens} of them padding" if static else ""
     return (
         f"out of memory with {batch.num_slots} token slots{padding}, {len(batch.sample_ids)} documents, the "
-        f"longest {batch.max_seqlen} slots; {', or '.join(advice)}. No weight was changed. torch says: {error}"
+        f"longest {batch.max_seqlen} slots; {', or '.join(advice)}. No weight was changed. torch: {error}"
     )
