@@ -262,21 +262,19 @@ class CheckpointManager:
             with contextlib.suppress(CheckpointError):
                 verify(entry.path)
                 return (
-                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {entry.path}; to go "
-                    f"on from it, add --checkpoint {entry.step}"
+                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {entry.path}; to "
+                    f"go on from it, add --checkpoint {entry.step}"
                 )
         return f"checkpoint {path} is damaged: {damage}. There is no undamaged one in {self.directory}"
 
-    def _usual_size(self) -> str:
-        sizes = [
-            sum(record["bytes"] for record in read_json(e.path / COMPLETE)["files"].values())
-            for e in self._entries()
-            if e.damage is None
-        ]
+    def _disk_full(self, path: Path, error: OSError) -> str:
+        good = [e.path for e in self._entries() if e.damage is None]
+        sizes = [sum(r["bytes"] for r in _complete(p)["files"].values()) for p in good]
+        needed = f"needs about {sizes[-1]} bytes" if sizes else "is the run's first"
+        free = shutil.disk_usage(self.directory).free
         return (
-            f"a checkpoint of this run takes {sizes[-1]} bytes"
-            if sizes
-            else "it is the run's first checkpoint"
+            f"{path} could not be saved: {error}. It {needed}, {self.directory} has {free} bytes free; free "
+            "some space or lower checkpoint.keep_last; earlier checkpoints are as they were"
         )
 
 

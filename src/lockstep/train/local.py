@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import CheckpointError, ConfigError, TrainError
+from lockstep.execution import CompileWatch, compile_blocks
 from lockstep.models.export import export_hf
 from lockstep.models.forward import head_of, hidden_states
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
+from lockstep.models.memory import advice
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.gradients import GradientStore, global_norm
-from lockstep.train.memory import out_of_memory_text, out_of_memory_types
 from lockstep.train.optimizer import make_optimizer, trained_parameters
 from lockstep.train.schedule import lr_at
 from lockstep.train.state import load_state, model_tensors, read_progress, save_state
@@ -81,17 +82,15 @@ class LocalBackend:
         if config.activation_checkpointing:
             # Only in train mode, so neither logprobs nor an engine that shares the module is checkpointed.
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.execution == "compile":
-            self._compile()
+        self._compile_watch = self._compile() if config.execution == "compile" else None
 
     def _frozen_copy(self) -> nn.Module:
         return copy.deepcopy(self.module).requires_grad_(False)
 
-    def _compile(self) -> None:
-        from lockstep.execution import compile_blocks
-
-        for module in filter(None, (self.module, self._ref)):
-            compile_blocks(module)
+    def _compile(self) -> CompileWatch:
+        if self._ref is not None:
+            compile_blocks(self._ref)
+        return compile_blocks(self.module, max_recompiles=self.config.max_recompiles)
 
     # --- forward and backward -------------------------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class LocalBackend:
         results = []
         with torch.no_grad(), self._as_model(model) as module:
             for index, batch in enumerate(batches):
-                with self._memory_errors_explained(index, batch):
+                with self._memory_errors_explained(index, batches):
                     rows, labels = self._rows(batch)
                     hidden = self._hidden(module, batch.to(self.device), rows)
                     logprobs, _ = linear_logprobs(
@@ -127,7 +126,7 @@ class LocalBackend:
         self.module.train()
         try:
             for index, batch in enumerate(batches):
-                with self._memory_errors_explained(index, batch):
+                with self._memory_errors_explained(index, batches):
                     self._backward(batch, loss, stats)
             self._check_losses(batches, stats.losses)
         except BaseException:  # half a step's gradients must not leak into the next one
@@ -208,14 +207,27 @@ class LocalBackend:
     # --- errors ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _memory_errors_explained(self, index: int, batch: PackedBatch) -> Iterator[None]:
+    def _memory_errors_explained(self, index: int, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        """A GPU's allocator has an exception of its own, the CPU's raises a plain RuntimeError."""
         try:
             yield
-        except out_of_memory_types() as error:
-            text = out_of_memory_text(error, config=self.config, batch=batch, static=self._static)
-            if text is None:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
-            raise TrainError(f"step {self.steps_done}, micro-batch {index}: {text}") from error
+            batch, count = batches[index], len(batches)
+            said = str(error)
+            what = advice(
+                self.module,
+                self.config,
+                tokens=batch.num_slots,
+                micro_batches=count,
+                ref=self._ref is not None,
+            )
+            raise TrainError(
+                f"step {self.steps_done}, micro-batch {index} of {count}: out of memory with {batch.num_slots} "
+                f"token slots in {len(batch.sample_ids)} documents of at most {batch.max_seqlen}; {what}. No weight "
+                f"was changed. torch says: {said}"
+            ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
         """One wait for the whole step."""
@@ -288,11 +300,15 @@ class LocalBackend:
         clipping) and lr.
 
         Raises:
-            TrainError: there is no gradient, or the norm is not finite; no weight was changed.
+            TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
+                recompiled more often than train.max_recompiles.
         """
         update = self._updated()
         self.drop_gradients()
         self.steps_done += 1
+        if self._compile_watch is not None:
+            self._compile_watch.check()
+            self._compile_watch.mark_warm()
         return update
 
     # --- weights --------------------------------------------------------------------------------------------

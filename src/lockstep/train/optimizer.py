@@ -155,11 +155,6 @@ class MasterOptimizer:
         if self.parameters[0].parameter.device.type == "cuda":
             torch.cuda.synchronize(self.parameters[0].parameter.device)
 
-    def sync_masters_from_parameters(self) -> None:
-        """Masters := Parameters, for weights that were set from outside."""
-        for named, master in zip(self.parameters, self.masters, strict=True):
-            master.copy_(named.parameter.detach())
-
     def separate_masters(self) -> dict[str, Tensor]:
         """Name to master, for those that are not the Parameter itself."""
         return {
