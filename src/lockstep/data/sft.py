@@ -13,7 +13,7 @@ from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
 from lockstep.data.order import batch_rows
 from lockstep.data.sources import is_generated, load_rows, missing_column
-from lockstep.data.spans import Document, conversation, text_document
+from lockstep.data.spans import Document, conversation, text_document, whole_conversation
 from lockstep.errors import ConfigError, DataError
 from lockstep.schema.batch import TrainSample
 
@@ -56,12 +56,14 @@ def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
         ConfigError: an impossible setting.
     """
     if is_generated(config):
-        raise ConfigError(f"data.source = {config.source!r} has prompts only; SFT needs a file, a folder or a
-    hub set") if tokenizer is None:
+        raise ConfigError(
+            f"data.source = {config.source!r} has prompts only; SFT needs a file, a folder or a hub set"
+        )
+    if tokenizer is None:
         raise ConfigError("SFT needs a model with a tokenizer; shape: models have none")
     if not tokenizer.is_fast:
-        raise ConfigError("SFT needs a fast tokenizer (one with character offsets), to know which tokens to
-    train on") chat = ChatFormat(config, tokenizer)
+        raise ConfigError("SFT needs a fast tokenizer: its character offsets say which tokens to train on")
+    chat = ChatFormat(config, tokenizer)
     counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
     samples = []
     for index, row in enumerate(load_rows(config), start=config.skip):
@@ -93,14 +95,11 @@ def _tokenise(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, wher
     elif isinstance(row.get(config.text_column), str):
         return text_document(chat, "", row[config.text_column])
     if messages is None:
-        wanted = f"{config.messages_column}, {config.prompt_column} + {config.completion_column},
-        {config.text_column}" raise missing_column(
-            config.messages_column,
-            row,
-            setting=f"data.messages_column; any of {wanted} would do",
-            source=where,
-        )
-    return conversation(chat, chat.with_system(messages), where=where)
+        pair = f"{config.prompt_column} + {config.completion_column}"
+        setting = f"data.messages_column; {pair} or {config.text_column} would do too"
+        raise missing_column(config.messages_column, row, setting=setting, source=where)
+    tokenise = conversation if config.train_on == "assistant" else whole_conversation
+    return tokenise(chat, chat.with_system(messages), where=where)
 
 
 def _pair(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +37,12 @@ def conversation(chat: ChatFormat, messages: list[Message], *, where: str) -> Do
     return document if messages[-1]["role"] != "assistant" else _ended(chat, document)
 
 
+def whole_conversation(chat: ChatFormat, messages: list[Message], *, where: str) -> Document:
+    """Ids of a rendered conversation, every token marked; ends as `conversation` does."""
+    ids = chat.encode(chat.render(messages, generate=False, where=where))
+    return _ended(chat, Document(ids=ids, trained=[True] * len(ids)))
+
+
 def text_document(chat: ChatFormat, prompt: str, completion: str) -> Document:
     """Ids of plain text; those of the completion are marked, and the eos after it."""
     ids, trained = _encode_spans(chat, prompt + completion, [(len(prompt), len(prompt) + len(completion))])
@@ -56,8 +61,8 @@ def _by_template(chat: ChatFormat, messages: list[Message], where: str) -> Docum
     )
     ids: list[int] = rendered["input_ids"]
     if ids != chat.encode(text):
-        raise DataError(f"{where}: the tokenizer encodes the template's text in two ways; use a fast
-    tokenizer") return Document(ids=ids, trained=[bool(mark) for mark in rendered["assistant_masks"]])
+        raise DataError(f"{where}: the tokenizer encodes the template's text in two ways; use a fast one")
+    return Document(ids=ids, trained=[bool(mark) for mark in rendered["assistant_masks"]])
 
 
 def _by_rendering(chat: ChatFormat, messages: list[Message], where: str) -> Document:
@@ -73,10 +78,10 @@ def _turn_span(
 ) -> tuple[int, int]:
     """Characters [start, end) of `text` that assistant turn `number` added."""
     if number == 0:
-        raise DataError(f"{where}: the conversation begins with the assistant; begin with a user or system
-    turn") before = chat.render(messages[:number], generate=False, where=where)
+        raise DataError(f"{where}: the conversation begins with the assistant; begin with a user turn")
+    before = chat.render(messages[:number], generate=False, where=where)
     header = chat.render(messages[:number], generate=True, where=where)
-    start = len(os.path.commonprefix([header, text]))
+    start = _common_length(header, text)
     if text.startswith(before) and start >= len(before):
         through = chat.render(messages[: number + 1], generate=False, where=where)
         if text.startswith(through) and len(through) >= start:
@@ -94,6 +99,12 @@ def _turn_span(
         "earlier turns; use a template with {% generation %} around the assistant's text, or data.train_on "
         "= 'all'"
     )
+
+
+def _common_length(left: str, right: str) -> int:
+    """Characters that two texts share at their beginning."""
+    pairs = zip(left, right, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def _after_special(tokenizer: Any, text: str, end: int) -> int:
@@ -148,13 +159,16 @@ def _end_at_special(tokenizer: Any, ids: list[int], trained: list[bool]) -> list
 
 
 def _ended(chat: ChatFormat, document: Document) -> Document:
-    """The document, with a trained eos after it unless its last trained token is a special one."""
+    """The document, with a trained eos behind its last trained token unless a special token ends it already."""
     last = max((t for t, mark in enumerate(document.trained) if mark), default=None)
-    if last is None or document.ids[last] in _special_ids(chat.tokenizer):
+    if last is None:
         return document
-    eos = chat.tokenizer.eos_token_id
-    if eos is None:
+    tokenizer, special = chat.tokenizer, _special_ids(chat.tokenizer)
+    end = max((t for t in range(last + 1) if document.ids[t] in special), default=None)
+    if end is not None and not tokenizer.decode(document.ids[end + 1 : last + 1]).strip():
+        return document
+    if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token, so no document could end; set tokenizer.eos_token")
     # Untrained white space that a template puts behind the turn would stand between the text and its end.
     ids, trained = document.ids[: last + 1], document.trained[: last + 1]
-    return Document(ids=[*ids, eos], trained=[*trained, True])
+    return Document(ids=[*ids, tokenizer.eos_token_id], trained=[*trained, True])
