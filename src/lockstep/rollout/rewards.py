@@ -51,6 +51,8 @@ class RewardSet:
     """All rewards of a run.
 
     `search_paths`: folders, besides the working directory, in which `module:attribute` is looked for.
+    `functions`: callables that take the place of `configs` altogether, each with the settings of a default
+    RewardConfig.
 
     Raises:
         ConfigError: an unknown name, wrong kwargs, a module that does not import, a package that is not
@@ -62,13 +64,23 @@ class RewardSet:
         [Scored(total=1.0, by_name={'verifier': 1.0})]
     """
 
-    def __init__(self, configs: Sequence[RewardConfig], *, search_paths: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        configs: Sequence[RewardConfig],
+        *,
+        search_paths: Sequence[Path] = (),
+        functions: Sequence[Callable[..., Any]] = (),
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._process = VerifierProcess()
-        self._configs = tuple(configs)
-        self._names = _numbered([config.name for config in configs])
+        given = {f"function:{_function_name(f)}": f for f in functions}
+        self._configs = tuple(RewardConfig(name=name) for name in given) or tuple(configs)
+        self._names = _numbered([config.name.removeprefix("function:") for config in self._configs])
         self._scorers = [
-            self._scorer(c, n, search_paths) for c, n in zip(self._configs, self._names, strict=True)
+            _user_scorer(config, given[config.name])
+            if config.name in given
+            else self._scorer(config, name, search_paths)
+            for config, name in zip(self._configs, self._names, strict=True)
         ]
 
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored | None]:
@@ -144,7 +156,7 @@ class RewardSet:
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
         if ":" in config.name:
-            return _user_scorer(config, search_paths)
+            return _user_scorer(config, _import(config.name, search_paths))
         if config.name in ("verifier", "math"):
             _no_kwargs(config)
             package = {"verifier": "reasoning_gym", "math": "math_verify"}[config.name]
@@ -277,9 +289,13 @@ def _no_kwargs(config: RewardConfig) -> None:
         raise ConfigError(f"reward {config.name!r} takes no kwargs, got {config.kwargs}; remove them")
 
 
-def _user_scorer(config: RewardConfig, search_paths: Sequence[Path]) -> Scorer:
-    """The scorer of a `module:attribute`."""
-    call = _bind(config, _import(config.name, search_paths))
+def _function_name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _user_scorer(config: RewardConfig, value: Any) -> Scorer:
+    """The scorer of a user's function or class."""
+    call = _bind(config, value)
     loop = LoopThread()
     thread = CallThread()
 
