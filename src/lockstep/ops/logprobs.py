@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,10 +31,10 @@ from lockstep.errors import TrainError
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logprobs [r], entropy [r], rows) -> scalar; `rows` is where the chunk lies in the R rows."""
 
-_CHUNK_ELEMENTS = {"compiled": 2**29, "cuda": 2**27, "cpu": 2**25}
+_CHUNK_ELEMENTS = {"compiled": 2**29, "cuda": 2**27, "cpu": 2**26}
 """Logits of one chunk. Compiled code holds them once, in the compute dtype; and large chunks keep the traffic
 of the float32 weight gradient, read and written once per chunk, small beside its matrix product."""
-_TILE_ELEMENTS = 2**18
+_TILE_ELEMENTS = 2**19
 """Eager on CPU: float32 elements worked on at a time, so that ten passes over them stay in a core's cache."""
 
 
@@ -147,8 +146,9 @@ def linear_logprob_loss(
         logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
         entropy = torch.empty_like(logprobs)
         total = logprobs.new_zeros(())
+        head_logits = _Logits(weight, head.bias, chunks)
         for rows in chunks:
-            chunk_hidden, logits = _chunk_logits(hidden, weight, labels, rows, head.bias)
+            chunk_hidden, logits = head_logits.of(hidden[rows], labels[rows])
             logprobs[rows], entropy[rows], lse = _row_stats(logits, labels[rows], head)
             loss, dlogprobs, dentropy = _loss_and_grads(token_loss, logprobs, entropy, rows, head)
             total += loss
@@ -186,8 +186,10 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for rows in _chunks(hidden.shape[0], weight, head):
-            _, logits = _chunk_logits(hidden, weight, labels, rows, bias)
+        chunks = _chunks(hidden.shape[0], weight, head)
+        head_logits = _Logits(weight, bias, chunks)
+        for rows in chunks:
+            _, logits = head_logits.of(hidden[rows], labels[rows])
             logprobs[rows], entropy[rows], lse[rows] = _row_stats(logits, labels[rows], head)
         ctx.head = head
         ctx.set_materialize_grads(False)
@@ -205,8 +207,9 @@ class _LinearLogprobs(torch.autograd.Function):
         figures = _RowFigures(
             lse, entropy, torch.zeros_like(lse) if dlogprobs is None else dlogprobs, dentropy
         )
+        head_logits = _Logits(weight, bias, chunks)
         for rows in chunks:
-            chunk_hidden, logits = _chunk_logits(hidden, weight, labels, rows, bias)
+            chunk_hidden, logits = head_logits.of(hidden[rows], labels[rows])
             _row_dlogits_(logits, labels[rows], figures.part(rows), ctx.head)
             grads.add(logits, chunk_hidden, weight, rows)
         return *grads.finish(), None, None
@@ -257,13 +260,22 @@ def _chunks(num_rows: int, weight: Tensor, head: HeadOptions) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def _chunk_logits(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: slice, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Hidden states of a chunk, zero where the label is ignored (0 * NaN would reach the weight gradient),
-    and their logits [r, V]."""
-    clean = hidden[rows].masked_fill((labels[rows] < 0)[:, None], 0.0)
-    return clean, F.linear(clean, weight, bias)
+class _Logits:
+    """Logits of one chunk after the other, in one buffer: fresh pages would cost as much as the product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: list[slice]) -> None:
+        longest = max((rows.stop - rows.start for rows in chunks), default=0)
+        self._weight, self._bias = weight.detach().t(), None if bias is None else bias.detach()
+        self._buffer = weight.new_empty(longest, weight.shape[0])
+
+    def of(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states [r, C], zero where the label is ignored (0 * NaN would reach the weight's gradient),
+        and their logits [r, V], which the next call overwrites."""
+        clean = hidden.masked_fill((labels < 0)[:, None], 0.0)
+        logits = self._buffer[: hidden.shape[0]]
+        if self._bias is None:
+            return clean, torch.mm(clean, self._weight, out=logits)
+        return clean, torch.addmm(self._bias, clean, self._weight, out=logits)
 
 
 class _HeadGrads:

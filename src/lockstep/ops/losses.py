@@ -1,6 +1,6 @@
 """Policy-gradient losses, importance weights and loss weights: per token, packed `[T]`, pure.
 
-Losses are to be minimised. The weighted sum over tokens, with the weights of `loss_weights`, is the loss of a step.
+Losses are to be minimised. Their sum over tokens, weighted by `loss_weights`, is the loss of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def importance_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """GSPO's length-normalised log ratio (arXiv 2507.18071, eq. 7): the document's mean, at each of its tokens.
+    """GSPO's length-normalised log ratio (arXiv 2507.18071, eq. 7): a document's mean, at its tokens.
 
     Args:
         log_ratio: [T], nats. mask: [T] bool, the tokens that count. cu_seqlens: [D + 1].
@@ -36,8 +36,8 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> T
 
 
 def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A), elementwise (arXiv 1707.06347, eq. 7; two bounds as in
-    DAPO, arXiv 2503.14476, eq. 8)."""
+    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A), elementwise (arXiv 1707.06347, eq. 7; two bounds as
+    in DAPO, arXiv 2503.14476, eq. 8)."""
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -45,8 +45,8 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: f
 def cispo(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
-    """-sg(clip(w, 1 - clip_low, 1 + clip_high)) A log p, elementwise (arXiv 2506.13585, eqs. 4 and 5): a clipped
-    ratio bounds the weight of a token, and no token loses its gradient."""
+    """-sg(clip(w, 1 - clip_low, 1 + clip_high)) A log p, elementwise (arXiv 2506.13585, eqs. 4 and 5): a
+    clipped ratio bounds a token's weight, and no token loses its gradient."""
     weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
     return -weight * advantages * logprobs
 
@@ -76,7 +76,7 @@ def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: fl
 
 
 def sequence_log_gap(log_gap: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T]: log(old / rollout) of the whole document, the sum over its tokens where mask is True, at each of them."""
+    """[T]: log(old / rollout) of a whole document, the sum over its tokens where mask is True, at its tokens."""
     sums = document_sums(torch.where(mask, log_gap, 0.0), cu_seqlens)
     return sums[document_ids(cu_seqlens, log_gap.shape[0])]
 
@@ -95,8 +95,8 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, pe
     """
     if buffer_tokens > max_tokens:
         raise ValueError(
-            f"overlong.buffer_tokens = {buffer_tokens} exceeds max_tokens = {max_tokens}, so that every completion "
-            "would be punished; lower buffer_tokens"
+            f"overlong.buffer_tokens = {buffer_tokens} exceeds max_tokens = {max_tokens}, so that every "
+            "completion would be punished; lower buffer_tokens"
         )
     over = (lengths - (max_tokens - buffer_tokens)).clamp(min=0, max=buffer_tokens)
     return -penalty * over.to(torch.float32) / buffer_tokens

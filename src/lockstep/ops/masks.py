@@ -1,4 +1,4 @@
-"""Masked means and per-document sums of packed `[T]` tensors. Masked entries may hold anything, NaN included."""
+"""Masked means and per-document sums of packed `[T]` tensors. Masked entries may hold anything, also NaN."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
 
 
 def document_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[D]: the sum of x [T] over each document, 0 for an empty one; differentiable, and the same bits every run."""
+    """[D]: the sum of x [T] over each document, 0 for an empty one; differentiable, the same bits every run."""
     return torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0)
 
 

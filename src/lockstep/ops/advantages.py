@@ -1,0 +1,107 @@
+"""Advantages from rewards, of groups `[G, n]` (G prompts, n rollouts each) and of packed tokens `[T]`.
+
+A group that lost a rollout has mask False there; such entries may hold anything and get advantage 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.ops.masks import document_ids
+
+EPS = 1e-4
+"""Added to a standard deviation before dividing by it, in units of reward."""
+
+
+def group_mean(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[G, n]: r - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    kept = torch.where(mask, rewards, 0.0)
+    mean = kept.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(mask, rewards - mean, 0.0)
+
+
+def group_mean_std(rewards: Tensor, mask: Tensor | None = None, *, eps: float = EPS) -> Tensor:
+    """[G, n]: (r - mean) / (std + eps) of the group (GRPO, arXiv 2402.03300, section 4.1.2).
+
+    std has the n - 1 of torch.std, as in TRL. A group of one rollout, or of equal rewards, gets 0.
+    """
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    centred = group_mean(rewards, mask)
+    degrees = (mask.sum(1, keepdim=True) - 1).clamp(min=1)
+    std = (centred.square().sum(1, keepdim=True) / degrees).sqrt()
+    return centred / (std + eps)
+
+
+def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
+    """[G, n]: r - mean of the group's other rollouts (RLOO, arXiv 2402.14740, section 3.3).
+
+    That is n / (n - 1) times `group_mean`. A group of one rollout has no others and gets 0.
+    """
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    count = mask.sum(1, keepdim=True)
+    return group_mean(rewards, mask) * count / (count - 1).clamp(min=1)
+
+
+def batch_mean_std(values: Tensor, mask: Tensor | None = None, *, eps: float = EPS) -> Tensor:
+    """(v - mean) / (std + eps) over every entry with mask True (REINFORCE++, arXiv 2501.03262, section 3).
+
+    Args:
+        values: rewards [G, n], or the returns of all trained tokens of the step [T].
+        mask: same shape, bool.
+    """
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    count = mask.sum()
+    mean = torch.where(mask, values, 0.0).sum() / count.clamp(min=1)
+    centred = torch.where(mask, values - mean, 0.0)
+    std = (centred.square().sum() / (count - 1).clamp(min=1)).sqrt()
+    return centred / (std + eps)
+
+
+def group_mean_batch_std(rewards: Tensor, mask: Tensor | None = None, *, eps: float = EPS) -> Tensor:
+    """[G, n]: r - mean of the group, whitened over the step (REINFORCE++-baseline, arXiv 2501.03262)."""
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    return batch_mean_std(group_mean(rewards, mask), mask, eps=eps)
+
+
+def reward_to_go(token_rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """[T]: sum over the rest of the document of gamma^(k - t) r_k, r_t included.
+
+    Args:
+        token_rewards: [T], 0 where a token earns nothing. cu_seqlens: [D + 1].
+    """
+    zeros = torch.zeros_like(token_rewards)
+    return gae(token_rewards, zeros, cu_seqlens, gamma=gamma, lam=1.0)
+
+
+def gae(
+    token_rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+) -> Tensor:
+    """Generalised advantage estimation over packed documents (arXiv 1506.02438, eq. 16).
+
+        delta_t = r_t + gamma V_{t+1} - V_t         A_t = delta_t + gamma lam A_{t+1}
+
+    with V and A zero after a document's last slot. The scan doubles its reach instead of walking over tokens:
+    log2(T) passes over [T].
+
+    Args:
+        token_rewards, values: [T], the reward of and the value before each action, 0 where a slot is no action
+            (leave no gap of such slots between actions: values are read from the next slot).
+        cu_seqlens: [D + 1].
+
+    Returns:
+        [T] advantages, in the dtype of token_rewards; returns are advantages + values.
+    """
+    num_slots = token_rewards.shape[0]
+    ids = document_ids(cu_seqlens, num_slots)
+    following = torch.cat([values[1:], values.new_zeros(1)])
+    same = torch.cat([ids[1:] == ids[:-1], ids.new_zeros(1, dtype=torch.bool)])
+    total = token_rewards + gamma * torch.where(same, following, 0.0) - values
+    reach, decay = 1, gamma * lam
+    while reach < num_slots:
+        further = torch.cat([total[reach:], total.new_zeros(reach)])
+        same = torch.cat([ids[reach:] == ids[:-reach], ids.new_zeros(reach, dtype=torch.bool)])
+        total = total + decay**reach * torch.where(same, further, 0.0)
+        reach *= 2
+    return total
