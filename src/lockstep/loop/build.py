@@ -56,6 +56,7 @@ class OnlineParts:
     def close(self) -> None:
         """Engine first: it reads the backend's Parameters."""
         self.engine.close()
+        self.rewards.close()
         self.backend.close()
 
 

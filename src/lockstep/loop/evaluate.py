@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.config.rollout import SamplingConfig
 from lockstep.loop.build import OnlineParts
+from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
 from lockstep.rollout.sampler import sample_groups
 from lockstep.schema.rollout import Prompt, RolloutGroup
 
@@ -68,16 +69,12 @@ def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
 def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
     """Accuracies and mean reward of finished rollouts."""
     rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
-    strict = lenient = None
-    if parts.judge is not None:
-        judged = [parts.judge(row, rollout.completion.text or "") for row, rollout in rollouts]
-        strict = statistics.fmean(j.strict for j in judged)
-        lenient = max(
-            statistics.fmean(j.first_number for j in judged), statistics.fmean(j.last_number for j in judged)
-        )
+    texts = [(row, rollout.completion.text or "") for row, rollout in rollouts]
+    strict = [mark for row, text in texts if (mark := parts.rewards.strict(row, text)) is not None]
+    lenient = [marks for row, text in texts if (marks := lenient_correct(row, text)) is not None]
     return Evaluation(
-        strict_accuracy=strict,
-        lenient_accuracy=lenient,
+        strict_accuracy=statistics.fmean(strict) if strict else None,
+        lenient_accuracy=lenient_accuracy(lenient) if lenient else None,
         mean_reward=statistics.fmean(rollout.reward for _, rollout in rollouts),
         num_prompts=len(groups),
         mean_completion_tokens=statistics.fmean(len(r.completion.token_ids) for _, r in rollouts),
