@@ -92,6 +92,7 @@ class HFEngine:
         )
         try:
             with torch.inference_mode():
+                self._skeleton.linears.refresh()
                 generation.run(requests, abort=self._abort)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
@@ -121,12 +122,14 @@ class HFEngine:
                 "module; build the engine with the trainer's model, or send tensors"
             )
         self._cache.clear()
+        self._skeleton.linears.clear()
         self._policy_version = update.policy_version
 
     def sleep(self) -> None:
         """Give the KV cache and scratch memory back. The Parameters are the trainer's and stay."""
         self._require_open()
         self._cache.clear()
+        self._skeleton.linears.clear()
         self._sampler = Sampler()
         self._state = "asleep"
 
@@ -152,6 +155,7 @@ class HFEngine:
     def close(self) -> None:
         """Idempotent; every other call but `stats` is an error afterwards."""
         self._cache.clear()
+        self._skeleton.linears.clear()
         self._state = "closed"
 
     def _require_open(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.engine import cached_attention
 from lockstep.engine.cache import SampleCache
+from lockstep.engine.packed_linear import PackedLinears
 
 
 class Skeleton:
@@ -28,6 +29,7 @@ class Skeleton:
         self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
             getattr(text, "logits_scaling", None) or 1.0
         )
+        self.linears = PackedLinears(self.module)
         self.vocab_size: int = self._head.weight.shape[0]
 
     @property
