@@ -1,0 +1,234 @@
+"""From prompts to scored groups of rollouts, in prompt order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lockstep.config.rollout import RolloutConfig, SamplingConfig
+from lockstep.errors import EngineError, RewardError
+from lockstep.observe.spans import Spans
+from lockstep.protocols.engine import InferenceEngine
+from lockstep.protocols.reward import RewardInput
+from lockstep.rollout.rewards import RewardSet
+from lockstep.rollout.seeds import sample_seed
+from lockstep.schema.rollout import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+)
+
+OnProgress = Callable[[int, int], None]
+"""Called with (samples finished, samples wanted)."""
+Keep = Callable[[RolloutGroup], bool]
+_ROUND_PROMPTS = -1
+"""Stands in for the prompt index when a resampling round's prompt order is seeded."""
+
+
+class PromptSource(Protocol):
+    """What `sample_step` needs of a prompt set."""
+
+    def batch(self, step: int, n: int, seed: int) -> list[Prompt]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledStep:
+    """What one step sampled."""
+
+    groups: tuple[RolloutGroup, ...]
+    """In prompt order; empty when generation was aborted."""
+    counts: dict[str, float]
+    """rollout/dropped_rollouts, rollout/dropped_groups: lost to a reward's on_error = "drop". Of dynamic sampling:
+    rollout/resample_rounds and rollout/rejected_groups (groups that carried no signal). rollout/cached_tokens:
+    prompt tokens that were shared. And what RewardSet counted."""
+    aborted: bool = False
+
+
+def sampling_params(config: SamplingConfig) -> SamplingParams:
+    """The engine's form of a sampling config, field by field."""
+    return SamplingParams(**config.model_dump())
+
+
+def sample_groups(
+    engine: InferenceEngine,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: SamplingConfig,
+    group_size: int,
+    run_seed: int,
+    step: int,
+    rewards: RewardSet,
+    on_progress: OnProgress | None = None,
+    sampling_round: int = 0,
+    spans: Spans | None = None,
+) -> SampledStep:
+    """Sample `group_size` completions of every prompt and score them.
+
+    A sample's seed is sample_seed(run_seed, step, prompt.index, sampling_round * group_size + i).
+
+    Raises:
+        EngineError: from the engine, or when it returns something else than was asked for.
+        RewardError: from a reward, or when no group is left.
+    """
+    first = sampling_round * group_size
+    params = sampling_params(sampling)
+    requests = [
+        GenerationRequest(
+            prompt_token_ids=prompt.token_ids,
+            sampling=params,
+            seeds=tuple(sample_seed(run_seed, step, prompt.index, first + i) for i in range(group_size)),
+        )
+        for prompt in prompts
+    ]
+    done = 0
+
+    def count(request: int, sample: int, completion: Completion) -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(done, len(prompts) * group_size)
+
+    completions = engine.generate(requests, on_completion=count)
+    _check(requests, completions)
+    if any(c.finish_reason == "abort" for group in completions for c in group):
+        return SampledStep(groups=(), counts={}, aborted=True)
+    with spans("reward") if spans is not None else contextlib.nullcontext():
+        return _scored(prompts, completions, rewards)
+
+
+def sample_step(
+    engine: InferenceEngine,
+    prompts: PromptSource,
+    *,
+    rollout: RolloutConfig,
+    run_seed: int,
+    step: int,
+    rewards: RewardSet,
+    keep: Keep | None = None,
+    max_rounds: int = 10,
+    on_progress: OnProgress | None = None,
+    spans: Spans | None = None,
+) -> SampledStep:
+    """Rollouts of training step `step`: a pure function of its arguments and the engine's weights.
+
+    Args:
+        keep: dynamic sampling (DAPO, arXiv 2503.14476): groups that it refuses are replaced by groups of new prompts,
+            in rounds, until `rollout.prompts_per_step` groups are kept. None: one round, everything is kept.
+        max_rounds: rounds in all.
+
+    Raises:
+        RewardError: after `max_rounds` rounds there are still too few groups. And what `sample_groups` raises.
+    """
+    wanted = rollout.prompts_per_step
+    kept: list[RolloutGroup] = []
+    counts: dict[str, float] = {}
+    tried: set[tuple[int, ...]] = set()
+    rejected = 0
+    for sampling_round in range(max_rounds if keep is not None else 1):
+        batch = _round_prompts(prompts, wanted, run_seed, step, sampling_round, tried)[: wanted - len(kept)]
+        tried.update(prompt.token_ids for prompt in batch)
+        sampled = sample_groups(
+            engine,
+            batch,
+            sampling=rollout.sampling,
+            group_size=rollout.group_size,
+            run_seed=run_seed,
+            step=step,
+            rewards=rewards,
+            on_progress=on_progress,
+            sampling_round=sampling_round,
+            spans=spans,
+        )
+        if sampled.aborted:
+            return sampled
+        for name, value in sampled.counts.items():
+            counts[name] = counts.get(name, 0.0) + value
+        good = [group for group in sampled.groups if keep is None or keep(group)]
+        rejected += len(sampled.groups) - len(good)
+        kept += good
+        if keep is None:
+            return SampledStep(groups=tuple(kept), counts=counts)
+        if len(kept) >= wanted:
+            counts |= {"rollout/resample_rounds": float(sampling_round), "rollout/rejected_groups": float(rejected)}
+            return SampledStep(groups=tuple(kept), counts=counts)
+    raise RewardError(
+        f"step {step}: after algorithm.max_resample_rounds = {max_rounds} rounds only {len(kept)} of {wanted} groups "
+        f"have rewards that differ ({rejected} were all equal); the task is too easy or too hard for the policy: "
+        "change data.task, raise rollout.group_size or max_resample_rounds, or set algorithm.dynamic_sampling = false"
+    )
+
+
+def _round_prompts(
+    prompts: PromptSource, n: int, run_seed: int, step: int, sampling_round: int, tried: set[tuple[int, ...]]
+) -> list[Prompt]:
+    """The step's own batch in round 0; later batches of another order, those not tried in this step first."""
+    if sampling_round == 0:
+        return prompts.batch(step, n, run_seed)
+    batch = prompts.batch(step, n, sample_seed(run_seed, step, _ROUND_PROMPTS, sampling_round))
+    return sorted(batch, key=lambda prompt: prompt.token_ids in tried)
+
+
+def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence[Completion]]) -> None:
+    """An engine must return what it was asked for; a mix-up here would train on the wrong tokens."""
+    if len(completions) != len(requests):
+        raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
+    for index, (request, group) in enumerate(zip(requests, completions, strict=True)):
+        if tuple(c.seed for c in group) != request.seeds:
+            raise EngineError(f"request {index}: the engine returned other samples than the seeds asked for")
+        for completion in group:
+            if completion.prompt_token_ids != request.prompt_token_ids:
+                raise EngineError(f"request {index}: the engine returned a completion of another prompt")
+            if len(completion.logprobs) != len(completion.token_ids):
+                raise EngineError(
+                    f"request {index}: {len(completion.token_ids)} tokens but {len(completion.logprobs)} logprobs"
+                )
+
+
+def _scored(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], rewards: RewardSet
+) -> SampledStep:
+    """Groups with rewards. A group that drops leave with one rollout has nothing to compare, and is dropped too."""
+    inputs = [
+        RewardInput(
+            prompt=prompt.text,
+            completion=completion.text or "",
+            row=prompt.row,
+            prompt_token_ids=completion.prompt_token_ids,
+            completion_token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+        )
+        for prompt, group in zip(prompts, completions, strict=True)
+        for completion in group
+    ]
+    scores = iter(rewards.score(inputs))
+    groups: list[RolloutGroup] = []
+    dropped_rollouts = dropped_groups = cached = 0
+    for prompt, group in zip(prompts, completions, strict=True):
+        rollouts = tuple(
+            Rollout(completion=completion, reward=score.total, rewards=score.by_name)
+            for completion, score in zip(group, scores, strict=False)
+            if score is not None
+        )
+        cached += sum(c.cached_tokens for c in group)
+        dropped_rollouts += len(group) - len(rollouts)
+        if len(rollouts) < min(2, len(group)):
+            dropped_groups += 1
+        else:
+            groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
+    if not groups:
+        raise RewardError(
+            f"every one of the {len(prompts)} groups lost its rollouts to failing rewards (rewards.on_error = 'drop'); "
+            "set rewards.on_error = 'fail' to see the first failure"
+        )
+    counts = {
+        "rollout/dropped_rollouts": float(dropped_rollouts),
+        "rollout/dropped_groups": float(dropped_groups),
+        "rollout/cached_tokens": float(cached),
+    }
+    counts |= {f"reward/{name}": float(value) for name, value in rewards.take_counts().items()}
+    return SampledStep(groups=tuple(groups), counts=counts)
