@@ -59,7 +59,12 @@ def test_only_the_first_time_in_a_compiled_phase_is_called_compiling() -> None:
     for phase in ("generate", "forward_backward", "optimizer", "forward_backward"):
         display.phase((phase,))
         said.append(display.status.activity(display.status.phase_since))
-    assert said == ["generate 0 s", "compiling, 0 s (forward_backward)", "optimizer 0 s", "forward_backward 0 s"]
+    assert said == [
+        "generate 0 s",
+        "compiling, 0 s (forward_backward)",
+        "optimizer 0 s",
+        "forward_backward 0 s",
+    ]
     eager = Status("demo", total_steps=2, compiled=False, phase="forward_backward", phase_since=100.0)
     assert eager.activity(114.0) == "forward_backward 14 s"
 

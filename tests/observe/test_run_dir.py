@@ -40,7 +40,7 @@ def test_a_file_and_a_folder_without_a_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file"):
         create(tmp_path / "file")
-    with pytest.raises(ConfigError, match="holds no config.toml"):
+    with pytest.raises(ConfigError, match=r"holds no config\.toml"):
         RunDir.open(tmp_path)
 
 

@@ -99,6 +99,10 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         run = load_resumed(early.resume, overrides)
     else:
         run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
+    if values["json"] is not None and not values["json"].parent.is_dir():
+        raise ConfigError(
+            f"--json {values['json']}: no such folder: {str(values['json'].parent)!r}; create it first"
+        )
     return TrainCommand(
         run=run,
         resume=early.resume,

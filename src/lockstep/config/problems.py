@@ -19,7 +19,6 @@ EXPECTED = {
     "tuple_type": "a list",
     "list_type": "a list",
     "dict_type": "a table {key = value}",
-    "path_type": "a path as a string",
     "model_type": "a table of settings",
     "model_attributes_type": "a table of settings",
 }

@@ -1,0 +1,89 @@
+"""`lockstep support`: what may be combined, from the table that validation and the parity tests use.
+
+lockstep support
+lockstep support --device cpu --attention flex
+lockstep support --backend local --engine hf --attention varlen --execution eager --layout packed \
+    --device cuda --dtype bfloat16
+
+With all seven axes the question is about one combination: exit status 1 when it is unsupported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lockstep.config.support import AXES, lookup, support_rows
+from lockstep.errors import ConfigError, unknown_name
+
+STATUSES = ("supported", "untested", "unsupported")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0, or 1 when the one combination asked for is unsupported."""
+    arguments = _parser().parse_args(argv)
+    cell = {axis: value for axis in AXES if (value := getattr(arguments, axis)) is not None}
+    _check(cell)
+    rows = [row for row in support_rows() if _may_apply(row, cell)]
+    if arguments.status is not None:
+        rows = [row for row in rows if row["status"] == arguments.status]
+    result: dict[str, object] = {"asked": cell, "rows": rows}
+    status = 0
+    if len(cell) == len(AXES):
+        entry = lookup(cell)
+        verdict = f"support: {entry.status}" + (f": {entry.reason}" if entry.reason else "")
+        result["status"] = entry.status
+        status = int(entry.status == "unsupported")
+    else:
+        counts = [f"{sum(row['status'] == name for row in rows)} {name}" for name in STATUSES]
+        verdict = f"support: {', '.join(counts)} rows; the first that matches decides"
+    for row in rows:
+        print(describe(row))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(verdict)
+    return status
+
+
+def describe(row: Mapping[str, str]) -> str:
+    """One row as a paragraph: status, the axes that it restricts, the note, where it was tested."""
+    axes = "; ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] != "any") or "everything else"
+    width = max(60, min(110, shutil.get_terminal_size().columns))
+    lines = [axes, *(text for text in (row["note"], row["tested"] and f"tested: {row['tested']}") if text)]
+    indent = " " * 13
+    folded = [line for text in lines for line in textwrap.wrap(text, width - len(indent))]
+    return "\n".join(f"{row['status'] if i == 0 else '':<13}{line}" for i, line in enumerate(folded))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep support",
+        description="What may be combined. Give axes to see only the rows that may apply to them; give all "
+        "seven to ask about one combination (exit status 1 when it is unsupported).",
+        allow_abbrev=False,
+    )
+    for axis, known in AXES.items():
+        parser.add_argument(f"--{axis}", metavar="NAME", help=", ".join(known))
+    parser.add_argument("--status", choices=STATUSES)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    return parser
+
+
+def _check(cell: Mapping[str, str]) -> None:
+    for axis, value in cell.items():
+        open_ended = (axis == "attention" and value.startswith("hf:")) or (axis == "engine" and ":" in value)
+        if value not in AXES[axis] and not open_ended:
+            raise ConfigError(f"--{axis}: {unknown_name(axis, value, AXES[axis])}")
+
+
+def _may_apply(row: Mapping[str, str], cell: Mapping[str, str]) -> bool:
+    return all(
+        row[axis] == "any"
+        or value in row[axis].split(", ")
+        or ("hf:NAME" in row[axis] and value.startswith("hf:"))
+        for axis, value in cell.items()
+    )

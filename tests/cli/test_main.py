@@ -1,0 +1,82 @@
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.cli import main as module
+from lockstep.cli.main import main
+from lockstep.errors import ConfigError, LockstepError, RewardError
+
+
+def command(monkeypatch: pytest.MonkeyPatch, error: BaseException | int) -> None:
+    def run(argv: Sequence[str]) -> int:
+        if isinstance(error, int):
+            return error
+        raise error
+
+    monkeypatch.setattr(module.importlib, "import_module", lambda name: SimpleNamespace(main=run))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (ConfigError("train.lr is 0; set 1e-6"), 2, "lockstep train: train.lr is 0; set 1e-6\n"),
+        (RewardError("row 3"), 1, "lockstep train: row 3\n"),
+        (LockstepError("x"), 1, "lockstep train: x\n"),
+        (KeyboardInterrupt(), 130, "lockstep train: interrupted\n"),
+        (0, 0, ""),
+        (7, 7, ""),
+    ],
+)
+def test_exit_status(
+    error: BaseException | int,
+    status: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command(monkeypatch, error)
+    assert main(["train"]) == status
+    assert capsys.readouterr().err == told
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    command(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_help_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in module.COMMANDS)
+    assert main([]) == 2
+    capsys.readouterr()
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("lockstep 0.")
+
+
+def test_help_loads_nothing_and_is_quick() -> None:
+    code = (
+        "import sys; from lockstep.cli.main import main; main(['--help']); "
+        "print(*sorted({'torch', 'tyro', 'pydantic', 'rich', 'numpy'} & set(sys.modules)))"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - started)
+    assert done.stdout.splitlines()[-1] == ""
+    assert min(seconds) < 0.3
+
+
+def test_python_dash_m_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("lockstep ")
+    done = subprocess.run([sys.executable, "-m", "lockstep", "tain"], capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr

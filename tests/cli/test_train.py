@@ -1,0 +1,223 @@
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli import train
+from lockstep.cli.main import main
+from lockstep.config.load import dump_toml, load_run
+from lockstep.errors import ConfigError
+
+BASE = load_run(kind="grpo")
+
+
+def values(*argv: str) -> dict[str, Any]:
+    """What the command line changes in the defaults, by dotted path."""
+    run = train.parse(list(argv)).run
+    return dict(_changed(load_run(kind=run.kind).model_dump(), run.model_dump()))
+
+
+def _changed(old: Any, new: Any, path: str = "") -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in new:
+            yield from _changed(old.get(key), new[key], f"{path}.{key}".lstrip("."))
+    elif old != new:
+        yield path, new
+
+
+def test_flags_change_what_they_name_and_nothing_else() -> None:
+    assert values("grpo") == {}
+    assert values("grpo", "--train.lr", "1e-5", "--seed=3") == {"train.lr": 1e-5, "seed": 3}
+    assert values("sft", "--batch-size", "8", "--batch_size", "9") == {"batch_size": 9}
+    assert values("grpo", "--train.activation-checkpointing", "--log.no-tensorboard") == {
+        "train.activation_checkpointing": True,
+        "log.tensorboard": False,
+    }
+    assert values("grpo", "--rollout.sampling.stop", "</a>", "END") == {
+        "rollout.sampling.stop": ("</a>", "END")
+    }
+    assert values("grpo", "--model.num-layers", "2", "--train.static-capacity", "True") == {
+        "model.num_layers": 2,
+        "train.static_capacity": True,
+    }
+    assert values("grpo", "--run-dir", "x/y") == {"run_dir": Path("x/y")}
+
+
+def test_a_table_that_is_off_comes_on_with_its_first_flag() -> None:
+    assert values("grpo", "--model.lora.rank", "4")["model.lora"] | {"target_modules": ()} == {
+        "rank": 4,
+        "alpha": 32.0,
+        "dropout": 0.0,
+        "target_modules": (),
+    }
+    assert values("grpo", "--eval-data.no-shuffle")["eval_data"]["shuffle"] is False
+    assert values("grpo", "--eval-data.size", "64", "--eval-data.task", "n=2")["eval_data"]["task"] == {
+        "n": 2
+    }
+
+
+def test_free_tables_take_key_value_and_keep_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('kind = "grpo"\n[data.task]\nmin_terms = 2\nmax_terms = 2\n')
+    run = train.parse([str(file), "--data.task", "max_terms=3", "name=a b", 'x=[1, "y"]', "ok=true"]).run
+    assert run.model_dump()["data"]["task"] == {
+        "min_terms": 2,
+        "max_terms": 3,
+        "name": "a b",
+        "x": [1, "y"],
+        "ok": True,
+    }
+    with pytest.raises(ConfigError, match=r"--data\.task 'max_terms': expected KEY=VALUE"):
+        train.parse(["grpo", "--data.task", "max_terms"])
+
+
+def test_rewards_are_names_with_weights_or_tables() -> None:
+    run = train.parse(["grpo", "--rewards", "math", "m:f=0.5", '{name = "g:h", kwargs = {a = 1}}']).run
+    rewards = run.model_dump()["rewards"]
+    assert [(r["name"], r["weight"], r["kwargs"]) for r in rewards] == [
+        ("math", 1.0, {}),
+        ("m:f", 0.5, {}),
+        ("g:h", 1.0, {"a": 1}),
+    ]
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.weight = 'x': expected a number"):
+        train.parse(["grpo", "--rewards", "math=x"])
+
+
+def test_flags_and_files_fail_with_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "grpo", "--steps", "0", "--train.lr", "-1"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "lockstep train: lockstep train grpo: 2 problems"
+    assert "  steps = 0: expected greater than 0, got an integer" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["grpo", "--lr", "1"], "--train.lr"),
+        (["grpo", "--train.schedule", "cosin"], "constant"),
+        (["grpo", "--steps", "many"], "--steps"),
+    ],
+)
+def test_what_tyro_refuses_names_the_flag(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", *argv])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--train.lr", "1"], "nothing to train"),
+        (["run.toml"], "no such file: 'run.toml'"),
+        (["gropo"], "unknown recipe 'gropo'"),
+        (["run.toml", "--recipe", "demo"], "both name a config"),
+        (["grpo", "--resume", "x"], "leave the recipe, file or kind out"),
+        (["--resume", "missing"], "holds no config.toml"),
+        (["grpo", "--checkpoint", "3"], "needs --resume"),
+        (["grpo", "--json", "no/such/folder/x.json"], "no such folder"),
+    ],
+)
+def test_a_command_that_makes_no_sense_exits_with_2(
+    argv: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *argv]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_shows_the_docs_and_the_loaded_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text('kind = "grpo"\nsteps = 123\n')
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(tmp_path / "run.toml"), "--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--steps INT Rollout batches (RL) or optimizer steps (SFT). (default: 123)" in shown
+    assert "--checkpoint STEP" in shown and "--checkpoint.every INT" in shown
+    assert "--model.lora.rank INT (off; then 16)" in shown
+    assert "--train.schedule {constant,linear,cosine}" in shown
+    assert main(["train", "--help"]) == 0
+    assert "lockstep train --resume RUN_DIR" in capsys.readouterr().out
+
+
+def test_print_config_prints_what_would_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["train", "grpo", "--train.lr", "1e-5", "--print-config"]) == 0
+    file = tmp_path / "printed.toml"
+    file.write_text(capsys.readouterr().out)
+    assert load_run(file) == load_run(kind="grpo", overrides={"train.lr": 1e-5})
+
+
+SUMMARY = {
+    "outcome": "finished",
+    "run_dir": "runs/demo",
+    "wall_seconds": 583.7,
+    "steps": 60,
+    "eval_before": {"strict_accuracy": None, "lenient_accuracy": 0.25, "num_prompts": 256},
+    "eval_after": {"strict_accuracy": None, "lenient_accuracy": 0.5, "num_prompts": 256},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "verdict"),
+    [
+        ({}, 0, "train: finished, 60 steps, 584 s, lenient accuracy 0.250 -> 0.500, runs/demo"),
+        (
+            {
+                "outcome": "interrupted",
+                "steps": 3,
+                "eval_after": None,
+                "resume": "lockstep train --resume runs/demo",
+            },
+            130,
+            "train: interrupted, 3 steps, 584 s, runs/demo, go on with: lockstep train --resume runs/demo",
+        ),
+    ],
+)
+def test_the_verdict_is_the_last_line_and_the_exit_status(
+    changes: dict[str, Any],
+    status: int,
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[train.TrainCommand] = []
+
+    def start(command: train.TrainCommand) -> Mapping[str, Any]:
+        started.append(command)
+        return SUMMARY | changes
+
+    monkeypatch.setattr(train, "start", start)
+    (tmp_path / "config.toml").write_text(dump_toml(load_run(kind="grpo")))
+    argv = [
+        "--resume",
+        str(tmp_path),
+        "--checkpoint",
+        "20",
+        "--steps",
+        "200",
+        "--json",
+        str(tmp_path / "s.json"),
+    ]
+    assert main(["train", *argv]) == status
+    assert capsys.readouterr().out.splitlines()[-1] == verdict
+    assert json.loads((tmp_path / "s.json").read_text()) == SUMMARY | changes
+    (command,) = started
+    assert (command.resume, command.checkpoint, command.run.steps) == (tmp_path, 20, 200)
+    assert command.run.run_dir == tmp_path
+
+
+def test_resume_with_another_setting_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text(dump_toml(load_run(kind="grpo")))
+    assert main(["train", "--resume", str(tmp_path), "--train.lr", "0.1"]) == 2
+    assert "train.lr: the run has 1e-06, now 0.1" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from lockstep.config.load import (
+    build,
+    dump_toml,
+    load_resumed,
+    load_run,
+    override,
+    recipes,
+    to_values,
+)
+from lockstep.config.problems import model_of
+from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.errors import ConfigError
+
+
+def problems(overrides: dict[str, Any], kind: str = "grpo") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(kind=kind, overrides=overrides)
+    first, *lines = str(caught.value).splitlines()
+    count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
+    assert first == f"{kind} run: {count}"
+    return [line.strip() for line in lines]
+
+
+def test_every_problem_is_told_at_once() -> None:
+    told = problems(
+        {
+            "lr": 1e-6,
+            "train.schedule": "cosin",
+            "train.token_budget": "many",
+            "steps": 2.5,
+            "checkpoint.evry": 3,
+            "rewards": [{"weight": 1.0}, {"wieght": 2.0}],
+        }
+    )
+    assert told == [
+        "lr = 1e-06: unknown key here; lr belongs to train.lr",
+        "checkpoint.evry = 3: unknown key; did you mean checkpoint.every?",
+        "rewards[1].wieght = 2.0: unknown key; did you mean rewards[1].weight?",
+        "steps = 2.5: expected a whole number, got a float",
+        "train.token_budget = 'many': expected a whole number, got a string",
+        "train.schedule = 'cosin': expected one of 'constant', 'linear' or 'cosine' "
+        "(did you mean 'cosine'?), got a string",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("steps", "100", "steps = '100': expected a whole number, got a string"),
+        ("steps", True, "steps = True: expected a whole number, got a boolean"),
+        ("steps", 0, "steps = 0: expected greater than 0, got an integer"),
+        ("train.activation_checkpointing", 1, "expected true or false, got an integer"),
+        ("train.betas", [0.9], "train.betas[1]: is required; set it"),
+        ("model.lora", 16, "model.lora = 16: expected a table of settings, got an integer"),
+        ("data.chat_template", 4, "data.chat_template = 4: expected one of 'auto' or 'none' or a string"),
+        ("model.dtype", "bf16", "did you mean 'bfloat16'?"),
+        ("run_dir", 3, "run_dir = 3: expected a string, got an integer"),
+        ("rollout.sampling.stop", "x", "rollout.sampling.stop = 'x': expected a list, got a string"),
+        ("train", 3, "train = 3: expected a table of settings, got an integer"),
+        ("eval_data.size", -1, "eval_data.size = -1: expected greater than 0"),
+        ("train.steps", 3, "train.steps = 3: unknown key here; steps belongs to steps"),
+        (
+            "data.learning_rate",
+            3,
+            "data.learning_rate = 3: unknown key; known here: answer_column, chat_template",
+        ),
+        (
+            "rollout.tmperature",
+            3,
+            "rollout.tmperature = 3: unknown key; did you mean rollout.sampling.temperature",
+        ),
+    ],
+)
+def test_a_wrong_value_says_what_it_was_and_what_is_expected(path: str, value: Any, told: str) -> None:
+    (line,) = problems({path: value})
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "told"),
+    [
+        (
+            "grpo",
+            {"data.size": 4},
+            "data.size = 4 is below one rollout batch of rollout.prompts_per_step = 8",
+        ),
+        ("grpo", {"rollout.group_size": 1}, "set rollout.group_size >= 2 or algorithm.name = 'reinforce++'"),
+        ("grpo", {"train.minibatches": 7}, "train.minibatches = 7 does not divide the 64 rollouts"),
+        ("grpo", {"rewards": []}, "rewards is empty"),
+        (
+            "grpo",
+            {"rollout.sampling.min_tokens": 999},
+            "rollout.sampling: min_tokens = 999 exceeds max_tokens",
+        ),
+        ("sft", {"data.max_length": 9999}, "does not fit one micro-batch of train.token_budget = 4096"),
+    ],
+)
+def test_an_impossible_combination_says_what_to_set(kind: str, overrides: dict[str, Any], told: str) -> None:
+    (line,) = problems(overrides, kind)
+    assert told in line
+
+
+def test_a_value_that_no_setting_takes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is a function"):
+        load_run(kind="grpo", overrides={"rewards": lambda sample: 1.0})
+    with pytest.raises(ConfigError, match=r"steps\.x = 3: 'steps' is not a table"):
+        load_run(kind="grpo", overrides={"steps": 3, "steps.x": 3})
+
+
+def test_files_are_found_by_path_and_recipes_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('kind = "sft"\nsteps = 7\n[train]\nlr = 3e-4\n')
+    run = load_run(file, overrides={"train.lr": 1e-5, "model.lora.rank": 4})
+    assert isinstance(run, SFTRun)
+    assert (run.steps, run.train.lr, run.model.lora and run.model.lora.rank) == (7, 1e-5, 4)
+    with pytest.raises(ConfigError, match=r"kind = 'sft', but 'grpo' was asked for"):
+        load_run(file, kind="grpo")
+    with pytest.raises(ConfigError, match=r"no such file: 'missing\.toml'"):
+        load_run("missing.toml")
+    with pytest.raises(ConfigError, match="unknown recipe 'dmo'"):
+        load_run("dmo")
+    file.write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"run\.toml: not a TOML file: .*line 1"):
+        load_run(file)
+    file.write_text("steps = 3")
+    with pytest.raises(ConfigError, match="kind is missing; write kind = 'grpo' or kind = 'sft'"):
+        load_run(file)
+    file.write_text("kind = 'gropo'")
+    with pytest.raises(ConfigError, match="unknown kind 'gropo'; did you mean 'grpo'"):
+        load_run(file)
+
+
+def test_a_file_without_a_kind_takes_that_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("steps = 3")
+    assert isinstance(load_run(tmp_path / "run.toml", kind="sft"), SFTRun)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_is_valid(name: str) -> None:
+    assert load_run(name).steps > 0
+
+
+def test_resume_takes_the_saved_config_and_only_harmless_changes(tmp_path: Path) -> None:
+    run = load_run(kind="grpo", overrides={"seed": 5, "run_dir": "somewhere/else", "data.task.a": 1})
+    (tmp_path / "config.toml").write_text(dump_toml(run))
+    assert load_resumed(tmp_path) == override(run, {"run_dir": str(tmp_path)})
+    changed = load_resumed(
+        tmp_path, {"steps": 999, "checkpoint.every": 5, "log.tensorboard": False, "eval.every": 2}
+    )
+    assert (changed.steps, changed.checkpoint.every, changed.log.tensorboard) == (999, 5, False)
+    with pytest.raises(ConfigError) as caught:
+        load_resumed(tmp_path, {"steps": 5, "train.lr": 0.1, "data.task": {"a": 2}, "model.lora.rank": 3})
+    _, *lines = str(caught.value).splitlines()
+    assert (
+        lines[0] == "  data.task.a: the run has 1, now 2" or "  train.lr: the run has 1e-06, now 0.1" in lines
+    )
+    assert sorted(line.split(":")[0].strip() for line in lines) == ["data.task.a", "model.lora", "train.lr"]
+
+
+def test_resume_refuses_other_steps_where_they_bend_the_schedule(tmp_path: Path) -> None:
+    run = load_run(kind="grpo", overrides={"train.schedule": "cosine"})
+    (tmp_path / "config.toml").write_text(dump_toml(run))
+    with pytest.raises(
+        ConfigError, match=r"a decay ends at the last step.*\n  steps: the run has 100, now 200"
+    ):
+        load_resumed(tmp_path, {"steps": 200})
+    with pytest.raises(ConfigError, match=r"holds no config\.toml"):
+        load_resumed(tmp_path / "nowhere")
+
+
+def test_override_checks_again() -> None:
+    run = load_run(kind="grpo")
+    assert override(run, {"train.lr": 1e-3}).train.lr == 1e-3
+    assert override(override(run, {"model.num_layers": 2}), {"model.num_layers": None}) == run
+    with pytest.raises(ConfigError, match=r"train\.lr = -1\.0: expected greater than 0"):
+        override(run, {"train.lr": -1.0})
+
+
+# Every setting, with values of every kind that its annotation allows, must survive the file.
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+NUMBERS = st.floats(allow_nan=False, width=64)
+PLAIN = st.recursive(
+    st.booleans() | st.integers() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    task=st.dictionaries(TEXT, PLAIN, max_size=4),
+    name=TEXT,
+    lr=st.floats(min_value=1e-300, max_value=1e300),
+    stop=st.lists(TEXT, max_size=3),
+    template=st.none() | TEXT,
+    rank=st.none() | st.integers(1, 10**6),
+    rewards=st.lists(st.tuples(TEXT, NUMBERS), min_size=1, max_size=3),
+    columns=st.dictionaries(TEXT, TEXT, max_size=2),
+)
+def test_the_resolved_config_round_trips_exactly(
+    **v: Any,
+) -> None:
+    overrides = {
+        "data.task": v["task"],
+        "name": v["name"],
+        "train.lr": v["lr"],
+        "rollout.sampling.stop": v["stop"],
+        "data.system_prompt": v["template"],
+        "model.lora.rank": v["rank"],
+        "rewards": [{"name": name, "weight": weight} for name, weight in v["rewards"]],
+        "eval_data.columns": v["columns"],
+        "run_dir": "runs/x y",
+    }
+    run = load_run(kind="grpo", overrides=overrides)
+    assert run.data.task == v["task"]
+    again = build(tomllib.loads(dump_toml(run)), origin="file")
+    assert again == run
+    assert dump_toml(again) == dump_toml(run)
+    assert to_values(again) == to_values(run)
+
+
+def test_what_toml_cannot_hold_is_named() -> None:
+    run = load_run(kind="grpo", overrides={"data.task": {"a": {"b": None}}})
+    with pytest.raises(ConfigError, match=r"data\.task\.a\.b = None: TOML cannot hold a NoneType"):
+        dump_toml(run)
+
+
+def fields(model: type[BaseModel], path: str) -> list[tuple[str, Any]]:
+    found = []
+    for name, field in model.model_fields.items():
+        nested, _ = model_of(field.annotation)
+        found.append((f"{path}{name}", field))
+        if nested is not None:
+            found += fields(nested, f"{path}{name}.")
+    return found
+
+
+@pytest.mark.parametrize("kind", [GRPORun, SFTRun])
+def test_none_is_always_the_default_because_toml_cannot_say_it(kind: type[RunConfig]) -> None:
+    for path, field in fields(kind, ""):
+        if "None" in str(field.annotation):
+            assert field.get_default(call_default_factory=True) is None, path
+
+
+def test_loading_a_config_loads_no_torch() -> None:
+    code = (
+        "import sys; from lockstep.config.load import load_run; load_run(kind='grpo'); "
+        "print(*sorted({'torch', 'transformers', 'numpy', 'ray', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,126 @@
+"""What holds for the repository as a whole: sizes, layers, what an import loads, what must not be tracked."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+limits = load_script("check_limits")
+
+
+def tracked_texts() -> list[tuple[str, str]]:
+    texts = []
+    for path in limits.tracked(ROOT):
+        if path.is_file() and path.suffix not in (".png", ".svg", ".safetensors", ".parquet"):
+            texts.append((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+    return texts
+
+
+def test_sizes_are_within_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert limits.main() == 0, capsys.readouterr().out
+
+
+def test_the_limits_can_be_exceeded(tmp_path: Path) -> None:
+    body = "\n".join("    x = 1" for _ in range(80))
+    file = tmp_path / "long.py"
+    file.write_text(
+        f"def long():\n{body}\n\n"
+        "def wide(self, a, b, c, d, e, f, *, g): ...\n"
+        "def dictated(a, b, c, d, e, f, g): ...  # signature: another library's\n"
+        "def narrow(self, a, *rest, b, c, d, e, f, **more): ...\n" + "# a line\n" * 420
+    )
+    told = list(limits.check_python(file, tmp_path))
+    assert told == [
+        "long.py: 505 lines, at most 500",
+        "long.py:1: long has 81 lines, at most 80",
+        "long.py:83: wide has 7 parameters, at most 6",
+    ]
+    (told_bytes,) = limits.check_bytes({file: 13 * 2**20}, tmp_path)
+    assert told_bytes == "tracked files have 13.0 MiB, at most 12; largest: long.py 13.0"
+
+
+def test_import_layers_hold() -> None:
+    command = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
+    assert command is not None, "import-linter is not installed; run make venv"
+    done = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("lockstep.config.run", "torch transformers numpy ray vllm sglang deepspeed tyro"),
+        ("lockstep.config.load", "torch transformers numpy ray vllm sglang deepspeed tyro"),
+        ("lockstep.config.support", "torch transformers numpy ray vllm sglang deepspeed tyro"),
+        ("lockstep.observe.run_dir", "torch transformers numpy ray pydantic"),
+        ("lockstep.observe.metrics", "torch transformers numpy ray pydantic wandb tensorboard"),
+        ("lockstep.observe.display", "torch transformers numpy ray pydantic rich"),
+        ("lockstep.cli.main", "torch transformers numpy ray pydantic tyro rich"),
+        ("lockstep.cli.train", "torch transformers numpy ray vllm sglang deepspeed"),
+        ("lockstep.ops", "transformers ray vllm sglang deepspeed pydantic"),
+    ],
+)
+def test_an_import_loads_only_what_it_needs(module: str, forbidden: str) -> None:
+    code = f"import sys, {module}; print(*sorted(set({forbidden.split()!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+# Written in pieces so that this file does not find itself.
+MACHINE_PATHS = re.compile(
+    r"(?<![\w.])/(?:" + "|".join(("home/", "Users/", "work/", "root/", "mnt/", "opt/")) + r")\w+"
+)
+
+
+def test_no_machine_paths_in_tracked_files() -> None:
+    found = [
+        f"{name}: {match[0]}"
+        for name, text in tracked_texts()
+        if not name.endswith("LICENSE")
+        for match in MACHINE_PATHS.finditer(text)
+    ]
+    assert found == []
+    assert MACHINE_PATHS.search("see /" + "home/someone/x") and not MACHINE_PATHS.search("a/" + "work/b")
+
+
+def test_constraints_pin_what_the_metadata_asks_for() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    assert pins["torch"] == "2.13.0"
+    assert "torch>=2.11" in project["dependencies"]
+    extras = project["optional-dependencies"]
+    needed = [
+        *project["dependencies"],
+        *(line for name in ("bundled", "lora", "dev") for line in extras[name]),
+    ]
+    unpinned = [line for line in needed if re.split(r"[\[>=<]", line)[0] not in pins]
+    assert unpinned == []
+    assert all(re.fullmatch(r"[\w.]+", version) for version in pins.values()), "a local path or version"
+
+
+def test_ci_runs_what_a_contributor_runs() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "set -euo pipefail" in script and "make check" in script and "make test" in script
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
