@@ -41,9 +41,10 @@ class RolloutCorrectionConfig(Config):
 
 
 class OverlongConfig(Config):
-    """DAPO's soft overlong punishment: from max_tokens - buffer on, the reward falls linearly to -penalty."""
+    """DAPO's soft overlong punishment: from max_tokens - buffer on, the reward falls linearly by penalty."""
 
-    buffer_tokens: PositiveInt = 128
+    buffer_tokens: PositiveInt | None = None
+    """None: a fifth of max_tokens, the published share (4,096 of 20,480)."""
     penalty: float = Field(1.0, ge=0.0)
 
 
@@ -54,8 +55,8 @@ class GRPOConfig(Config):
     advantage: Advantage | None = None
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
     others.
-    batch_mean_std: whitened over the step. group_mean_batch_std: r - group mean, divided by the step's
-    std."""
+    batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group mean,
+    whitened likewise. Under these two, kl.place = 'reward' charges a token with its own KL and what follows."""
     aggregation: Aggregation | None = None
     """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the
     step.
@@ -101,7 +102,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "aggregation": "token_mean",
         "clip_high": 0.28,
         "dynamic_sampling": True,
-        "overlong": {"buffer_tokens": 128, "penalty": 1.0},
+        "overlong": {"penalty": 1.0},
     },
     "rloo": _GRPO | {"advantage": "leave_one_out"},  # arXiv 2402.14740
     "reinforce++": _GRPO | {"advantage": "batch_mean_std", "aggregation": "token_mean"},  # arXiv 2501.03262

@@ -47,6 +47,8 @@ def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
 def batch_mean_std(values: Tensor, mask: Tensor | None = None, *, eps: float = EPS) -> Tensor:
     """(v - mean) / (std + eps) over every entry with mask True (REINFORCE++, arXiv 2501.03262, section 3).
 
+    Of `group_mean` rewards it is REINFORCE++-baseline.
+
     Args:
         values: rewards [G, n], or the returns of all trained tokens of the step [T].
         mask: same shape, bool.
@@ -57,12 +59,6 @@ def batch_mean_std(values: Tensor, mask: Tensor | None = None, *, eps: float = E
     centred = torch.where(mask, values - mean, 0.0)
     std = (centred.square().sum() / (count - 1).clamp(min=1)).sqrt()
     return centred / (std + eps)
-
-
-def group_mean_batch_std(rewards: Tensor, mask: Tensor | None = None, *, eps: float = EPS) -> Tensor:
-    """[G, n]: r - mean of the group, whitened over the step (REINFORCE++-baseline, arXiv 2501.03262)."""
-    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    return batch_mean_std(group_mean(rewards, mask), mask, eps=eps)
 
 
 def reward_to_go(token_rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0) -> Tensor:
@@ -82,12 +78,13 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t         A_t = delta_t + gamma lam A_{t+1}
 
-    with V and A zero after a document's last slot. The scan doubles its reach instead of walking over tokens:
-    log2(T) passes over [T].
+    with V and A zero after a document's last slot. The scan doubles its reach instead of walking over
+    tokens: log2(T) passes over [T].
 
     Args:
-        token_rewards, values: [T], the reward of and the value before each action, 0 where a slot is no action
-            (leave no gap of such slots between actions: values are read from the next slot).
+        token_rewards: [T], what each action earned, 0 where a slot is no action.
+        values: [T], the value before each action, 0 elsewhere; the next value is that of the next
+            slot, so actions must lie side by side.
         cu_seqlens: [D + 1].
 
     Returns:

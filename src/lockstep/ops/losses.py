@@ -76,7 +76,7 @@ def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: fl
 
 
 def sequence_log_gap(log_gap: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T]: log(old / rollout) of a whole document, the sum over its tokens where mask is True, at its tokens."""
+    """[T]: log(old / rollout) of a whole document, summed over its tokens with mask True, at its tokens."""
     sums = document_sums(torch.where(mask, log_gap, 0.0), cu_seqlens)
     return sums[document_ids(cu_seqlens, log_gap.shape[0])]
 

@@ -33,7 +33,7 @@ def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
 
 
 def document_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[D]: the sum of x [T] over each document, 0 for an empty one; differentiable, the same bits every run."""
+    """[D]: the sum of x [T] over each document, 0 for an empty one; differentiable, deterministic."""
     return torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0)
 
 

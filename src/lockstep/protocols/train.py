@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.schema.weights import WeightUpdate
 
@@ -92,13 +92,26 @@ class Algorithm(Protocol):
     """What the online loop asks of an algorithm; see lockstep.algorithms."""
 
     needs_ref: bool
+    """ref_logprobs are read, by the loss or by the reward."""
+    ref_in_reward: bool
+    """`shape` and `samples` need ref_logprobs: one [L] float32 per rollout, aligned as
+    `lockstep.algorithms.samples.rollout_samples` aligns them."""
 
     def keep(self, group: RolloutGroup) -> bool:
-        """False: the group carries no signal and is sampled anew (DAPO's dynamic sampling)."""
+        """False: the group, as sampled, carries no signal and is sampled anew (DAPO's dynamic sampling)."""
         ...
 
-    def samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:
-        """Advantages: one PolicySample per rollout."""
+    def shape(
+        self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
+    ) -> list[RolloutGroup]:
+        """Adds what the algorithm itself adds to rewards (overlong, kl), total and by name. Called once, before
+        `samples`; shaped groups are what is recorded."""
+        ...
+
+    def samples(
+        self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
+    ) -> list[PolicySample]:
+        """Advantages of shaped groups: one PolicySample per rollout, in order, sample_id counting from 0."""
         ...
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:

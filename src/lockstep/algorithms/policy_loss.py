@@ -1,0 +1,126 @@
+"""The token loss of the GRPO family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import GRPOConfig
+from lockstep.errors import ConfigError, TrainError
+from lockstep.ops.kl import kl
+from lockstep.ops.losses import (
+    cispo,
+    importance_log_ratio,
+    ppo_clip,
+    rollout_is_weight,
+    sequence_log_gap,
+    sequence_log_ratio,
+)
+from lockstep.schema.batch import PackedBatch, PolicyBatch
+
+Rows = Tensor | slice
+
+
+class PolicyTerms(NamedTuple):
+    """What the loss is made of, [R] each; 0 (log space) where mask is False."""
+
+    mask: Tensor
+    advantages: Tensor
+    token_log_ratio: Tensor
+    """log(policy / old) of the token."""
+    ratio: Tensor
+    """importance_ratio at the level of the algorithm."""
+    logprob_gap: Tensor
+    """old - rollout of the token, nats."""
+    is_weight: Tensor
+    """rollout_is_weight, after truncation or masking."""
+
+
+class PolicyLoss:
+    """A TokenLoss: clipped policy gradient x rollout_is_weight + KL to ref - entropy, times loss_weights.
+
+    Args:
+        config: resolved: no option of the algorithm is None.
+
+    Raises:
+        ConfigError: for a config that is not resolved.
+        TrainError: from a call, when the batch lacks what the loss needs.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        if config.clip_low is None or config.clip_high is None:
+            raise ConfigError("PolicyLoss needs a resolved GRPOConfig; call config.resolved() first")
+        self.config = config
+        self.clip_low, self.clip_high = config.clip_low, config.clip_high
+        correction = config.rollout_correction
+        whole_sequences = correction.kind != "none" and correction.level == "sequence"
+        self.separable = config.ratio != "sequence" and not whole_sequences
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+        """See protocols.TokenLoss."""
+        config, batch = self.config, _policy_batch(batch)
+        terms = self.terms(logprobs, batch, rows)
+        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        if config.objective == "cispo":
+            loss = cispo(logprobs, terms.ratio, terms.advantages, **bounds)
+        else:
+            loss = ppo_clip(terms.ratio, terms.advantages, **bounds)
+        loss = loss * terms.is_weight
+        if config.kl.coef > 0 and config.kl.place == "loss":
+            ref = ref_logprobs(batch)[rows]
+            loss = loss + config.kl.coef * kl(logprobs, ref, estimator=config.kl.estimator)
+        if config.entropy_coef != 0:
+            loss = loss - config.entropy_coef * entropy
+        return torch.where(terms.mask, loss * batch.loss_weights[rows], 0.0).sum()
+
+    def terms(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> PolicyTerms:
+        """The parts of the loss, also what `metrics` reports. logprobs: [R], of `batch.labels[rows]`."""
+        batch, correction = _policy_batch(batch), self.config.rollout_correction
+        mask = batch.loss_mask[rows]
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows]
+        token_log_ratio = importance_log_ratio(logprobs, old, mask)
+        log_ratio = token_log_ratio
+        if self.config.ratio == "sequence":
+            log_ratio = _by_document(sequence_log_ratio, log_ratio, batch, rows)
+        gap = torch.where(mask, old - batch.rollout_logprobs[rows], 0.0)
+        log_gap = gap
+        if correction.kind != "none" and correction.level == "sequence":
+            log_gap = _by_document(sequence_log_gap, log_gap, batch, rows)
+        return PolicyTerms(
+            mask=mask,
+            advantages=torch.where(mask, batch.advantages[rows], 0.0),
+            token_log_ratio=token_log_ratio,
+            ratio=log_ratio.exp(),
+            logprob_gap=gap,
+            is_weight=rollout_is_weight(
+                log_gap, kind=correction.kind, low=correction.low, high=correction.high
+            ),
+        )
+
+
+def ref_logprobs(batch: PolicyBatch) -> Tensor:
+    """[T]; a TrainError where the reference did not run."""
+    if batch.ref_logprobs is None:
+        raise TrainError(
+            "the loss has a KL term but the batch has no ref_logprobs; run backend.logprobs(model='ref') "
+            "first, or set algorithm.kl.coef = 0"
+        )
+    return batch.ref_logprobs
+
+
+def _policy_batch(batch: PackedBatch) -> PolicyBatch:
+    if not isinstance(batch, PolicyBatch):
+        raise TrainError(f"a policy loss needs a PolicyBatch, got {type(batch).__name__}; pack PolicySamples")
+    return batch
+
+
+def _by_document(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, batch: PolicyBatch, rows: Rows
+) -> Tensor:
+    """A per-document figure of x [R] at its rows; `rows` must hold every trained slot of the batch."""
+    slots = x.new_zeros(batch.num_slots)
+    slots[rows] = x
+    return function(slots, batch.loss_mask, batch.cu_seqlens)[rows]

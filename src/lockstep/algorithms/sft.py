@@ -1,0 +1,50 @@
+"""Supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import SFTConfig
+from lockstep.ops.losses import loss_weights
+from lockstep.protocols.train import StepStats
+from lockstep.schema.batch import PackedBatch, TrainSample
+
+
+class SFTLoss:
+    """A TokenLoss: -sum of loss_weights * logprobs."""
+
+    separable = True
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+        """See protocols.TokenLoss."""
+        return torch.where(batch.loss_mask[rows], -logprobs * batch.loss_weights[rows], 0.0).sum()
+
+
+class SFT:
+    """Cross-entropy of the labels. Shares loss_weights, loss and metrics with protocols.Algorithm."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        self.config = config
+
+    def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """See lockstep.ops.losses.loss_weights; `samples` are all of one optimizer step."""
+        return loss_weights([sample.loss_mask for sample in samples], aggregation=self.config.aggregation)
+
+    def loss(self) -> SFTLoss:
+        """Separable."""
+        return SFTLoss()
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """nll and entropy per trained token of the step, nats; empty when there is none."""
+        masks = [batch.loss_mask for batch in batches]
+        logprobs, entropy = (
+            torch.cat([x[mask] for x, mask in zip(column, masks, strict=True)])
+            for column in (stats.logprobs, stats.entropy)
+        )
+        if logprobs.numel() == 0:
+            return {}
+        nll, mean_entropy = torch.stack([-logprobs.mean(), entropy.mean()]).tolist()
+        return {"nll": nll, "entropy": mean_entropy}
