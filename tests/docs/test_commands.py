@@ -3,9 +3,9 @@
 A fenced ```console or ```bash block follows an HTML comment that says which:
 
     <!-- test: run -->                  executed; each output line shown must appear, in order
-    <!-- test: listed: ten minutes -->  not executed (over a minute, or needs a GPU), and why; shows its output
+    <!-- test: listed: ten minutes -->  not executed (over a minute, or needs a GPU), and why; shows output
 
-In ```console lines that begin with "$ " are commands and the rest is output; in ```bash every line is a command.
+In ```console lines that begin with "$ " are commands, the rest is output; in ```bash all lines are commands.
 In shown output `...` stands for anything, and a number for any number. All blocks of a page share one scratch
 folder, which has the repository's files in it.
 """
