@@ -149,7 +149,7 @@ def our_step(model, config: TrainConfig) -> tuple[Callable[[], None], LocalBacke
             )
         )
     options = GRPOConfig(name="grpo", aggregation="token_mean").resolved()
-    algorithm = ALGORITHMS.load("grpo")(options, group_size=8, max_tokens=MAX_SEQLEN)
+    algorithm = ALGORITHMS.load("grpo")(options, max_tokens=MAX_SEQLEN)
     backend = LocalBackend(config, model=model, total_steps=1, temperature=0.7)
     batches = plan_micro_batches(
         samples,

@@ -47,8 +47,8 @@ class PolicyAlgorithm:
         self._buffer_tokens = (overlong and overlong.buffer_tokens) or max(1, max_tokens // 5)
         if self._buffer_tokens > max_tokens:
             raise ConfigError(
-                f"algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds max_tokens = "
-                f"{max_tokens}, so every completion would be punished; lower it, or leave it out for a fifth of max_tokens"
+                f"algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds max_tokens = {max_tokens}: "
+                "every completion would be punished; lower it, or leave it out for a fifth of max_tokens"
             )
 
     def keep(self, group: RolloutGroup) -> bool:
@@ -150,7 +150,7 @@ class PolicyAlgorithm:
 
 
 def _reward_matrix(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
-    """Rewards [G, n] float64 and where they exist, [G, n] bool: rollouts may be missing."""
+    """Rewards [G, n] float64, and [G, n] bool where there are any: rollouts may be missing."""
     width = max((len(group.rollouts) for group in groups), default=0)
     rewards = torch.zeros(len(groups), width, dtype=torch.float64)
     mask = torch.zeros(len(groups), width, dtype=torch.bool)
@@ -162,7 +162,7 @@ def _reward_matrix(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
 
 
 def _whitened_returns(rewards: Tensor, penalties: Sequence[Tensor]) -> list[Tensor]:
-    """REINFORCE++: reward - coef * (KL of this token and those after it), whitened over all tokens of the step.
+    """REINFORCE++: reward - coef * (KL of this token and those after it), whitened over the step's tokens.
 
     Args:
         rewards: [S], shaped: the KL of the whole completion is in them already.

@@ -19,6 +19,7 @@ def policy_metrics(loss: PolicyLoss, batches: Sequence[PackedBatch], stats: Step
     entropy, logprob_gap_* and kl_* are in nats, clip_fraction_* and rollout_masked_share in shares of tokens.
     logprob_gap_mean, _p99 and _max are of |old - rollout|; _k1 and _k3 estimate KL(rollout || old).
     """
+    batches = [b.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
     per_batch = [
         loss.terms(logprobs, batch, slice(None))
         for batch, logprobs in zip(batches, stats.logprobs, strict=True)

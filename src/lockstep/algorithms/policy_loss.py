@@ -57,6 +57,7 @@ class PolicyLoss:
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
         correction = config.rollout_correction
         whole_sequences = correction.kind != "none" and correction.level == "sequence"
+        self.entropy_grad = config.entropy_coef != 0
         self.separable = config.ratio != "sequence" and not whole_sequences
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:

@@ -17,6 +17,7 @@ class SFTLoss:
     """A TokenLoss: -sum of loss_weights * logprobs."""
 
     separable = True
+    entropy_grad = False
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
         """See protocols.TokenLoss."""
@@ -39,7 +40,10 @@ class SFT:
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
         """nll and entropy per trained token of the step, nats; empty when there is none."""
-        masks = [batch.loss_mask for batch in batches]
+        masks = [
+            batch.loss_mask.to(logprobs.device)
+            for batch, logprobs in zip(batches, stats.logprobs, strict=True)
+        ]
         logprobs, entropy = (
             torch.cat([x[mask] for x, mask in zip(column, masks, strict=True)])
             for column in (stats.logprobs, stats.entropy)

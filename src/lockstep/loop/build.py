@@ -77,9 +77,7 @@ def build_online(
         run, tokenizer=model.tokenizer, vocab_size=model.module.config.get_text_config().vocab_size
     )
     check_lengths(run, model)
-    algorithm = ALGORITHMS.load(options.name)(
-        options, group_size=run.rollout.group_size, max_tokens=run.rollout.sampling.max_tokens
-    )
+    algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)
     backend = build_backend(
         run,
         axes,

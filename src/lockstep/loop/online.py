@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
+from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.loop.evaluate import Evaluation, evaluate
@@ -20,7 +23,7 @@ from lockstep.loop.metrics import rollout_metrics, shape_metrics
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
 from lockstep.rollout.sampler import SampledStep, sample_step
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.rollout import RolloutGroup
 
 
@@ -53,13 +56,13 @@ def train_online(
                 sampled = trainer.sample(step)
                 if interrupt.requested:  # generation was cut short: this step never happened
                     return session.interrupted(step, parts.backend)
-                metrics = trainer.update(sampled.groups)
+                result = trainer.update(sampled.groups)
                 trainer.push(policy_version=step + 1)
                 if run.rollout.save:
                     session.log_rollouts(
-                        step, rollout_rows(step, sampled.groups), shown=run.log.samples_per_step
+                        step, rollout_rows(step, result.groups), shown=run.log.samples_per_step
                     )
-                session.log_step(step, metrics | sampled.counts)
+                session.log_step(step, result.metrics | sampled.counts)
                 if interrupt.requested:
                     return session.interrupted(step + 1, parts.backend)
                 if session.is_due(run.eval.every, step + 1) and step + 1 < run.steps:
@@ -79,6 +82,15 @@ def _evaluate(
 ) -> None:
     evaluation = trainer.evaluate(max_tokens_factor=max_tokens_factor)
     session.log_evaluation(name, done, evaluation.as_dict(), rollout_rows(done, evaluation.groups))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What the update of one rollout batch gave."""
+
+    metrics: dict[str, float]
+    groups: list[RolloutGroup]
+    """The groups with what the algorithm added to their rewards."""
 
 
 class OnlineTrainer:
@@ -106,12 +118,14 @@ class OnlineTrainer:
                 on_progress=parts.on_progress,
             )
 
-    def update(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Every optimizer step of one rollout batch; returns the step's metrics."""
+    def update(self, groups: Sequence[RolloutGroup]) -> StepResult:
+        """Every optimizer step of one rollout batch."""
         parts, train = self.parts, self.parts.run.train
-        minibatches = self._minibatches(groups)
+        ref_logprobs = self._ref_logprobs(groups) if parts.algorithm.ref_in_reward else None
+        groups = parts.algorithm.shape(groups, ref_logprobs=ref_logprobs)
+        samples = parts.algorithm.samples(groups, ref_logprobs=ref_logprobs)
+        minibatches = self._minibatches(samples)
         loss = parts.algorithm.loss()
-        metrics = rollout_metrics(groups) | shape_metrics([b for batches in minibatches for b in batches])
         updates: list[dict[str, float]] = []
         for _ in range(train.epochs_per_batch):
             for batches in minibatches:
@@ -119,8 +133,10 @@ class OnlineTrainer:
                     stats = parts.backend.forward_backward(batches, loss)
                 with self.spans("optimizer"):
                     update = parts.backend.optimizer_step()
-                updates.append(update | parts.algorithm.metrics(batches, stats))
-        return metrics | _combine(updates)
+                loss_value = {"loss": float(sum(stats.losses))}
+                updates.append(loss_value | update | parts.algorithm.metrics(batches, stats))
+        shapes = shape_metrics([batch for batches in minibatches for batch in batches])
+        return StepResult(metrics=rollout_metrics(groups) | shapes | _combine(updates), groups=groups)
 
     def push(self, *, policy_version: int) -> None:
         """The engine samples from the trainer's current weights from here on."""
@@ -132,24 +148,32 @@ class OnlineTrainer:
         with self.spans("evaluate"):
             return evaluate(self.parts, max_tokens_factor=max_tokens_factor)
 
-    def _minibatches(self, groups: Sequence[RolloutGroup]) -> list[list[PackedBatch]]:
-        """Train samples in packs, one list of micro-batches per optimizer step, with the logprobs the loss
-        needs."""
+    def _minibatches(self, samples: Sequence[TrainSample]) -> list[list[PackedBatch]]:
+        """One list of micro-batches per optimizer step, with the logprobs that the loss needs."""
         parts, train = self.parts, self.parts.run.train
-        samples = parts.algorithm.samples(groups)
         size = -(-len(samples) // train.minibatches)
         minibatches = []
         with self.spans("pack"):
             for start in range(0, len(samples), size):
                 part = samples[start : start + size]
                 minibatches.append(parts.plan(part, parts.algorithm.loss_weights(part)))
-        if (
-            len(minibatches) * train.epochs_per_batch > 1
-        ):  # the policy moves between updates: remember where it was
+        if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
             minibatches = self._with_logprobs(minibatches, "old_logprobs", model="policy")
         if parts.algorithm.needs_ref:
             minibatches = self._with_logprobs(minibatches, "ref_logprobs", model="ref")
         return minibatches
+
+    def _ref_logprobs(self, groups: Sequence[RolloutGroup]) -> list[Tensor]:
+        """[L] float32 per rollout, in order: the reference's logprobs, needed before there are advantages."""
+        samples = rollout_samples(groups)
+        with self.spans("logprobs"):
+            batches = self.parts.plan(samples, [sample.loss_mask.float() for sample in samples])
+            found = {}
+            for batch, logprobs in zip(
+                batches, self.parts.backend.logprobs(batches, model="ref"), strict=True
+            ):
+                found.update(zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True))
+        return [found[sample.sample_id] for sample in samples]
 
     def _with_logprobs(
         self, minibatches: list[list[PackedBatch]], field: str, *, model: Literal["policy", "ref"]
@@ -174,7 +198,7 @@ def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     combined = {}
     for name in updates[0]:
         values = [update[name] for update in updates]
-        if name.endswith("/max"):
+        if name.endswith("_max"):
             combined[name] = max(values)
         elif name == "lr":
             combined[name] = values[-1]

@@ -1,2 +1,6 @@
-"""Train backends: each owns the policy's Parameters, their float32 master copy, the optimizer and the
-schedule."""
+"""Train backends: each owns the policy's Parameters, their float32 master, the optimizer and the schedule."""
+
+from lockstep.registry import Registry
+
+BACKENDS = Registry("train backend", {"local": "lockstep.train.local:LocalBackend"})
+"""The classes behind `train.backend`: Backend(config, model=, total_steps=, temperature=, ref=)."""
