@@ -21,7 +21,7 @@ PREFIX = "lockstep_"
 
 
 def implementation(kernel: str) -> str:
-    """The name of `kernel` in transformers' AttentionInterface: "sdpa" -> "lockstep_sdpa", "hf:NAME" -> "NAME".
+    """The kernel's name in transformers' AttentionInterface: "sdpa" -> "lockstep_sdpa", "hf:NAME" -> "NAME".
 
     Raises:
         ConfigError: there is no such kernel.
@@ -48,8 +48,8 @@ def label(kernel: str, device: torch.device) -> str:
 def register() -> None:
     """Make our kernels known to transformers; a second call does nothing.
 
-    No mask function is registered: transformers then makes no mask at all, where a function that returns None would
-    still cost it a device synchronisation per forward to look for packed documents.
+    No mask function is registered: transformers then makes no mask at all, where a function that returns None
+    would still cost it a device synchronisation per forward to look for packed documents.
     """
     from transformers import AttentionInterface
 
@@ -90,11 +90,12 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """query [B, N, L, H], key and value [B, K, L, H] -> [B, L, N, H]; the rest is what hidden_states passes on."""
+        """query [B, N, L, H], key and value [B, K, L, H] -> [B, L, N, H]; the rest is what hidden_states
+        passes on."""
         if cu_seqlens is None:
             raise ModelError(
-                f"attention implementation {PREFIX + kernel!r} was called without cu_seqlens; run the model through "
-                "lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'"
+                f"attention implementation {PREFIX + kernel!r} was called without cu_seqlens; run the model "
+                "through lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'"
             )
         if dropout or softcap is not None:
             raise ModelError(

@@ -1,11 +1,12 @@
 """Reference CPU kernels for torch's flash attention ops, so that `varlen` runs, and is tested, without a GPU.
 
-`enable_cpu_reference` registers them for aten::_flash_attention_forward and _backward under the CPU dispatch key, which
-torch 2.11 to 2.13 leave empty. Registration holds for the whole process and cannot be taken back; it happens only when
-the kernel `varlen` is used on CPU tensors, and never over a kernel that is already there.
+`enable_cpu_reference` registers them for aten::_flash_attention_forward and _backward under the CPU dispatch
+key, which torch 2.11 to 2.13 leave empty. Registration holds for the whole process and cannot be taken back;
+it happens only when the kernel `varlen` is used on CPU tensors, and never over a kernel that is already
+there.
 
-The backward is the closed form of Dao et al., FlashAttention (arXiv 2205.14135), appendix B.2: inside a custom op
-autograd is switched off, so torch.autograd.grad is no option.
+The backward is the closed form of Dao et al., FlashAttention (arXiv 2205.14135), appendix B.2: inside a
+custom op autograd is switched off, so torch.autograd.grad is no option.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def enable_cpu_reference() -> None:
     taken = [op for op in _OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "CPU")]
     if taken:
         raise ModelError(
-            f"torch {torch.__version__} already has CPU kernels for {', '.join(taken)}, and Lockstep does not replace "
-            "them; set train.attention = 'sdpa'"
+            f"torch {torch.__version__} already has CPU kernels for {', '.join(taken)}, and Lockstep does "
+            "not replace them; set train.attention = 'sdpa'"
         )
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CPU")
@@ -60,7 +61,8 @@ def _forward(
     window_size_right: int | None = None,
     **unsupported: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q [T, N, H], k and v [T, K, H] -> out [T, N, H], logsumexp [N, T] float32, and three outputs nobody reads."""
+    """q [T, N, H], k and v [T, K, H] -> out [T, N, H], logsumexp [N, T] float32, and three outputs nobody
+    reads."""
     given = sorted(name for name, value in unsupported.items() if value is not None)
     if given or dropout_p or cu_q is None or cu_k is None:
         raise NotImplementedError(
@@ -121,7 +123,8 @@ def _backward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float | None, window: tuple[int, int]) -> Tensor:
-    """[K, G, Lq, Lk] scaled scores, -inf where a key is not visible; the last query is aligned with the last key."""
+    """[K, G, Lq, Lk] scaled scores, -inf where a key is not visible; the last query is aligned with the last
+    key."""
     dtype = _compute_dtype(q)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("qkgh,skh->kgqs", _group(q, k.shape[1]).to(dtype), k.to(dtype)) * factor

@@ -18,7 +18,8 @@ def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
 
 
 def dense_mask(ids: Tensor, *, window: int | None) -> Tensor:
-    """[B, 1, S, S] bool from document ids [B, S]: True where the query (third axis) may see the key (last axis).
+    """[B, 1, S, S] bool from document ids [B, S]: True where the query (third axis) may see the key (last
+    axis).
 
     Every query sees itself, so no row is empty.
     """

@@ -1,1 +1,287 @@
-def check_support(run): ...
+"""What may be combined with what: one declared table behind validation, `lockstep support`, the parity tests
+and docs.
+
+An entry speaks for every cell (backend, engine, attention, execution, layout, device, dtype) that all its
+fields match. The first entry that matches a cell decides; a cell that nothing matches is unsupported.
+
+    supported     a parity test covers it; `tested` says where it ran: `ci-cpu:TEST`, or `gpu:RESULT_FILE`
+    untested      it may be used, no parity test has run with it, and start-up says so
+    unsupported   refused, with `reason` and with what to set instead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from lockstep.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from lockstep.config.train import EngineConfig, TrainConfig
+
+Status = Literal["supported", "untested", "unsupported"]
+
+AXES: dict[str, tuple[str, ...]] = {
+    "backend": ("local", "fsdp2", "deepspeed"),
+    "engine": ("hf", "native", "vllm", "sglang"),
+    "attention": ("sdpa", "varlen", "flex", "hf:NAME"),
+    "execution": ("eager", "compile", "joint", "deepcompile"),
+    "layout": ("packed", "padded"),
+    "device": ("cpu", "cuda"),
+    "dtype": ("float32", "bfloat16", "float16"),
+}
+"""Every axis and its known values; `hf:NAME` stands for any implementation that transformers knows, and an
+engine may also be a `module:Class`."""
+
+SETTINGS = {
+    "backend": "train.backend",
+    "engine": "engine.name",
+    "attention": "train.attention",
+    "execution": "train.execution",
+    "layout": "train.layout",
+    "device": "train.device",
+    "dtype": "model.dtype",
+}
+"""Where a user sets each axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One row of the table. An empty tuple matches every value of its axis."""
+
+    status: Status
+    backend: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    execution: tuple[str, ...] = ()
+    layout: tuple[str, ...] = ()
+    device: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    reason: str = ""
+    """Why not, or what to know."""
+    instead: str = ""
+    """The nearest setting that works."""
+    tested: str = ""
+    """`ci-cpu:TEST` or `gpu:RESULT_FILE`; empty unless supported."""
+
+    def matches(self, cell: dict[str, str]) -> bool:
+        """Whether the entry speaks for `cell`; an axis that is missing in the cell is matched only by an
+        empty tuple."""
+        return all(_one_of(cell.get(axis), getattr(self, axis)) for axis in AXES)
+
+
+_LATER = "comes with a later version"
+_PARITY = "ci-cpu:tests/parity/test_documents.py"
+_COMPILED = "ci-cpu:tests/parity/test_compiled.py"
+_NO_GPU_RESULT = "no parity result of a GPU is committed yet"
+
+TABLE: tuple[Entry, ...] = (
+    Entry(status="unsupported", backend=("fsdp2",), reason=_LATER, instead="train.backend = 'local'"),
+    Entry(status="unsupported", backend=("deepspeed",), reason=_LATER, instead="train.backend = 'local'"),
+    Entry(status="unsupported", engine=("native",), reason=_LATER, instead="engine.name = 'hf'"),
+    Entry(status="unsupported", engine=("vllm",), reason=_LATER, instead="engine.name = 'hf'"),
+    Entry(status="unsupported", engine=("sglang",), reason=_LATER, instead="engine.name = 'hf'"),
+    Entry(status="unsupported", execution=("joint",), reason=_LATER, instead="train.execution = 'compile'"),
+    Entry(
+        status="unsupported", execution=("deepcompile",), reason=_LATER, instead="train.execution = 'compile'"
+    ),
+    Entry(
+        status="unsupported",
+        attention=("flex",),
+        device=("cpu",),
+        reason="flex_attention has no backward on a CPU (only its forward is tested there)",
+        instead="train.attention = 'sdpa' or 'varlen'",
+    ),
+    Entry(
+        status="unsupported",
+        attention=("varlen",),
+        device=("cuda",),
+        dtype=("float32",),
+        reason="CUDA flash kernels have no float32",
+        instead="model.dtype = 'bfloat16', or train.attention = 'sdpa'",
+    ),
+    Entry(
+        status="unsupported",
+        attention=("hf:flash_attention_2", "hf:flash_attention_3", "hf:flash_attention_4"),
+        device=("cpu",),
+        reason="flash-attn's kernels need a GPU",
+        instead="train.attention = 'varlen' (reference kernels) or 'sdpa'",
+    ),
+    Entry(
+        status="unsupported",
+        attention=("hf:flash_attention_2", "hf:flash_attention_3", "hf:flash_attention_4"),
+        dtype=("float32",),
+        reason="flash-attn's kernels have no float32",
+        instead="model.dtype = 'bfloat16'",
+    ),
+    Entry(
+        status="supported",
+        backend=("local",),
+        engine=("hf",),
+        attention=("sdpa", "varlen"),
+        execution=("eager",),
+        layout=("packed", "padded"),
+        device=("cpu",),
+        dtype=("float32", "bfloat16"),
+        reason="varlen on a CPU runs its reference kernels: timings are not comparable",
+        tested=_PARITY,
+    ),
+    Entry(
+        status="supported",
+        backend=("local",),
+        engine=("hf",),
+        attention=("hf:sdpa", "hf:eager"),
+        execution=("eager",),
+        layout=("packed", "padded"),
+        device=("cpu",),
+        dtype=("float32",),
+        tested=_PARITY,
+    ),
+    Entry(
+        status="supported",
+        backend=("local",),
+        engine=("hf",),
+        attention=("sdpa", "varlen"),
+        execution=("compile",),
+        layout=("packed", "padded"),
+        device=("cpu",),
+        dtype=("float32",),
+        reason="packs come in static capacities: one graph per bucket and kind of layer",
+        tested=_COMPILED,
+    ),
+    Entry(
+        status="untested",
+        attention=("sdpa", "varlen", "flex"),
+        device=("cuda",),
+        reason=_NO_GPU_RESULT,
+    ),
+    Entry(
+        status="untested",
+        attention=("hf:NAME",),
+        reason="an implementation of transformers, used as it is; no parity test has run with it",
+    ),
+    Entry(
+        status="untested",
+        device=("cpu",),
+        reason="no parity test has run with this dtype and execution mode on a CPU",
+    ),
+)
+
+
+class RunAxes(Protocol):
+    """What check_support reads of a run."""
+
+    @property
+    def train(self) -> TrainConfig: ...
+    @property
+    def model(self) -> HasDtype: ...
+
+
+class HasDtype(Protocol):
+    @property
+    def dtype(self) -> str: ...
+
+
+def lookup(cell: dict[str, str]) -> Entry:
+    """The entry that decides about a cell; its axes may be given in part, then only entries without the
+    others match."""
+    for entry in TABLE:
+        if entry.matches(cell):
+            return entry
+    return Entry(status="unsupported", reason="no parity test has run with this combination")
+
+
+def check_support(run: RunAxes) -> None:
+    """Refuse, at construction of a run, what cannot work on any machine it may mean.
+
+    "auto" is not known yet: `check_device_support` looks again at start-up, when it is.
+
+    Raises:
+        ConfigError: unknown attention kernel or engine, or an unsupported combination.
+    """
+    cell = {axis: value for axis, value in _cell(run).items() if value != "auto"}
+    _check_names(cell)
+    for entry in TABLE:
+        if entry.status == "unsupported" and entry.matches(cell):
+            raise ConfigError(_refusal(entry, cell))
+
+
+def check_device_support(run: RunAxes, *, attention: str, device: str, dtype: str) -> Entry:
+    """The same once every auto is resolved.
+
+    Args:
+        attention, device, dtype: what "auto" came to, such as "varlen", "cuda:0", "bfloat16".
+
+    Returns:
+        The deciding entry, supported or untested, so that start-up can say which.
+
+    Raises:
+        ConfigError: an unsupported combination.
+    """
+    resolved = {"attention": attention, "device": device.partition(":")[0], "dtype": dtype}
+    cell = {**_cell(run), **resolved}
+    _check_names(cell)
+    entry = lookup(cell)
+    if entry.status == "unsupported":
+        raise ConfigError(_refusal(entry, cell))
+    return entry
+
+
+def support_rows() -> Iterator[dict[str, str]]:
+    """The table as text, for `lockstep support` and the docs: status, the axes ("any" where all match),
+    notes."""
+    for entry in TABLE:
+        axes = {axis: ", ".join(getattr(entry, axis)) or "any" for axis in AXES}
+        note = "; instead: ".join(filter(None, (entry.reason, entry.instead)))
+        yield {"status": entry.status, **axes, "note": note, "tested": entry.tested}
+
+
+def tested_cells(test: str) -> Iterator[dict[str, str]]:
+    """Every cell that the test file `test` must cover: what the parity tests are generated from."""
+    for entry in TABLE:
+        if entry.tested == test:
+            for attention in entry.attention:
+                for layout in entry.layout:
+                    for dtype in entry.dtype:
+                        yield {"attention": attention, "layout": layout, "dtype": dtype}
+
+
+def _cell(run: RunAxes) -> dict[str, str]:
+    cell = {
+        "backend": run.train.backend,
+        "attention": run.train.attention,
+        "execution": run.train.execution,
+        "layout": run.train.layout,
+        "device": run.train.device.partition(":")[0],
+        "dtype": run.model.dtype,
+    }
+    engine: EngineConfig | None = getattr(run, "engine", None)
+    # A run without an engine is decided by its other axes; hf stands for "no constraint".
+    return {**cell, "engine": "hf" if engine is None else engine.name}
+
+
+def _check_names(cell: dict[str, str]) -> None:
+    attention = cell.get("attention", "sdpa")
+    if attention not in AXES["attention"][:3] and not (attention.startswith("hf:") and len(attention) > 3):
+        raise ConfigError(
+            f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
+        )
+    engine = cell["engine"]
+    if engine not in AXES["engine"] and ":" not in engine:
+        raise ConfigError(f"engine.name: {unknown_name('inference engine', engine, AXES['engine'])}")
+
+
+def _refusal(entry: Entry, cell: dict[str, str]) -> str:
+    named = [axis for axis in AXES if getattr(entry, axis)] or list(cell)
+    chosen = ", ".join(f"{SETTINGS[axis]} = {cell[axis]!r}" for axis in named if axis in cell)
+    instead = f"; set {entry.instead}" if entry.instead else ""
+    return f"{chosen} is not supported: {entry.reason}{instead} (`lockstep support` lists what is)"
+
+
+def _one_of(value: str | None, allowed: tuple[str, ...]) -> bool:
+    if not allowed:
+        return True
+    if value is None:
+        return False
+    return value in allowed or ("hf:NAME" in allowed and value.startswith("hf:"))

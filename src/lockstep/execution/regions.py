@@ -1,11 +1,14 @@
-"""Execution mode `compile`: every decoder layer is one compiled region, in place, so that parameter names stay.
+"""Execution mode `compile`: every decoder layer is one compiled region, in place, so that parameter names
+stay.
 
-The layers of a model share one code object: torch compiles it once per kind of layer (a sliding window is another kind)
-and per capacity bucket. Shapes are static (`dynamic=False`); packs come in buckets, so that there are few of them.
+The layers of a model share one code object: torch compiles it once per kind of layer (a sliding window is
+another kind) and per capacity bucket. Shapes are static (`dynamic=False`); packs come in buckets, so that
+there are few of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +18,8 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from lockstep.errors import ModelError, TrainError
 
-# Graphs of one code object: buckets x kinds of layer x (with and without gradients). torch's default of 8 is too few.
+# Graphs of one code object: buckets x kinds of layer x (with and without gradients). torch's default of 8 is
+# too few.
 _RECOMPILE_LIMIT = 64
 
 
@@ -37,7 +41,8 @@ class CompileReport:
 class CompileWatch:
     """Counts graphs, and stops a run that keeps recompiling.
 
-    torch's counters are of the process: of two watches that are alive at once each sees the other's graphs too.
+    torch's counters are of the process: of two watches that are alive at once each sees the other's graphs
+    too.
     """
 
     def __init__(self, *, max_recompiles: int | None = None) -> None:
@@ -46,6 +51,7 @@ class CompileWatch:
         self._breaks = _breaks()
         self._seconds = _seconds()
         self._warm: int | None = None
+        self._made_us = time.time_ns() // 1000
 
     def mark_warm(self) -> None:
         """From here on a new graph is a recompile. Only the first call counts."""
@@ -60,8 +66,14 @@ class CompileWatch:
             graph_breaks=_breaks() - self._breaks,
             recompiles=0 if self._warm is None else graphs - self._warm,
             seconds=_seconds() - self._seconds,
-            reasons=tuple(m.recompile_reason for m in get_compilation_metrics() if m.recompile_reason),
+            reasons=self._reasons(),
         )
+
+    def _reasons(self) -> tuple[str, ...]:
+        mine = [m for m in get_compilation_metrics() if (m.start_time_us or 0) >= self._made_us]
+        # The first line is the guard that failed; torch's hint and a stack trace follow.
+        texts = (m.recompile_reason.partition("\n")[0] for m in mine if m.recompile_reason)
+        return tuple(text.partition(" (HINT")[0] for text in texts)
 
     def check(self) -> None:
         """Raises TrainError when there were more than max_recompiles since `mark_warm`."""
@@ -72,7 +84,8 @@ class CompileWatch:
             reason = report.reasons[-1] if report.reasons else "torch gave no reason"
             raise TrainError(
                 f"{report.recompiles} recompiles after the first step exceed train.max_recompiles = "
-                f"{self.max_recompiles}; the last one because: {reason}. Set train.static_capacity = true so that packs "
+                f"{self.max_recompiles}; the last one because: {reason}. Set train.static_capacity = true so "
+                "that packs "
                 "come in few shapes, or raise train.max_recompiles"
             )
 

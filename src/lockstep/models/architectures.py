@@ -15,7 +15,8 @@ SUPPORTED: dict[str, str] = {
 }
 
 REFUSED: dict[str, str] = {
-    "gemma3": "it is the multimodal wrapper, and image tokens attend in both directions; load the text model (gemma3_text)",
+    "gemma3": "it is the multimodal wrapper, and image tokens attend in both directions; load the text model "
+    "(gemma3_text)",
     "gemma2": "it soft-caps attention scores, which flash kernels behind torch's varlen op cannot",
     "gemma": "no parity test has run with it; gemma3_text is supported",
     "gpt2": "its positions are learned and its layers are not at .model.layers",
@@ -47,12 +48,14 @@ def check_architecture(config: Any) -> None:
         )
     if getattr(config, "attention_dropout", 0.0):
         raise ModelError(
-            f"attention_dropout = {config.attention_dropout} in the model's config.json: no attention kernel here has "
+            f"attention_dropout = {config.attention_dropout} in the model's config.json: no attention kernel "
+            "here has "
             "dropout; set it to 0.0 there"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ModelError(
-            f"attn_logit_softcapping = {config.attn_logit_softcapping} in the model's config.json: flash kernels cannot "
+            f"attn_logit_softcapping = {config.attn_logit_softcapping} in the model's config.json: flash "
+            "kernels cannot "
             "soft-cap scores"
         )
     if getattr(config, "use_bidirectional_attention", None):

@@ -1,4 +1,4 @@
-"""The decoder's forward over a PackedBatch, in either layout; the head is applied by lockstep.ops.logprobs."""
+"""The decoder's forward over a PackedBatch, in either layout; lockstep.ops.logprobs applies the head."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def hidden_states(
 ) -> Tensor:
     """[T, C]: the last hidden state of every slot of `batch`, what the head is applied to.
 
-    `packed` runs the T slots through every layer as one row. `padded` runs a dense [B, L] batch, one document a row and
-    pads computed, where (B, L) is `dense_shape(batch)`; rows of pad documents are then zeros.
+    `packed` runs the T slots through every layer as one row. `padded` runs a dense [B, L] batch, one document
+    a row and pads computed, where (B, L) is `dense_shape(batch)`; rows of pad documents are then zeros.
 
     Args:
-        module: a transformers causal LM whose attention implementation is one of lockstep.attention's, or hf's own.
+        module: a transformers causal LM with an attention kernel of lockstep.attention, or transformers' own.
         batch: on the module's device.
     """
     base = getattr(module, module.base_model_prefix)  # type: ignore[call-overload]
@@ -53,8 +53,8 @@ def hidden_states(
 def dense_shape(batch: PackedBatch) -> tuple[int, int]:
     """(B, L) of the padded layout: one row per document of max_seqlen tokens.
 
-    A pack with a static capacity has as many rows as its slots can hold at full length, if it has fewer documents: so
-    packs of one bucket have one shape.
+    A pack with a static capacity has as many rows as its slots can hold at full length, if it has fewer
+    documents: so packs of one bucket have one shape.
     """
     return max(len(batch.sample_ids), batch.num_slots // batch.max_seqlen), batch.max_seqlen
 
@@ -102,14 +102,15 @@ class _DenseRows:
     token_ids: Tensor
     """[B, L] int64; 0 in pads."""
     positions: Tensor
-    """[B, L] int64; 0-based in each document; pads count up from 0 on the left, go on counting on the right."""
+    """[B, L] int64; 0-based in each document; pads count up from 0 on the left, go on counting on the
+    right."""
     cells: Tensor
     """[num_tokens] int64; index into the flattened [B * L] of every real slot, in pack order."""
     pads: Tensor
     """[B, L] bool."""
     cu_seqlens: Tensor
-    """[2 * B + 1] (left) or [B + 1] (right) int32 over the flattened rows. Left pads are documents of their own, so that
-    no token sees them; right pads are behind every token of their row."""
+    """[2 * B + 1] (left) or [B + 1] (right) int32 over the flattened rows. Left pads are documents of their
+    own, so that no token sees them; right pads are behind every token of their row."""
     left: bool
 
 

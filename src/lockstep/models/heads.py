@@ -30,7 +30,8 @@ def head_of(module: nn.Module) -> Head:
     linear = module.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(linear, nn.Linear):
         raise ModelError(
-            f"the head of {type(module).__name__} is a {type(linear).__name__}, not a plain linear; leave lm_head out of "
+            f"the head of {type(module).__name__} is a {type(linear).__name__}, not a plain linear; leave "
+            "lm_head out of "
             "model.lora.target_modules"
         )
     config = module.config.get_text_config()  # type: ignore[operator,union-attr]

@@ -1,8 +1,8 @@
 """Which document goes into which pack: as few packs as the budget allows, and those as equal as possible.
 
-Balancing k packs is multiway number partitioning. Three heuristics, then a bounded search where they leave a gap:
-Karmarkar and Karp's largest differencing method (1982), MULTIFIT (Coffman, Garey and Johnson 1978: a binary search over
-the capacity of first-fit decreasing), moves and swaps out of the heaviest pack.
+Balancing k packs is multiway number partitioning. Three heuristics, then a bounded search where they leave a
+gap: Karmarkar and Karp's largest differencing method (1982), MULTIFIT (Coffman, Garey and Johnson 1978: a
+binary search over the capacity of first-fit decreasing), moves and swaps out of the heaviest pack.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ Packs = list[list[int]]
 
 _EXACT_DOCUMENTS = 16
 _EXACT_NODES = 20_000
+_GOOD_ENOUGH = 2e-4
+"""Share by which the largest pack may exceed the mean: no search goes on below it."""
 
 
 def balance(
@@ -25,11 +27,13 @@ def balance(
 ) -> Packs:
     """Split documents into packs of at most `token_budget` tokens and `max_documents` documents.
 
-    The number of packs is the smallest that was found to fit (at least `min_packs`, such as the number of ranks; no
-    pack is empty while there are documents for it); among those the largest pack is as small as was found.
+    The number of packs is the smallest that was found to fit (at least `min_packs`, such as the number of
+    ranks; no pack is empty while there are documents for it); among those the largest pack is as small as was
+    found.
 
     Returns:
-        Indices into `lengths`, ascending within a pack; packs in the order of their first document. A pure function.
+        Indices into `lengths`, ascending within a pack; packs in the order of their first document. A pure
+        function.
 
     Raises:
         DataError: a document is empty or longer than the budget.
@@ -37,7 +41,8 @@ def balance(
     for index, length in enumerate(lengths):
         if not 0 < length <= token_budget:
             raise DataError(
-                f"document {index} has {length} tokens, but a micro-batch holds 1 to train.token_budget = {token_budget}; "
+                f"document {index} has {length} tokens, but a micro-batch holds 1 to train.token_budget = "
+                f"{token_budget}; "
                 "raise train.token_budget or drop the document"
             )
     if not lengths:
@@ -57,11 +62,15 @@ def _split(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> P
     """The best split into exactly `num_packs` packs, or None when none was found that fits."""
     if num_packs == len(lengths):
         return [[i] for i in range(len(lengths))]
-    candidates = [_largest_differencing(lengths, num_packs), _multifit(lengths, num_packs, budget, limit)]
-    improved = [_improve(lengths, packs, limit) for packs in candidates if packs is not None]
-    fitting = [packs for packs in improved if _fits(lengths, packs, budget, limit)]
-    best = min(fitting, key=lambda packs: _heaviest(lengths, packs), default=None)
     ideal = -(-sum(lengths) // num_packs)
+    best: Packs | None = None
+    for heuristic in (_largest_differencing, _multifit):
+        packs = heuristic(lengths, num_packs, budget, limit)
+        packs = None if packs is None else _improve(lengths, packs, limit)
+        if packs is not None and _fits(lengths, packs, budget, limit):
+            best = packs if best is None else min(best, packs, key=lambda p: _heaviest(lengths, p))
+        if best is not None and _heaviest(lengths, best) <= ideal * (1 + _GOOD_ENOUGH):
+            return best
     if len(lengths) <= _EXACT_DOCUMENTS and (best is None or _heaviest(lengths, best) > ideal):
         bound = budget if best is None else _heaviest(lengths, best) - 1
         best = _search(lengths, num_packs, bound, limit) or best
@@ -80,8 +89,9 @@ def _weight(lengths: Sequence[int], pack: Sequence[int]) -> int:
     return sum(lengths[i] for i in pack)
 
 
-def _largest_differencing(lengths: Sequence[int], num_packs: int) -> Packs:
-    """Merge the two partial splits with the largest spread, heavy parts onto light ones, until one is left."""
+def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
+    """Merge the two partial splits with the largest spread, heavy parts onto light ones, until one is
+    left."""
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, length in enumerate(lengths):
         parts: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_packs - 1)]
@@ -127,7 +137,8 @@ def _first_fit(lengths: Sequence[int], num_packs: int, capacity: int, limit: int
 
 
 def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
-    """Move or swap documents out of the heaviest pack while that lowers the heavier of the two packs touched."""
+    """Move or swap documents out of the heaviest pack while that lowers the heavier of the two packs
+    touched."""
     packs = [sorted(pack, key=lambda i: (lengths[i], i)) for pack in packs]
     weights = [_weight(lengths, pack) for pack in packs]
     for _ in range(4 * len(lengths)):
@@ -148,7 +159,8 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
 def _best_step(
     lengths: Sequence[int], packs: Packs, weights: list[int], heavy: int, limit: int
 ) -> tuple[int, int, int | None] | None:
-    """(other pack, document given, document taken back or None) that lowers the maximum of the two packs the most."""
+    """(other pack, document given, document taken back or None) that lowers the maximum of the two packs the
+    most."""
     best: tuple[int, int, int, int | None] | None = None
     too_many = len(packs[heavy]) > limit
     for light in range(len(packs)):

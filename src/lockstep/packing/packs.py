@@ -31,10 +31,11 @@ class Bucket:
 
 
 def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tuple[Bucket, ...]:
-    """The buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots, at most 4 graphs.
+    """The buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots, at most 4
+    graphs.
 
-    Every bucket has room for `max_documents` real documents and for a tail of any size; `max_seqlen` is the same in
-    all. Capacities below max_seqlen are left out.
+    Every bucket has room for `max_documents` real documents and for a tail of any size; `max_seqlen` is the
+    same in all. Capacities below max_seqlen are left out.
     """
     sizes = {
         min(token_budget, _round_up(-(-token_budget * step // _BUCKET_STEPS), _ALIGNMENT))
@@ -53,7 +54,8 @@ def pack(
     """Lay documents end to end, in the order given; the type of the batch follows that of the samples.
 
     Args:
-        loss_weights: [L] float32 per sample, see PackedBatch.loss_weights; what stands where loss_mask is False is
+        loss_weights: [L] float32 per sample, see PackedBatch.loss_weights; what stands where loss_mask is
+        False is
             ignored.
         bucket: the capacity to pad to. None: exactly the documents, no tail.
 
@@ -63,7 +65,8 @@ def pack(
     kinds = {type(sample) for sample in samples}
     if len(kinds) != 1 or len(samples) != len(loss_weights):
         raise DataError(
-            f"a pack needs at least one sample, all of one type, and one loss_weights each; got {len(samples)} samples "
+            f"a pack needs at least one sample, all of one type, and one loss_weights each; got "
+            f"{len(samples)} samples "
             f"of {sorted(k.__name__ for k in kinds)} and {len(loss_weights)} loss_weights"
         )
     lengths = [len(sample) for sample in samples]
@@ -110,10 +113,13 @@ def plan_micro_batches(
     Args:
         static_capacity: pad every pack to one of few buckets (`buckets_for`). Otherwise packs are exact.
         layout: padded: rows x longest row stays within the budget; documents of similar length share a batch.
-        max_seqlen: longest document of the whole run. None: that of these samples, rounded up to a power of two under
+        max_seqlen: longest document of the whole run. None: that of these samples, rounded up to a power of
+        two under
             static_capacity, which may change from step to step and then makes a new graph.
-        max_documents: most documents of one pack. None: as many as fit; their number is rounded up to a power of two
-            under static_capacity.
+        max_documents: most documents of one pack; None: as many as fit. Under static_capacity the packs'
+        largest
+            number of documents is rounded up to a power of four, because empty documents cost a flash kernel
+            time.
         min_packs: at least so many micro-batches, such as one per rank.
 
     Raises:
@@ -135,7 +141,7 @@ def plan_micro_batches(
         )
     buckets: tuple[Bucket, ...] = ()
     if static_capacity:
-        most = max_documents or _power_of_two(max(map(len, groups)))
+        most = min(max_documents or len(samples), _power_of_four(max(map(len, groups))))
         buckets = buckets_for(token_budget=token_budget, max_seqlen=longest, max_documents=most)
         if layout == "padded":
             buckets = buckets[-1:]
@@ -153,7 +159,8 @@ def _longest(lengths: Sequence[int], token_budget: int, *, max_seqlen: int | Non
         return min(_power_of_two(longest), max(token_budget, longest)) if static else longest
     if longest > max_seqlen:
         raise DataError(
-            f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {max_seqlen} of the run; "
+            f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {max_seqlen} of "
+            "the run; "
             "raise it or shorten the documents"
         )
     return min(max_seqlen, max(token_budget, longest))
@@ -212,3 +219,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+def _power_of_four(number: int) -> int:
+    return 1 << 2 * ((number - 1).bit_length() + 1 >> 1)
