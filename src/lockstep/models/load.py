@@ -123,6 +123,29 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     return twin.eval()
 
 
+def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
+    """The module that `load_model` would make, on the meta device: sizes and names, no weights, no network.
+
+    Raises:
+        ModelError: the model's config is not on this machine, or not supported.
+    """
+    if config.name.startswith(shapes.PREFIX):
+        hf_config = shapes.shape_config(config.name.removeprefix(shapes.PREFIX))
+    elif config.name.startswith("bundled:"):
+        hf_config = bundled.bundled_config(config.name.removeprefix("bundled:"))
+    else:
+        hf_config = read_config(model_folder(config, local_only=True), config)
+    hf_config = _prepared(hf_config, config)
+    with torch.device("meta"), no_init_weights():
+        module = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+        module.tie_weights()
+        if config.lora is not None:
+            lora.add_lora(module, config.lora, seed=config.seed)
+    return module
+
+
 def skeleton(module: nn.Module, implementation: str) -> nn.Module:
     """The bare module of the same config on the meta device: no weights, no LoRA, a copy of both configs.
 

@@ -1,0 +1,173 @@
+"""`lockstep plan`: what a run needs and whether it fits, before anything is loaded.
+
+lockstep plan run.toml --train.token-budget 8192
+lockstep plan --recipe demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+
+import tyro
+
+from lockstep.cli.flags import parse_flags
+from lockstep.config.load import RUN_KINDS, load_run, override, recipes
+from lockstep.config.run import RunConfig
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.models.memory import MemoryPlan
+
+USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
+       lockstep plan grpo|sft [OPTIONS]
+       lockstep plan --recipe NAME [OPTIONS]
+
+Recipes: {recipes}
+Every setting of the run is a flag as well: `lockstep plan grpo --help` lists them.
+Exit status 1: the run does not fit into the memory that is free now."""
+
+
+class General(TypedDict):
+    """Flags of `lockstep plan` that are not settings of the run."""
+
+    recipe: Annotated[str | None, tyro.conf.arg(help="Plan this recipe.", metavar="NAME")]
+    json: Annotated[Path | None, tyro.conf.arg(help="Write the plan to this file.", metavar="FILE")]
+    memory_gib: Annotated[
+        float | None,
+        tyro.conf.arg(help="Compare with this much memory instead of what is free here.", metavar="GIB"),
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan; 0 when it fits, 1 when it does not.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        ModelError: the model's config is not on this machine, or not supported.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE.format(recipes=", ".join(recipes()) or "none"))
+        return 0 if argv else 2
+    run, general = parse(argv)
+    import torch
+
+    from lockstep.models.memory import GIB, available_bytes, plan_memory
+
+    device = _device(run, cuda=torch.cuda.is_available())
+    plan = plan_memory(run, device=torch.device(device))
+    if general["memory_gib"] is not None:
+        available, source = int(general["memory_gib"] * GIB), "given by --memory-gib"
+    else:
+        available, source = available_bytes(plan.device)
+    show(plan, available=available, source=source)
+    result = as_dict(plan, available=available)
+    if general["json"] is not None:
+        general["json"].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(verdict(plan, available=available))
+    return 0 if result["fits"] else 1
+
+
+def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
+    """The checked run and the values of General; loads no torch.
+
+    Raises:
+        ConfigError: for everything that cannot be right.
+    """
+    source, flags = (None, list(argv)) if argv[0].startswith("-") else (argv[0], list(argv[1:]))
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--recipe")
+    recipe = early.parse_known_args(flags)[0].recipe
+    if source in RUN_KINDS:
+        run = load_run(recipe, kind=source)
+    elif source is not None and recipe is not None:
+        raise ConfigError(f"{source!r} and --recipe {recipe} both name a config; give one of them")
+    elif source is None and recipe is None:
+        raise ConfigError("nothing to plan: name grpo, sft, a TOML file or --recipe NAME")
+    else:
+        run = load_run(source or recipe)
+    values, overrides = parse_flags(
+        run,
+        flags,
+        general=General,
+        prog=f"lockstep plan {source or run.kind}",  # type: ignore[attr-defined]
+        description="What a run needs and whether it fits.",
+    )
+    return override(run, overrides, origin="lockstep plan"), values
+
+
+def show(plan: MemoryPlan, *, available: int, source: str) -> None:
+    """Print sizes, micro-batches and the table of parts."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lockstep.models.memory import gib, phase_totals
+
+    shape, console = plan.shape, Console(width=None if sys.stdout.isatty() else 120)
+    trained = "" if shape.trained == shape.parameters else f", {shape.trained:,} of them trained (LoRA)"
+    console.print(f"parameters: {shape.parameters:,} in {str(plan.dtype).removeprefix('torch.')}{trained}")
+    console.print(
+        f"one optimizer step: {plan.documents_per_step} documents of at most {plan.longest_document} tokens, "
+        f"at most {plan.micro_batches} micro-batches of at most {plan.tokens_per_micro_batch} tokens"
+    )
+    table = Table(title=f"memory on {plan.device}")
+    for heading, justify in (
+        ("part", "left"),
+        ("when", "left"),
+        ("size", "right"),
+        ("made smaller by", "left"),
+    ):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for part in plan.parts:
+        table.add_row(part.name, part.phase, gib(part.bytes), part.setting)
+    console.print(table)
+    totals = phase_totals(plan.parts)
+    if totals["host"]:
+        console.print(f"host memory beside the GPU: {gib(totals['host'])}")
+    console.print(f"peak, in phase {plan.peak_phase!r}: {gib(plan.peak_bytes)}; {gib(available)} {source}")
+
+
+def verdict(plan: MemoryPlan, *, available: int) -> str:
+    """The last line."""
+    from lockstep.models.memory import explain_oom, gib
+
+    if plan.peak_bytes <= available:
+        return f"plan: fits, {gib(plan.peak_bytes)} of {gib(available)}"
+    at_peak = [part for part in plan.parts if part.phase in ("always", plan.peak_phase)]
+    return f"plan: does not fit, {gib(plan.peak_bytes)} needed, {gib(available)} available: {explain_oom(at_peak)}"
+
+
+def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
+    """The plan as JSON; sizes in bytes."""
+    return {
+        "fits": plan.peak_bytes <= available,
+        "device": str(plan.device),
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "parameters": plan.shape.parameters,
+        "trained_parameters": plan.shape.trained,
+        "documents_per_step": plan.documents_per_step,
+        "longest_document": plan.longest_document,
+        "tokens_per_micro_batch": plan.tokens_per_micro_batch,
+        "micro_batches": plan.micro_batches,
+        "peak_bytes": plan.peak_bytes,
+        "peak_phase": plan.peak_phase,
+        "available_bytes": available,
+        "parts": [
+            {"name": p.name, "bytes": p.bytes, "phase": p.phase, "setting": p.setting} for p in plan.parts
+        ],
+    }
+
+
+def _device(run: RunConfig, *, cuda: bool) -> str:
+    if run.train.device != "auto":
+        if run.train.device.startswith("cuda") and not cuda:
+            raise ConfigError(
+                f"train.device = {run.train.device!r}, but torch sees no CUDA device; set --train.device cpu, and "
+                "--memory-gib for the memory to compare with"
+            )
+        return run.train.device
+    return "cuda" if cuda else "cpu"

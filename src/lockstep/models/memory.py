@@ -1,0 +1,401 @@
+"""How much memory a run needs, part by part, before anything is loaded; and what to change when it is too
+much.
+
+Counted from the architecture: what autograd keeps of one decoder layer in transformers' eager modules, per
+token (b = bytes of the compute dtype; C hidden, I intermediate, N and K query and key/value heads, H head
+dim):
+
+    a norm of width W       b = 4: input, normalised, output (12 W).  b = 2: float32 input and two more (8 W)
+    attention               q, k, v, output, and the output once more for o_proj: b H (3 N + 2 K)
+    gated MLP               gate, up, activated gate, product: 4 b I
+
+It is an estimate: what a layer keeps is within 15 % and a process's peak within a factor of 1.5
+(tests/models/test_memory.py measures both).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lockstep.config.model import ModelConfig
+from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.train import TrainConfig
+from lockstep.models.dtypes import resolve_dtype
+
+GIB = 1024**3
+Phase = Literal["always", "generate", "train", "update", "host"]
+_RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
+_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27, "compiled": 2**29}
+"""Logits that are in memory together, as lockstep.ops.logprobs cuts them."""
+_BUCKET_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
+"""Elements that the optimizer updates together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes that memory depends on."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    norm_width: int
+    """Channels of all norms of one layer."""
+    parameters: int
+    """All, tied ones once."""
+    trained: int
+    """Those with a gradient; with LoRA the adapters only."""
+    dtype_bytes: int
+    lora: bool
+
+    @property
+    def activation_bytes_per_layer(self) -> int:
+        """What one layer keeps for backward, per token."""
+        norms = self.norm_width * (12 if self.dtype_bytes == 4 else 8)
+        attention = self.dtype_bytes * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
+        return norms + attention + 4 * self.dtype_bytes * self.intermediate
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPart:
+    """One use of memory."""
+
+    name: str
+    bytes: int
+    phase: Phase
+    """always; generate, train or update: only in that part of a step; host: in host memory beside a GPU."""
+    setting: str
+    """What makes it smaller."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What a run needs."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+    parts: tuple[MemoryPart, ...]
+    tokens_per_micro_batch: int
+    """Token slots of the fullest micro-batch."""
+    micro_batches: int
+    """Of one optimizer step, when every document has its greatest length."""
+    documents_per_step: int
+    """Per optimizer step."""
+    longest_document: int
+    """Tokens."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """On the device: what is always there and the largest phase."""
+        totals = phase_totals(self.parts)
+        return totals["always"] + max(totals["generate"], totals["train"], totals["update"])
+
+    @property
+    def peak_phase(self) -> str:
+        """generate, train or update."""
+        totals = phase_totals(self.parts)
+        return max(("generate", "train", "update"), key=lambda phase: totals[phase])
+
+
+def plan_memory(run: RunConfig, *, device: torch.device) -> MemoryPlan:
+    """The memory plan of a run; builds the model on the meta device, so it allocates next to nothing.
+
+    Raises:
+        ModelError: the model's config is not on this machine (the hub is not asked), or is not supported.
+    """
+    dtype = resolve_dtype(run.model.dtype, device)
+    shape = planned_shape(run.model, dtype=dtype)
+    documents, longest = _documents(run)
+    per_pack = max(1, run.train.token_budget // longest)
+    micro_batches = math.ceil(documents / per_pack)
+    tokens = min(run.train.token_budget, min(per_pack, documents) * longest)
+    if _is_static(run.train):
+        tokens = run.train.token_budget
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    parts = [
+        MemoryPart(
+            name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""
+        ),
+        *train_parts(
+            shape, run.train, tokens=tokens, micro_batches=micro_batches, device=kind, ref=_has_ref(run)
+        ),
+        *(generate_parts(shape, run) if isinstance(run, GRPORun) else ()),
+    ]
+    return MemoryPlan(
+        shape=shape,
+        dtype=dtype,
+        device=device,
+        parts=tuple(part for part in parts if part.bytes),
+        tokens_per_micro_batch=tokens,
+        micro_batches=micro_batches,
+        documents_per_step=documents,
+        longest_document=longest,
+    )
+
+
+def train_parts(
+    shape: ModelShape,
+    train: TrainConfig,
+    *,
+    tokens: int,
+    micro_batches: int,
+    device: str,
+    ref: bool = False,
+) -> list[MemoryPart]:
+    """Everything that training with this backend holds.
+
+    Args:
+        tokens: slots of the largest micro-batch.
+        micro_batches: of one optimizer step.
+        device: "cpu" or "cuda".
+        ref: a frozen reference model is kept (free with LoRA).
+    """
+    b, trained = shape.dtype_bytes, shape.trained
+    summed = b < 4 and train.grad_accum_dtype == "float32" and micro_batches > 1
+    offloaded = train.optimizer_device == "cpu" and device != "cpu"
+    place: Phase = "host" if offloaded else "always"
+    states = {"adamw": 8, "adamw8bit": 2, "sgd": 0}[train.optimizer]
+    smaller = _either("model.name", "model.num_layers", b == 4 and "model.dtype = 'bfloat16'")
+    lora = not shape.lora and "model.lora"
+    optimizer = _either(
+        lora,
+        train.optimizer == "adamw" and "train.optimizer = 'adamw8bit'",
+        device != "cpu" and not offloaded and "train.optimizer_device = 'cpu'",
+        "model.name",
+    )
+    sizes = [
+        ("parameters", shape.parameters * b, "always", smaller),
+        ("reference model", shape.parameters * b * (ref and not shape.lora), "always", "algorithm.kl.coef =
+        0"), ("float32 master weights", 4 * trained * (b < 4 or offloaded), place, optimizer),
+        ("optimizer states", states * trained, place, optimizer),
+        # On a CPU the float32 sums are kept from step to step.
+        (
+            "gradients, summed in float32" if summed else "gradients",
+            trained * (4 if summed else b),
+            "always" if summed and device == "cpu" else "train",
+            _either(lora, summed and "train.grad_accum_dtype = 'model'", "model.name"),
+        ),
+        *_forward_sizes(shape, train, tokens=tokens, device=device),
+        ("optimizer step's buffer", 4 * min(trained, _BUCKET_ELEMENTS[device]), "update", optimizer),
+    ]
+    if not (summed and device == "cpu"):
+        sizes.append(("gradients in the update", sizes[4][1], "update", sizes[4][3]))
+    return [
+        MemoryPart(name=name, bytes=int(size), phase=phase, setting=setting)  # type: ignore[arg-type]
+        for name, size, phase, setting in sizes
+    ]
+
+
+def generate_parts(shape: ModelShape, run: GRPORun) -> list[MemoryPart]:
+    """What sampling one rollout batch holds beside the weights."""
+    batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
+    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    return [
+        MemoryPart(
+            name="KV cache",
+            bytes=shape.kv_bytes_per_token * batch * length,
+            phase="generate",
+            setting="engine.max_batch, data.max_prompt_tokens or rollout.sampling.max_tokens",
+        ),
+        MemoryPart(
+            name="logits of one decoding step",
+            bytes=3 * 4 * batch * shape.vocab,
+            phase="generate",
+            setting="engine.max_batch",
+        ),
+    ]
+
+
+def explain_oom(parts: Sequence[MemoryPart], *, before: Sequence[MemoryPart] = ()) -> str:
+    """The part to blame and the setting that makes it smaller.
+
+    Args:
+        before: parts when it still fitted. Given, the part that grew most is named, else the largest.
+
+    Raises:
+        ValueError: there are no parts.
+
+    Example:
+        >>> explain_oom([MemoryPart(name="KV cache", bytes=GIB, phase="generate",
+        setting="engine.max_batch")]) 'the largest part is KV cache (1.00 GiB); to make it smaller, change
+        engine.max_batch'
+    """
+    old = {part.name: part.bytes for part in before}
+    part = max(parts, key=lambda p: p.bytes - old.get(p.name, 0))
+    grown = part.bytes - old.get(part.name, 0)
+    if before and grown > 0:
+        what = f"{part.name} grew by {gib(grown)} to {gib(part.bytes)}"
+    else:
+        part = max((p for p in parts if p.setting), key=lambda p: p.bytes)
+        what = f"the largest part is {part.name} ({gib(part.bytes)})"
+    return f"{what}; to make it smaller, change {part.setting}"
+
+
+def advice(module: nn.Module, train: TrainConfig, *, tokens: int, micro_batches: int, ref: bool = False) ->
+str:
+    """What to say when training of a loaded model ran out of memory.
+
+    Args:
+        tokens: slots of the micro-batch that did not fit.
+    """
+    device = "cuda" if next(module.parameters()).device.type == "cuda" else "cpu"
+    parts = train_parts(
+        module_shape(module), train, tokens=tokens, micro_batches=micro_batches, device=device, ref=ref
+    )
+    on_device = [part for part in parts if part.phase in ("always", "train")]
+    listed = ", ".join(f"{p.name} {gib(p.bytes)}" for p in sorted(on_device, key=lambda p: -p.bytes) if
+    p.bytes) return f"{explain_oom(on_device)}. Estimated: {listed}"
+
+
+def module_shape(module: nn.Module) -> ModelShape:
+    """Sizes of a loaded model; a module on the meta device will do."""
+    from lockstep.models.lora import has_lora
+
+    config = module.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layer = [name for name, _ in module.named_parameters() if ".layers.0." in name and "norm" in name]
+    on_heads = any("q_norm" in name for name in layer)
+    wide = sum("q_norm" not in name and "k_norm" not in name for name in layer)
+    parameters = list(module.parameters())
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab=config.vocab_size,
+        norm_width=wide * config.hidden_size + on_heads * (heads + config.num_key_value_heads) * head_dim,
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        dtype_bytes=parameters[0].element_size(),
+        lora=has_lora(module),
+    )
+
+
+def planned_shape(config: ModelConfig, *, dtype: torch.dtype) -> ModelShape:
+    """Sizes of a model that is not loaded.
+
+    Raises:
+        ModelError: its config is not on this machine, or not supported.
+    """
+    from lockstep.models.load import meta_module
+
+    return module_shape(meta_module(config, dtype=dtype))
+
+
+def phase_totals(parts: Sequence[MemoryPart]) -> Mapping[str, int]:
+    """Bytes per phase."""
+    totals = dict.fromkeys(("always", "generate", "train", "update", "host"), 0)
+    for part in parts:
+        totals[part.phase] += part.bytes
+    return totals
+
+
+def available_bytes(device: torch.device) -> tuple[int, str]:
+    """Memory that is free now, and where the number comes from: the GPU's, or the host's within its
+    cgroup."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], f"free on {torch.cuda.get_device_name(device)}"
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    source = "free host memory"
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        values = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in values:
+            free, source = int(values["MemAvailable"].split()[0]) * 1024, "available host memory"
+    limit = _cgroup_left(Path("/sys/fs/cgroup"))
+    if limit is not None and limit < free:
+        return limit, "left under the cgroup's memory limit"
+    return free, source
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
+
+
+def _cgroup_left(root: Path) -> int | None:
+    """Bytes until the limit of cgroup v2 (memory.max) or v1; None: no limit. Page cache counts as free."""
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit_path, usage_path = root / limit_file, root / usage_file
+        if not (limit_path.is_file() and usage_path.is_file()):
+            continue
+        text = limit_path.read_text().strip()
+        if not text.isdigit() or int(text) >= 1 << 60:  # "max", or v1's way of saying it
+            return None
+        stat = (root / usage_file).with_name("memory.stat")
+        lines = [line.split() for line in stat.read_text().splitlines()] if stat.is_file() else []
+        cache = sum(int(v) for k, v in lines if k in ("inactive_file", "total_inactive_file"))
+        return max(0, int(text) - int(usage_path.read_text()) + cache)
+    return None
+
+
+def _forward_sizes(
+    shape: ModelShape, train: TrainConfig, *, tokens: int, device: str
+) -> list[tuple[str, int, str, str]]:
+    """(name, bytes, phase, setting) of what forward and backward of one micro-batch hold."""
+    b, layer = shape.dtype_bytes, shape.activation_bytes_per_layer
+    budget = f"train.token_budget (now {train.token_budget})"
+    if train.activation_checkpointing:
+        kept, how = shape.layers * b * shape.hidden + layer, "activations, checkpointed"
+    else:
+        kept, how = shape.layers * layer, "activations"
+        budget += " or train.activation_checkpointing = true"
+    kept += shape.hidden * (12 if b == 4 else 8)  # the last norm
+    # Gradients of the widest intermediate values, and the final hidden states with theirs.
+    transient = b * (3 * shape.intermediate + 4 * shape.hidden)
+    kind = "compiled" if train.execution != "eager" else device
+    rows = min(tokens, max(1, _CHUNK_ELEMENTS[kind] // shape.vocab))
+    per_logit = {"cpu": 2 * b, "cuda": b + 8, "compiled": 2 * b}[kind]
+    sizes = [
+        (how, tokens * (kept + transient), "train", budget),
+        ("logits of one chunk", rows * shape.vocab * per_logit, "train", "model.name (its vocabulary)"),
+    ]
+    if rows < tokens and not shape.lora:
+        sizes.append(("head gradient, float32", 4 * shape.vocab * shape.hidden, "train", "model.name (its
+        vocabulary)"))
+    return sizes
+
+
+def _either(*settings: str | bool) -> str:
+    """The settings that there are, as words."""
+    return " or ".join(setting for setting in settings if isinstance(setting, str))
+
+
+def _documents(run: RunConfig) -> tuple[int, int]:
+    """Documents of one optimizer step and the tokens of the longest."""
+    if isinstance(run, GRPORun):
+        samples = run.rollout.prompts_per_step * run.rollout.group_size
+        return samples // run.train.minibatches, run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    assert isinstance(run, SFTRun)
+    return run.batch_size, run.data.max_length
+
+
+def _has_ref(run: RunConfig) -> bool:
+    return isinstance(run, GRPORun) and run.algorithm.kl.coef > 0
+
+
+def _is_static(train: TrainConfig) -> bool:
+    return train.execution != "eager" if train.static_capacity is None else train.static_capacity

@@ -1,0 +1,80 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import plan
+from lockstep.errors import ConfigError, ModelError
+
+
+def test_a_run_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    code = plan.main(["grpo", "--model.name", "shape:tiny-llama", "--memory-gib", "4", "--json", str(file)])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert out.splitlines()[-1].startswith("plan: fits, ")
+    result = json.loads(file.read_text())
+    assert result["fits"]
+    assert result["available_bytes"] == 4 * 2**30
+    # embeddings and head 2 * 256 * 64; per layer q and o 64 * 64, k and v 64 * 32, MLP 3 * 64 * 160, biases
+    # 64 + 32 + 32 + 64, two norms; one last norm
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 192 + 128
+    assert result["parameters"] == 2 * 256 * 64 + 2 * layer + 64
+    assert "KV cache" in {part["name"] for part in result["parts"]}
+    assert "at most 22 micro-batches of at most 3456 tokens" in out
+
+
+def test_a_run_that_does_not_fit_names_the_part_and_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    code = plan.main(["sft", "--model.name", "shape:llama-3.1-8b", "--memory-gib", "40"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert code == 1
+    assert last.startswith("plan: does not fit, ")
+    assert "optimizer states (59.83 GiB)" in last
+    assert "train.optimizer = 'adamw8bit'" in last
+
+
+def test_the_advice_works() -> None:
+    too_much = ["sft", "--model.name", "shape:tiny-llama", "--train.token-budget", "1000000"]
+    too_much += ["--batch-size", "1000", "--memory-gib", "2"]
+    assert plan.main(too_much) == 1
+    assert plan.main([*too_much, "--train.token-budget", "4096"]) == 0
+
+
+def test_a_file_and_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("kind = 'sft'\nbatch_size = 7\n[model]\nname = 'shape:tiny-qwen3'\n")
+    assert plan.main([str(file), "--data.max-length", "100"]) == 0
+    assert "7 documents of at most 100 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run_that_is_not_there.toml"], "no such file"),
+        (["grpo", "--train.device", "cuda:7"], "train.device"),
+        (["--json", "x"], "nothing to plan"),
+    ],
+)
+def test_wrong_settings(argv: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        plan.main(argv)
+
+
+def test_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    def refuse(self: socket.socket, address: object) -> None:
+        pytest.fail(f"connects to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with pytest.raises(ModelError, match="not in the local hub cache"):
+        plan.main(["grpo", "--model.name", "nobody/nothing"])
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--help"]) == 0
+    assert plan.main([]) == 2
+    assert "lockstep plan RUN.toml" in capsys.readouterr().out
