@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.data import DataConfig
+from lockstep.data.chat import ChatFormat, clean_messages, fill_template
+from lockstep.errors import ConfigError, DataError
+
+USER = [{"role": "user", "content": "a b"}]
+WITH_BOS = "{{ bos_token + ' ' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_fill_template_keeps_latex_and_escapes() -> None:
+    assert fill_template("{prompt} in \\boxed{{}}, {} or {hint}", {"prompt": "p{x}", "hint": 3}) == (
+        "p{x} in \\boxed{}, {} or 3"
+    )
+    with pytest.raises(ConfigError, match="did you mean 'prompt'"):
+        fill_template("{promt}", {"prompt": "x"})
+
+
+def test_plain_text_gets_one_bos(bos_tokenizer: Any) -> None:
+    chat = ChatFormat(DataConfig(chat_template="none"), bos_tokenizer)
+    assert chat.encode("a b") == [1, 3, 4]
+    assert chat.encode("<s> a b") == [1, 3, 4]
+
+
+def test_a_template_that_writes_bos_gets_no_second(bos_tokenizer: Any) -> None:
+    chat = ChatFormat(DataConfig(chat_template=WITH_BOS), bos_tokenizer)
+    assert chat.encode(chat.render(USER, generate=True, where="row 0")) == [1, 3, 4]
+
+
+def test_a_template_without_bos_is_left_as_it_is(bos_tokenizer: Any) -> None:
+    chat = ChatFormat(
+        DataConfig(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"), bos_tokenizer
+    )
+    assert chat.encode(chat.render(USER, generate=True, where="row 0")) == [3, 4]
+
+
+def test_auto_without_a_template_is_plain_text_of_one_turn(bos_tokenizer: Any) -> None:
+    chat = ChatFormat(DataConfig(), bos_tokenizer)
+    assert chat.template is None
+    assert chat.render(USER, generate=True, where="x") == "a b"
+    with pytest.raises(DataError, match="row 3: a conversation of 2 messages needs a chat template"):
+        chat.render(USER * 2, generate=True, where="row 3")
+    with pytest.raises(ConfigError, match=r"data\.system_prompt is set, but no chat template"):
+        ChatFormat(DataConfig(system_prompt="Be brief."), bos_tokenizer)
+
+
+def test_a_template_from_a_file_and_its_switches(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}")
+    for value, text in ((True, "a b<think>"), (False, "a b")):
+        config = DataConfig(chat_template=str(path), chat_template_kwargs={"enable_thinking": value})
+        assert ChatFormat(config, tokenizer).render(USER, generate=True, where="x") == text
+    typo = DataConfig(chat_template=str(path), chat_template_kwargs={"enable_thnking": True})
+    with pytest.raises(ConfigError, match="never reads 'enable_thnking'"):
+        ChatFormat(typo, tokenizer)
+    with pytest.raises(ConfigError, match="neither auto, none, a jinja template"):
+        ChatFormat(DataConfig(chat_template="missing.jinja"), tokenizer)
+
+
+def test_a_template_that_refuses_names_the_row(tokenizer: Any) -> None:
+    config = DataConfig(chat_template="{{ raise_exception('no system role') }}")
+    with pytest.raises(DataError, match="row 9: the chat template refuses these messages: no system role"):
+        ChatFormat(config, tokenizer).render(USER, generate=True, where="row 9")
+
+
+def test_messages_are_cleaned() -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    assert clean_messages([{"role": "user", "content": parts, "tool_calls": None}], where="r") == [
+        {"role": "user", "content": "xy"}
+    ]
+    for bad in (
+        [],
+        "text",
+        [{"content": "x"}],
+        [{"role": "user", "content": [{"type": "image", "url": "u"}]}],
+    ):
+        with pytest.raises(DataError, match="row 2"):
+            clean_messages(bad, where="row 2")

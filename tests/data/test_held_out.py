@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.run import GRPORun
+from lockstep.data.held_out import held_out_config, load_train_and_held_out
+from lockstep.errors import DataError
+
+
+def run(**data: Any) -> GRPORun:
+    return GRPORun.model_validate({"data": data, "eval": {"num_prompts": 20}})
+
+
+@pytest.mark.parametrize("size", [None, 600])
+def test_no_held_out_question_occurs_in_training(tokenizer: Any, size: int | None) -> None:
+    # Half of the questions are one of 200, so that chance alone would bring held-out ones into every batch.
+    task = {"max_terms": 2, "max_digits": 2}
+    given = GRPORun.model_validate({"data": {"task": task, "size": size}})
+    train, held_out = load_train_and_held_out(given, tokenizer=tokenizer)
+    problems = {str(p.row["question"]) for p in held_out}
+    assert len(problems) == len(held_out) == 256
+    trained = [str(p.row["question"]) for step in range(150) for p in train.batch(step, 16, 0)]
+    assert not problems & set(trained)
+    assert train.report["excluded"] > 50
+
+
+def test_held_out_ids_are_left_out_too() -> None:
+    given = run(source="ids", task={"min_tokens": 1, "max_tokens": 2, "vocab_size": 7})
+    train, held_out = load_train_and_held_out(given, tokenizer=None)
+    problems = {p.token_ids for p in held_out}
+    assert len(problems) == 20
+    assert not problems & {p.token_ids for step in range(50) for p in train.batch(step, 8, 0)}
+
+
+def test_files_hold_out_the_rows_after_the_training_rows(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"question {i}"} for i in range(50)]
+    rows[7] = rows[33]  # a training row that repeats a held-out one
+    path.write_text("\n".join(map(json.dumps, rows)))
+    train, held_out = load_train_and_held_out(run(source=str(path), size=30), tokenizer=tokenizer)
+    assert [p.index for p in held_out] == list(range(30, 50))
+    assert [train[i].index for i in range(len(train))] == [i for i in range(30) if i != 7]
+
+    train, held_out = load_train_and_held_out(run(source=str(path)), tokenizer=tokenizer)
+    assert [p.index for p in held_out] == list(range(20))
+    assert [train[i].index for i in range(len(train))] == [i for i in range(20, 50) if i != 33]
+
+    with pytest.raises(DataError, match=r"held-out prompts \(eval_data\).*no rows after data\.skip = 50"):
+        load_train_and_held_out(run(source=str(path), size=50), tokenizer=tokenizer)
+
+
+def test_eval_data_rules(tokenizer: Any) -> None:
+    given = GRPORun.model_validate({"eval_data": {"source": "reasoning_gym:gcd", "seed": 5}})
+    config = held_out_config(given)
+    assert (config.source, config.seed, config.size) == ("reasoning_gym:gcd", 5, 256)

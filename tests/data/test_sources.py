@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from lockstep.config.data import DataConfig
+from lockstep.data.sources import load_rows
+from lockstep.errors import ConfigError, DataError
+
+ROWS = [{"question": f"q{i}", "answer": str(i)} for i in range(5)]
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
+    return path
+
+
+def test_every_kind_of_file_gives_the_same_rows(jsonl: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    for name in ("train.jsonl", "a.json", "a.parquet", "saved", "splits"):
+        assert load_rows(DataConfig(source=str(tmp_path / name))) == ROWS, name
+
+
+def test_skip_and_size_choose_rows(jsonl: Path) -> None:
+    assert load_rows(DataConfig(source=str(jsonl), skip=1, size=2)) == ROWS[1:3]
+    with pytest.raises(DataError, match=r"no rows after data\.skip = 5"):
+        load_rows(DataConfig(source=str(jsonl), skip=5))
+
+
+def test_columns_are_renamed_and_the_answer_is_found(jsonl: Path) -> None:
+    row = load_rows(DataConfig(source=str(jsonl), columns={"prompt": "question"}, size=1))[0]
+    assert row == {"prompt": "q0", "answer": "0"}
+    row = load_rows(DataConfig(source=str(jsonl), answer_column="question", size=1))[0]
+    assert row == {"question": "q0", "answer": "q0"}
+
+
+def test_a_missing_column_names_the_nearest(jsonl: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"no column 'qestion'.*did you mean 'question'\? Columns: question, ans"
+    ):
+        load_rows(DataConfig(source=str(jsonl), columns={"prompt": "qestion"}))
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: not valid JSON"):
+        load_rows(DataConfig(source=str(path)))
+    path.write_text('{"prompt": "a"}\n\n[1]\n')
+    with pytest.raises(DataError, match=r"line 3: a row must be a JSON object, got list"):
+        load_rows(DataConfig(source=str(path)))
+
+
+def test_a_missing_file_names_its_neighbour(jsonl: Path) -> None:
+    with pytest.raises(DataError, match=r"no such file; did you mean 'train\.jsonl'"):
+        load_rows(DataConfig(source=str(jsonl.with_name("trian.jsonl"))))
+
+
+def test_a_missing_split_and_a_foreign_folder(tmp_path: Path) -> None:
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match=r"no split 'test'; set data\.split to one of train"):
+        load_rows(DataConfig(source=str(tmp_path / "splits"), split="test"))
+    with pytest.raises(DataError, match="not one written by datasets' save_to_disk"):
+        load_rows(DataConfig(source=str(tmp_path)))
+
+
+def test_an_unknown_kind_of_source() -> None:
+    with pytest.raises(ConfigError, match=r"'gym:sums' is not a \.jsonl"):
+        load_rows(DataConfig(source="gym:sums"))
+
+
+def test_a_damaged_parquet_file(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 nonsense")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        load_rows(DataConfig(source=str(tmp_path / "x.parquet")))
+
+
+def test_the_hub_offline_says_why_and_what_to_do(tmp_path: Path) -> None:
+    code = (
+        "from lockstep.config.data import DataConfig\n"
+        "from lockstep.data.sources import load_rows\n"
+        "load_rows(DataConfig(source='openai/gsm8k', subset='main'))\n"
+    )
+    import os
+
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "lockstep.errors.DataError: cannot load data.source = 'openai/gsm8k' (subset 'main'"
+    )
+    assert "HF_HUB_OFFLINE" in last and "save_to_disk" in last
