@@ -56,7 +56,7 @@ class GRPOConfig(Config):
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
     others.
     batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group mean,
-    whitened likewise. Under these two, kl.place = 'reward' charges a token with its own KL and what follows."""
+    whitened likewise. Under these two, kl.place = 'reward' charges a token with its KL and what follows."""
     aggregation: Aggregation | None = None
     """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the
     step.

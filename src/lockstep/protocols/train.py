@@ -104,7 +104,7 @@ class Algorithm(Protocol):
     def shape(
         self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
     ) -> list[RolloutGroup]:
-        """Adds what the algorithm itself adds to rewards (overlong, kl), total and by name. Called once, before
+        """What the algorithm itself adds to rewards (overlong, kl), total and by name. Called once, before
         `samples`; shaped groups are what is recorded."""
         ...
 

@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.algorithms import ALGORITHMS
+from lockstep.algorithms.grpo import PolicyAlgorithm
+from lockstep.algorithms.policy_loss import PolicyLoss
+from lockstep.algorithms.samples import rollout_samples
+from lockstep.config.algorithm import GRPOConfig
+from lockstep.errors import ConfigError, TrainError
+from lockstep.packing import pack
+from lockstep.protocols import Algorithm, StepStats
+from lockstep.schema.batch import PolicyBatch, PolicySample
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+
+LENGTHS, REWARDS = ((1, 3), (2, 2)), ((1.0, 0.0), (3.0, 1.0))
+LN2 = math.log(2)
+
+
+def rollout(prompt: tuple[int, ...], length: int, reward: float) -> Rollout:
+    completion = Completion(
+        prompt_token_ids=prompt,
+        token_ids=tuple(range(3, 3 + length)),
+        logprobs=(-1.0,) * length,
+        finish_reason="stop",
+        stop_reason=None,
+        text=None,
+        seed=0,
+        engine="test",
+        policy_version=0,
+    )
+    return Rollout(completion=completion, reward=reward, rewards={"task": reward})
+
+
+def groups(lengths: object = LENGTHS, rewards: object = REWARDS) -> list[RolloutGroup]:
+    return [
+        RolloutGroup(
+            prompt=Prompt(index=g, token_ids=(1, 2), text=""),
+            rollouts=tuple(rollout((1, 2), n, r) for n, r in zip(ns, rs, strict=True)),
+        )
+        for g, (ns, rs) in enumerate(zip(lengths, rewards, strict=True))
+    ]
+
+
+def algorithm(name: str = "grpo", **options: object) -> PolicyAlgorithm:
+    return ALGORITHMS.load(name)(GRPOConfig(name=name, **options), max_tokens=10)
+
+
+def samples_of(algo: Algorithm, sampled: list[RolloutGroup]) -> list[PolicySample]:
+    return algo.samples(algo.shape(sampled))
+
+
+def batch_of(algo: Algorithm, samples: list[PolicySample], **fields: Tensor) -> PolicyBatch:
+    return dataclasses.replace(pack(samples, algo.loss_weights(samples)), **fields)
+
+
+def per_rollout(samples: list[PolicySample], values: list[float]) -> Tensor:
+    """[T]: one value per document on its trained tokens, NaN elsewhere: it must never be read."""
+    return torch.cat(
+        [
+            torch.where(sample.loss_mask, torch.tensor(value), torch.nan)
+            for sample, value in zip(samples, values, strict=True)
+        ]
+    )
+
+
+A1, A3 = 0.5 / (math.sqrt(0.5) + 1e-4), 1 / (math.sqrt(2) + 1e-4)
+S1, S2 = math.sqrt(10.875 / 7) + 1e-4, math.sqrt(4.875 / 7) + 1e-4
+"""Token-weighted: rewards 1, 0, 0, 0, 3, 3, 1, 1 have mean 9/8 and squared distances 21 - 81/8 = 10.875;
+centred by group, .5, -.5, -.5, -.5, 1, 1, -1, -1 have mean -1/8 and 5 - 1/8 = 4.875."""
+HAND_WORKED = {
+    "grpo": ([A1, -A1, A3, -A3], -(1.2 * A1 - A1 + 1.2 * A3 - A3) / 4),
+    "dr_grpo": ([0.5, -0.5, 1, -1], -(1.2 * 0.5 - 3 * 0.5 + 2 * 1.2 * 1 - 2 * 1) / (4 * 10)),
+    "dapo": ([A1, -A1, A3, -A3], -(1.28 * A1 - 3 * A1 + 2 * 1.28 * A3 - 2 * A3) / 8),
+    "rloo": ([1, -1, 2, -2], -(1.2 * 1 - 1 + 1.2 * 2 - 2) / 4),
+    "reinforce++": (
+        [-0.125 / S1, -1.125 / S1, 1.875 / S1, -0.125 / S1],
+        -(2 * -0.125 + 3 * -1.125 + 2 * 1.2 * 1.875 + 2 * -0.125) / S1 / 8,
+    ),
+    "reinforce++-baseline": (
+        [0.625 / S2, -0.375 / S2, 1.125 / S2, -0.875 / S2],
+        -(1.2 * 0.625 + 3 * -0.375 + 2 * 1.2 * 1.125 + 2 * -0.875) / S2 / 8,
+    ),
+    "gspo": ([A1, -A1, A3, -A3], -(1.0004 * A1 - A1 + 1.0004 * A3 - A3) / 4),
+    "cispo": ([A1, -A1, A3, -A3], (2 * A1 - 3 * A1 + 2 * 2 * A3 - 2 * A3) / 8),
+}
+"""Advantages, and the loss where the first rollout of each group has importance ratio 2, the second 1, and every
+logprob is -1. Completions have 1, 3, 2 and 2 tokens."""
+
+
+@pytest.mark.parametrize("name", HAND_WORKED)
+def test_published_variants_by_hand(name: str) -> None:
+    algo = algorithm(name)
+    advantages, expected = HAND_WORKED[name]
+    samples = samples_of(algo, groups())
+    for sample, advantage in zip(samples, advantages, strict=True):
+        found = sample.advantages[sample.loss_mask]
+        torch.testing.assert_close(found, torch.full_like(found, advantage), rtol=1e-5, atol=1e-6)
+    batch = batch_of(algo, samples, old_logprobs=per_rollout(samples, [-1 - LN2, -1, -1 - LN2, -1]))
+    logprobs = torch.where(batch.loss_mask, -1.0, torch.nan)
+    loss = algo.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+def test_every_variant_is_hand_worked() -> None:
+    assert set(HAND_WORKED) | {"sft"} == set(ALGORITHMS)
+
+
+VARIANTS = {
+    **{name: {"name": name} for name in HAND_WORKED},
+    "kl_and_entropy": {"kl": {"coef": 0.1}, "entropy_coef": 0.01},
+    "tis": {"rollout_correction": {"kind": "tis"}},
+    "sequence_icepop": {"rollout_correction": {"kind": "icepop", "level": "sequence", "low": 0.2}},
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_loss_and_gradients_do_not_depend_on_micro_batches(case: str) -> None:
+    """All four documents in one pack, in two packs another way round, and one by one."""
+    torch.manual_seed(0)
+    config = GRPOConfig(**VARIANTS[case])
+    algo = PolicyAlgorithm(config, max_tokens=10)
+    samples = samples_of(algo, groups())
+    weights = algo.loss_weights(samples)
+    new, old, ref = ([torch.randn(len(s), dtype=torch.float64) * 0.3 - 1 for s in samples] for _ in range(3))
+    results = []
+    for plan in ([[0, 1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1]]):
+        leaves = [x.clone().requires_grad_() for x in new]
+        total = torch.zeros((), dtype=torch.float64)
+        for members in plan:
+            batch = pack([samples[i] for i in members], [weights[i] for i in members])
+            batch = dataclasses.replace(
+                batch,
+                old_logprobs=torch.cat([old[i] for i in members]),
+                ref_logprobs=torch.cat([ref[i] for i in members]),
+            )
+            logprobs = torch.cat([leaves[i] for i in members])
+            total = total + algo.loss()(logprobs, logprobs.square(), batch, slice(None))
+        results.append([total.detach(), *torch.autograd.grad(total, leaves)])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-9, atol=1e-12)
+    assert sum(grad.abs().sum() for grad in results[0][1:]) > 0
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_rows_of_a_batch_add_up_and_the_gradient_is_exact(case: str) -> None:
+    torch.manual_seed(1)
+    algo = PolicyAlgorithm(GRPOConfig(**VARIANTS[case]), max_tokens=10)
+    samples = samples_of(algo, groups())
+    slots = sum(len(s) for s in samples)
+    old, ref = torch.randn(2, slots, dtype=torch.float64) * 0.3 - 1
+    batch = batch_of(algo, samples, old_logprobs=old, ref_logprobs=ref)
+    loss = algo.loss()
+    logprobs = (old + 0.1 * torch.randn(slots, dtype=torch.float64)).requires_grad_()
+    whole = loss(logprobs, logprobs, batch, slice(None))
+    trained = batch.loss_mask.nonzero()[:, 0]
+    picked = loss(logprobs[trained], logprobs[trained], batch, trained)
+    torch.testing.assert_close(picked, whole)
+    if loss.separable:
+        parts = [loss(logprobs[r], logprobs[r], batch, r) for r in (slice(0, 5), slice(5, slots))]
+        torch.testing.assert_close(sum(parts), whole)
+    if case != "cispo":  # its weight is detached, so its value does not say what its gradient is
+        assert torch.autograd.gradcheck(lambda x: loss(x, x, batch, slice(None)), logprobs)
+
+
+def test_on_policy_is_minus_the_weighted_advantage_and_its_gradient() -> None:
+    algo = algorithm("dapo")
+    batch = batch_of(algo, samples_of(algo, groups()))
+    logprobs = torch.where(batch.loss_mask, -1.0, 0.0).requires_grad_()
+    loss = algo.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    assert loss.item() == pytest.approx(-(A1 - 3 * A1 + 2 * A3 - 2 * A3) / 8, rel=1e-5)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -batch.advantages * batch.loss_weights)
+
+
+def test_overlong_is_listed_and_counted() -> None:
+    """max_tokens 10, buffer 4, penalty 2: from 6 tokens on; 8 tokens cost 1, 10 cost 2."""
+    algo = algorithm(overlong={"buffer_tokens": 4, "penalty": 2.0})
+    shaped = algo.shape(groups(lengths=((6, 8), (10, 1))))
+    rewards = [(r.reward, r.rewards) for group in shaped for r in group.rollouts]
+    assert rewards == [
+        (1.0, {"task": 1.0, "overlong": 0.0}),
+        (-1.0, {"task": 0.0, "overlong": -1.0}),
+        (1.0, {"task": 3.0, "overlong": -2.0}),
+        (1.0, {"task": 1.0, "overlong": 0.0}),
+    ]
+    assert not algo.samples(shaped)[2].advantages.any()
+    with pytest.raises(TrainError, match="call shape before samples"):
+        algo.samples(groups())
+    with pytest.raises(ConfigError, match="buffer_tokens = 11 exceeds max_tokens = 10"):
+        algorithm(overlong={"buffer_tokens": 11})
+
+
+def kl_inputs() -> list[Tensor]:
+    """Reference logprobs -1.5 on trained tokens, where the rollout's are -1: k1 is 0.5 per token."""
+    return [
+        torch.where(sample.loss_mask, torch.tensor(-1.5), torch.nan) for sample in rollout_samples(groups())
+    ]
+
+
+def test_kl_in_the_reward_of_a_sequence() -> None:
+    """rewards 1 - .1, 0 - .3, 3 - .2, 1 - .2 with coef 0.2; RLOO compares them."""
+    algo = algorithm("rloo", kl={"coef": 0.2, "estimator": "k1", "place": "reward"})
+    assert algo.needs_ref and algo.ref_in_reward
+    shaped = algo.shape(groups(), ref_logprobs=kl_inputs())
+    assert [r.rewards["kl"] for g in shaped for r in g.rollouts] == pytest.approx([-0.1, -0.3, -0.2, -0.2])
+    samples = algo.samples(shaped, ref_logprobs=kl_inputs())
+    assert [s.advantages[1].item() for s in samples] == pytest.approx([1.2, -1.2, 2.0, -2.0])
+    with pytest.raises(TrainError, match="ref_logprobs of all 4 rollouts, got none"):
+        algo.shape(groups())
+
+
+def test_kl_in_the_reward_of_a_token() -> None:
+    """REINFORCE++: a token pays for its own KL and that of the tokens after it, then all are whitened."""
+    algo = algorithm("reinforce++", kl={"coef": 0.2, "estimator": "k1", "place": "reward"})
+    shaped = algo.shape(groups(), ref_logprobs=kl_inputs())
+    samples = algo.samples(shaped, ref_logprobs=kl_inputs())
+    returns = torch.tensor([0.9, -0.3, -0.2, -0.1, 2.8, 2.9, 0.8, 0.9])
+    expected = (returns - returns.mean()) / (returns.std() + 1e-4)
+    found = torch.cat([s.advantages[s.loss_mask] for s in samples])
+    torch.testing.assert_close(found, expected)
+
+
+def test_dynamic_sampling_keeps_groups_with_a_difference() -> None:
+    equal, different = groups(rewards=((1.0, 1.0), (0.0, 1.0)))
+    assert [algorithm("dapo").keep(g) for g in (equal, different)] == [False, True]
+    assert algorithm("grpo").keep(equal)
+
+
+def test_groups_that_lost_rollouts() -> None:
+    sampled = groups()
+    sampled[1] = dataclasses.replace(sampled[1], rollouts=sampled[1].rollouts[1:])
+    samples = samples_of(algorithm(), sampled)
+    assert [s.sample_id for s in samples] == [0, 1, 2]
+    torch.testing.assert_close(samples[1].advantages[1], torch.tensor(-A1))
+    assert not samples[2].advantages.any()
+    assert samples_of(algorithm("reinforce++"), []) == []
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ({"kind": "tis"}, [2.0, 1.0, 2.0, 1.0]),
+        ({"kind": "mask"}, [0.0, 1.0, 2.0, 1.0]),
+        ({"kind": "icepop", "level": "sequence", "low": 0.5, "high": 4.5}, [3.0, 1.0, 4.0, 1.0]),
+        ({"kind": "mask", "level": "sequence"}, [0.0, 1.0, 0.0, 1.0]),
+    ],
+)
+def test_rollout_correction_by_hand(correction: dict[str, object], expected: list[float]) -> None:
+    """old / rollout is 3 for the token of document 0, 2 for both tokens of document 2 (4 as a sequence)."""
+    algo = algorithm("rloo", rollout_correction=correction)
+    samples = samples_of(algo, groups())
+    old = per_rollout(samples, [-1 + math.log(3), -1.0, -1 + LN2, -1.0])
+    batch = batch_of(algo, samples, old_logprobs=old)
+    logprobs = old.clone().requires_grad_()
+    loss = algo.loss()
+    loss(logprobs, logprobs, batch, slice(None)).backward()
+    expected_grad = torch.where(
+        batch.loss_mask,
+        -batch.advantages * batch.loss_weights * per_rollout(samples, expected),
+        0.0,
+    )
+    torch.testing.assert_close(logprobs.grad, expected_grad)
+    assert loss.separable == ("level" not in correction)
+
+
+def test_kl_in_the_loss_needs_the_reference() -> None:
+    algo = algorithm(kl={"coef": 0.5, "estimator": "k2"})
+    samples = samples_of(algo, groups())
+    batch = batch_of(algo, samples)
+    logprobs = torch.where(batch.loss_mask, -1.0, 0.0)
+    with pytest.raises(TrainError, match="no ref_logprobs"):
+        algo.loss()(logprobs, logprobs, batch, slice(None))
+    plain = algorithm().loss()(logprobs, logprobs, batch, slice(None))
+    batch = dataclasses.replace(batch, ref_logprobs=per_rollout(samples, [-1.0, -3.0, -1.0, -1.0]))
+    found = algo.loss()(logprobs, logprobs, batch, slice(None))
+    assert (found - plain).item() == pytest.approx(0.5 * (2**2 / 2) / 4)
+
+
+def test_metrics_by_hand() -> None:
+    """Ratios 2, 1/2, 2, 1 on 1, 3, 2, 2 tokens; old - rollout is ln 2, 0, 0, -ln 2."""
+    algo = algorithm(rollout_correction={"kind": "mask", "high": 1.5}, kl={"coef": 0.1, "estimator": "k1"})
+    samples = samples_of(algo, groups())
+    old = per_rollout(samples, [-1 + LN2, -1.0, -1.0, -1 - LN2])
+    batch = batch_of(
+        algo, samples, old_logprobs=old, ref_logprobs=per_rollout(samples, [-2.0, -2.0, -2.0, -2.0])
+    )
+    new = old + per_rollout(samples, [LN2, -LN2, LN2, 0.0])
+    stats = StepStats(losses=[], logprobs=[new], entropy=[per_rollout(samples, [1.0, 2.0, 3.0, 4.0])])
+    found = algo.metrics([batch], stats)
+    expected = {
+        "entropy": (1 + 6 + 6 + 8) / 8,
+        "clip_fraction_low": 3 / 8,
+        "clip_fraction_high": 3 / 8,
+        "importance_ratio_mean": (2 + 1.5 + 4 + 2) / 8,
+        "importance_ratio_max": 2.0,
+        "kl_old": (3 * (1 - LN2) + 3 * (-0.5 + LN2)) / 8,
+        "logprob_gap_mean": 3 * LN2 / 8,
+        "logprob_gap_p99": LN2,
+        "logprob_gap_max": LN2,
+        "logprob_gap_k1": LN2 / 8,
+        "logprob_gap_k3": ((1 - LN2) + 2 * (-0.5 + LN2)) / 8,
+        "rollout_is_weight_mean": (0 + 3 + 2 + 1) / 8,
+        "rollout_is_weight_max": 1.0,
+        "rollout_masked_share": 1 / 8,
+        "kl_ref": (1 + 2 * LN2 + 3 * (1 - LN2) + 2 * (1 + LN2) + 2 * (1 - LN2)) / 8,
+    }
+    assert found == pytest.approx(expected, rel=1e-5)
+    split = [pack([s], algo.loss_weights([s])) for s in samples[:2]]
+    none_trained = dataclasses.replace(split[0], loss_mask=torch.zeros_like(split[0].loss_mask))
+    empty = StepStats(losses=[], logprobs=[new[:3]], entropy=[new[:3]])
+    assert algo.metrics([none_trained], empty) == {}
+
+
+def test_an_unresolved_config_is_refused() -> None:
+    with pytest.raises(ConfigError, match="resolved"):
+        PolicyLoss(GRPOConfig())
