@@ -113,7 +113,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
         auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
     )
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(ModelError, match="model.trust_remote_code = true"):
+    with pytest.raises(ModelError, match=r"model\.trust_remote_code = true"):
         load(folder)
     assert not (tmp_path / "ran").exists()
 

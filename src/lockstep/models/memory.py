@@ -130,9 +130,7 @@ def plan_memory(run: RunConfig, *, device: torch.device) -> MemoryPlan:
         tokens = run.train.token_budget
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
-        MemoryPart(
-            name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""
-        ),
+        MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
         *train_parts(
             shape, run.train, tokens=tokens, micro_batches=micro_batches, device=kind, ref=_has_ref(run)
         ),
@@ -182,8 +180,13 @@ def train_parts(
     )
     sizes = [
         ("parameters", shape.parameters * b, "always", smaller),
-        ("reference model", shape.parameters * b * (ref and not shape.lora), "always", "algorithm.kl.coef =
-        0"), ("float32 master weights", 4 * trained * (b < 4 or offloaded), place, optimizer),
+        (
+            "reference model",
+            shape.parameters * b * (ref and not shape.lora),
+            "always",
+            "algorithm.kl.coef = 0",
+        ),
+        ("float32 master weights", 4 * trained * (b < 4 or offloaded), place, optimizer),
         ("optimizer states", states * trained, place, optimizer),
         # On a CPU the float32 sums are kept from step to step.
         (
@@ -248,8 +251,9 @@ def explain_oom(parts: Sequence[MemoryPart], *, before: Sequence[MemoryPart] = (
     return f"{what}; to make it smaller, change {part.setting}"
 
 
-def advice(module: nn.Module, train: TrainConfig, *, tokens: int, micro_batches: int, ref: bool = False) ->
-str:
+def advice(
+    module: nn.Module, train: TrainConfig, *, tokens: int, micro_batches: int, ref: bool = False
+) -> str:
     """What to say when training of a loaded model ran out of memory.
 
     Args:
@@ -260,8 +264,10 @@ str:
         module_shape(module), train, tokens=tokens, micro_batches=micro_batches, device=device, ref=ref
     )
     on_device = [part for part in parts if part.phase in ("always", "train")]
-    listed = ", ".join(f"{p.name} {gib(p.bytes)}" for p in sorted(on_device, key=lambda p: -p.bytes) if
-    p.bytes) return f"{explain_oom(on_device)}. Estimated: {listed}"
+    listed = ", ".join(
+        f"{p.name} {gib(p.bytes)}" for p in sorted(on_device, key=lambda p: -p.bytes) if p.bytes
+    )
+    return f"{explain_oom(on_device)}. Estimated: {listed}"
 
 
 def module_shape(module: nn.Module) -> ModelShape:
@@ -374,8 +380,9 @@ def _forward_sizes(
         ("logits of one chunk", rows * shape.vocab * per_logit, "train", "model.name (its vocabulary)"),
     ]
     if rows < tokens and not shape.lora:
-        sizes.append(("head gradient, float32", 4 * shape.vocab * shape.hidden, "train", "model.name (its
-        vocabulary)"))
+        sizes.append(
+            ("head gradient, float32", 4 * shape.vocab * shape.hidden, "train", "model.name (its vocabulary)")
+        )
     return sizes
 
 
