@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from lockstep.engine import cached_attention
 from lockstep.engine.cache import SampleCache
 from lockstep.engine.packed_linear import PackedLinears
+from lockstep.models.heads import head_of
+from lockstep.models.load import share_parameters
 
 
 class Skeleton:
@@ -18,17 +19,10 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         cached_attention.register()
-        shared = {id(t): t for t in (*module.parameters(), *module.buffers())}
-        self.module: Any = copy.deepcopy(module, memo=dict(shared)).eval()
-        config = self.module.config
-        config._attn_implementation = cached_attention.IMPLEMENTATION
+        self.module: Any = share_parameters(module, attention=f"hf:{cached_attention.IMPLEMENTATION}")
         self._decoder = self.module.get_decoder()
-        self._head = self.module.get_output_embeddings()
-        text = config.get_text_config()
-        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
-        self._scale = float(getattr(text, "logit_scale", None) or 1.0) / float(
-            getattr(text, "logits_scaling", None) or 1.0
-        )
+        self._output = self.module.get_output_embeddings()
+        self._head = head_of(self.module)
         self.linears = PackedLinears(self.module)
         self.vocab_size: int = self._head.weight.shape[0]
 
@@ -49,9 +43,9 @@ class Skeleton:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, V] of [R, C], in the compute dtype unless the model scales or caps its logits (then float32)."""
-        logits: Tensor = self._head(hidden)
-        if self._scale != 1.0:
-            logits = logits.float() * self._scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits.float() / self._softcap) * self._softcap
+        logits: Tensor = self._output(hidden)
+        if self._head.logit_scale != 1.0:
+            logits = logits.float() * self._head.logit_scale
+        if self._head.softcap is not None:
+            logits = torch.tanh(logits.float() / self._head.softcap) * self._head.softcap
         return logits
