@@ -81,7 +81,10 @@ class LocalBackend:
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         if config.activation_checkpointing:
             # Only in train mode, so neither logprobs nor an engine that shares the module is checkpointed.
-            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            # In older transformers it goes by the older name only.
+            name = "activation_checkpointing_enable"
+            enable = getattr(self.module, name, None) or self.module.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         self._compile_watch = self._compile() if config.execution == "compile" else None
 
     def _frozen_copy(self) -> nn.Module:
@@ -214,19 +217,11 @@ class LocalBackend:
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
-            batch, count = batches[index], len(batches)
-            said = str(error)
-            what = advice(
-                self.module,
-                self.config,
-                tokens=batch.num_slots,
-                micro_batches=count,
-                ref=self._ref is not None,
-            )
+            tokens, count, ref = batches[index].num_slots, len(batches), self._ref is not None
+            what = advice(self.module, self.config, tokens=tokens, micro_batches=count, ref=ref)
             raise TrainError(
-                f"step {self.steps_done}, micro-batch {index} of {count}: out of memory with {batch.num_slots} "
-                f"token slots in {len(batch.sample_ids)} documents of at most {batch.max_seqlen}; {what}. No weight "
-                f"was changed. torch says: {said}"
+                f"step {self.steps_done}, micro-batch {index} of {count}: out of memory with {tokens} token "
+                f"slots; {what}. No weight was changed. torch says: {error}"
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:

@@ -52,8 +52,8 @@ def trained_parameters(module: nn.Module) -> list[NamedParameter]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A contiguous run of one parameter's elements, as flat views."""
+class Piece:
+    """A contiguous run of one parameter's elements, counted as if it were flat."""
 
     index: int
     start: int
@@ -62,6 +62,9 @@ class _Piece:
 
 class MasterOptimizer:
     """Base: masters, buckets, the cast back. A subclass updates the masters of one bucket."""
+
+    splits = True
+    """Whether a large parameter may be updated in several pieces."""
 
     def __init__(self, parameters: Sequence[NamedParameter], *, config: TrainConfig) -> None:
         self.config = config
@@ -97,9 +100,9 @@ class MasterOptimizer:
         if self.offloaded:
             self._to_device(local)
 
-    def _buckets(self, gradients: Sequence[Tensor | None], decay: bool) -> Iterator[list[_Piece]]:
+    def _buckets(self, gradients: Sequence[Tensor | None], decay: bool) -> Iterator[list[Piece]]:
         limit = _BUCKET_ELEMENTS.get(self.device.type, _BUCKET_ELEMENTS["cuda"])
-        bucket: list[_Piece] = []
+        bucket: list[Piece] = []
         filled = 0
         for index, (named, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if gradient is None or named.decay != decay:
@@ -107,17 +110,17 @@ class MasterOptimizer:
             self._begin(index)
             start, total = 0, gradient.numel()
             while start < total:
-                stop = min(total, start + limit - filled)
-                bucket.append(_Piece(index, start, stop))
+                stop = min(total, start + limit - filled) if self.splits else total
+                bucket.append(Piece(index, start, stop))
                 filled += stop - start
                 start = stop
-                if filled == limit:
+                if filled >= limit:
                     yield bucket
                     bucket, filled = [], 0
         if bucket:
             yield bucket
 
-    def _cast(self, bucket: Sequence[_Piece]) -> None:
+    def _cast(self, bucket: Sequence[Piece]) -> None:
         """Write the Parameters from their masters: the one cast of the step."""
         pairs = [(self.parameters[p.index].parameter, self.masters[p.index], p) for p in bucket]
         apart = [(t, m, p) for t, m, p in pairs if t.data_ptr() != m.data_ptr()]
@@ -173,7 +176,7 @@ class MasterOptimizer:
 
     def _update(
         self,
-        bucket: Sequence[_Piece],
+        bucket: Sequence[Piece],
         gradients: list[Tensor],
         *,
         lr: float,
@@ -198,7 +201,7 @@ class AdamW(MasterOptimizer):
 
     def _update(
         self,
-        bucket: Sequence[_Piece],
+        bucket: Sequence[Piece],
         gradients: list[Tensor],
         *,
         lr: float,
@@ -245,7 +248,7 @@ class SGD(MasterOptimizer):
 
     def _update(
         self,
-        bucket: Sequence[_Piece],
+        bucket: Sequence[Piece],
         gradients: list[Tensor],
         *,
         lr: float,
@@ -281,5 +284,5 @@ def make_optimizer(parameters: Sequence[NamedParameter], *, config: TrainConfig)
     return {"adamw": AdamW, "sgd": SGD}[config.optimizer](parameters, config=config)
 
 
-def _flat(tensor: Tensor, piece: _Piece) -> Tensor:
+def _flat(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor.view(-1)[piece.start : piece.stop]
