@@ -159,7 +159,7 @@ def _end_at_special(tokenizer: Any, ids: list[int], trained: list[bool]) -> list
 
 
 def _ended(chat: ChatFormat, document: Document) -> Document:
-    """The document, with a trained eos behind its last trained token unless a special token ends it already."""
+    """The document, with a trained eos behind its last trained token, unless a special token ends it."""
     last = max((t for t, mark in enumerate(document.trained) if mark), default=None)
     if last is None:
         return document

@@ -73,14 +73,15 @@ class RewardSet:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._process = VerifierProcess()
-        given = {f"function:{_function_name(f)}": f for f in functions}
-        self._configs = tuple(RewardConfig(name=name) for name in given) or tuple(configs)
-        self._names = _numbered([config.name.removeprefix("function:") for config in self._configs])
+        if functions:
+            self._configs = tuple(RewardConfig(name=_function_name(f)) for f in functions)
+        else:
+            self._configs = tuple(configs)
+        self._names = _numbered([config.name for config in self._configs])
+        values = functions or [None] * len(self._configs)
         self._scorers = [
-            _user_scorer(config, given[config.name])
-            if config.name in given
-            else self._scorer(config, name, search_paths)
-            for config, name in zip(self._configs, self._names, strict=True)
+            self._scorer(config, name, search_paths) if value is None else _user_scorer(config, value)
+            for config, name, value in zip(self._configs, self._names, values, strict=True)
         ]
 
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored | None]:
