@@ -237,7 +237,7 @@ def support_rows() -> Iterator[dict[str, str]]:
         yield {"status": entry.status, **axes, "note": note, "tested": entry.tested}
 
 
-def tested_cells(test: str) -> Iterator[dict[str, str]]:
+def cells_tested_by(test: str) -> Iterator[dict[str, str]]:
     """Every cell that the test file `test` must cover: what the parity tests are generated from."""
     for entry in TABLE:
         if entry.tested == test:

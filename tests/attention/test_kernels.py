@@ -1,0 +1,122 @@
+import pytest
+import torch
+
+from lockstep import attention
+from lockstep.attention.masks import dense_mask, document_ids
+from lockstep.errors import ConfigError, TrainError
+
+LENGTHS = (5, 1, 7, 3)
+CU = torch.tensor([0, 5, 6, 13, 16, 16], dtype=torch.int32)
+
+
+def inputs(heads=4, kv_heads=2, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, heads, 8), (16, kv_heads, 8), (16, kv_heads, 8)]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes
+    ]
+
+
+def slow(q, k, v, *, window, scale):
+    """One query, one head at a time, straight from the definition."""
+    rows = []
+    for end, length in zip((5, 6, 13, 16), LENGTHS, strict=True):
+        for t in range(end - length, end):
+            first = end - length if window is None else max(end - length, t - window + 1)
+            heads = []
+            for n in range(q.shape[1]):
+                kv = n // (q.shape[1] // k.shape[1])
+                weights = (k[first : t + 1, kv] @ q[t, n] * scale).softmax(0)
+                heads.append(weights @ v[first : t + 1, kv])
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def run(kernel, q, k, v, *, lengths=LENGTHS, scale=None, window=None):
+    return attention.KERNELS[kernel](
+        q, k, v, cu_seqlens=CU, max_seqlen=7, lengths=lengths, scale=scale, window=window
+    )
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, None])
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
+def test_equals_the_definition(kernel, kv_heads, window, lengths):
+    q, k, v = inputs(kv_heads=kv_heads)
+    out = run(kernel, q, k, v, lengths=lengths, scale=0.3, window=window)
+    reference = slow(q, k, v, window=window, scale=0.3)
+    torch.testing.assert_close(out, reference, rtol=0, atol=1e-12)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((out * direction).sum(), (q, k, v))
+    theirs = torch.autograd.grad((reference * direction).sum(), (q, k, v))
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_forward_equals_the_definition(window):
+    q, k, v = (x.detach().float() for x in inputs())
+    out = run("flex", q, k, v, window=window)
+    torch.testing.assert_close(out, slow(q, k, v, window=window, scale=8**-0.5), rtol=0, atol=1e-6)
+
+
+def test_flex_refuses_gradients_on_a_cpu():
+    q, k, v = inputs(dtype=torch.float32)
+    with pytest.raises(TrainError, match=r"no backward on a CPU.*train.attention = 'sdpa'"):
+        run("flex", q, k, v)
+
+
+def test_default_scale_is_the_head_dim():
+    q, k, v = inputs()
+    for kernel in ("sdpa", "varlen"):
+        torch.testing.assert_close(run(kernel, q, k, v), slow(q, k, v, window=None, scale=8**-0.5))
+
+
+def test_bfloat16_error_is_one_rounding():
+    """The CPU kernels compute in float32 and round once: half an ulp (2 ** -9 relative), no more."""
+    q, k, v = inputs(dtype=torch.bfloat16)
+    exact = slow(*(x.double() for x in (q, k, v)), window=None, scale=8**-0.5)
+    for kernel in ("sdpa", "varlen"):
+        out = run(kernel, q, k, v)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_cpu_reference_leaves_uncovered_rows_and_registers_once():
+    attention.enable_cpu_reference()
+    attention.enable_cpu_reference()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CPU")
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="document of 7 tokens exceeds max_seqlen 6"):
+        attention.KERNELS["varlen"](
+            q, k, v, cu_seqlens=CU, max_seqlen=6, lengths=None, scale=None, window=None
+        )
+
+
+def test_reference_never_replaces_a_kernel(monkeypatch):
+    from lockstep.attention import cpu_reference
+    from lockstep.errors import ModelError
+
+    attention.enable_cpu_reference()
+    monkeypatch.setattr(cpu_reference, "_library", None)  # as if these kernels were torch's own
+    with pytest.raises(ModelError, match="already has CPU kernels"):
+        cpu_reference.enable_cpu_reference()
+
+
+def test_document_ids_and_mask():
+    ids = document_ids(torch.tensor([0, 2, 2, 4, 4], dtype=torch.int32), 4)
+    assert ids.tolist() == [0, 0, 2, 2]
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert dense_mask(ids[None], window=None).int().tolist() == [[expected]]
+    assert dense_mask(ids[None], window=1).int()[0, 0].tolist() == torch.eye(4).int().tolist()
+
+
+def test_names():
+    assert attention.implementation("varlen") == "lockstep_varlen"
+    assert attention.implementation("hf:flash_attention_2") == "flash_attention_2"
+    assert attention.kernel_of("lockstep_sdpa") == "sdpa" and attention.kernel_of("sdpa") == "hf:sdpa"
+    assert attention.label("varlen", torch.device("cpu")) == "varlen (cpu reference)"
+    assert attention.label("varlen", torch.device("cuda")) == "varlen"
+    with pytest.raises(ConfigError, match="'varlem'; did you mean 'varlen'"):
+        attention.implementation("varlem")

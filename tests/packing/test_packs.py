@@ -1,0 +1,122 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.errors import DataError
+from lockstep.packing import Bucket, buckets_for, pack, plan_micro_batches
+from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, TrainSample
+
+
+def sample(ids, mask=None, sample_id=0):
+    mask = [True] * (len(ids) - 1) + [False] if mask is None else mask
+    return TrainSample(token_ids=torch.tensor(ids), loss_mask=torch.tensor(mask), sample_id=sample_id)
+
+
+def samples_of(lengths):
+    return [sample(list(range(1, n + 1)), sample_id=i) for i, n in enumerate(lengths)]
+
+
+def ones(samples):
+    return [torch.ones(len(s)) for s in samples]
+
+
+def test_the_example_of_the_schema():
+    samples = [sample([5, 6, 7, 8, 2], [False, True, True, True, False], 7), sample([9, 10], sample_id=3)]
+    weights = [torch.full((5,), 0.5), torch.full((2,), 0.25)]
+    batch = pack(samples, weights, bucket=Bucket(tokens=8, documents=4, max_seqlen=5))
+    assert type(batch) is PackedBatch
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 2, 9, 10, 0]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+    assert batch.cu_seqlens.tolist() == [0, 5, 7, 8, 8] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.labels.tolist() == [6, 7, 8, 2, -100, 10, -100, -100]
+    assert batch.loss_mask.tolist() == [False, True, True, True, False, True, False, False]
+    assert batch.loss_weights.tolist() == [0, 0.5, 0.5, 0.5, 0, 0.25, 0, 0]
+    assert (batch.lengths, batch.sample_ids, batch.max_seqlen) == ((5, 2, 1), (7, 3), 5)
+    assert [x.tolist() for x in batch.split(batch.token_ids)] == [[5, 6, 7, 8, 2], [9, 10]]
+
+
+def test_without_a_bucket_there_is_no_tail():
+    batch = pack(samples_of([3, 2]), ones(samples_of([3, 2])))
+    assert (batch.num_slots, batch.max_seqlen, batch.lengths) == (5, 3, (3, 2))
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+
+
+def test_tail_is_split_into_documents_of_max_seqlen():
+    batch = pack(samples_of([3]), ones(samples_of([3])), bucket=Bucket(tokens=12, documents=5, max_seqlen=4))
+    assert batch.lengths == (3, 4, 4, 1)
+    assert batch.cu_seqlens.tolist() == [0, 3, 7, 11, 12, 12]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_policy_samples_make_a_policy_batch():
+    first = PolicySample(
+        token_ids=torch.tensor([1, 2]),
+        loss_mask=torch.tensor([True, False]),
+        rollout_logprobs=torch.tensor([-0.5, 0.0]),
+        advantages=torch.tensor([2.0, 0.0]),
+    )
+    batch = pack([first], [torch.ones(2)], bucket=Bucket(tokens=3, documents=2, max_seqlen=2))
+    assert type(batch) is PolicyBatch
+    assert batch.rollout_logprobs.tolist() == [-0.5, 0, 0] and batch.advantages.tolist() == [2, 0, 0]
+    with pytest.raises(DataError, match="all of one type"):
+        pack([first, sample([1, 2])], [torch.ones(2)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "message"),
+    [
+        (Bucket(tokens=6, documents=9, max_seqlen=4), "7 tokens exceed"),
+        (Bucket(tokens=8, documents=9, max_seqlen=3), "document of 4 tokens exceeds max_seqlen"),
+        (Bucket(tokens=8, documents=2, max_seqlen=4), "2 documents and 1 for the padded tail"),
+    ],
+)
+def test_overflow_is_an_error(bucket, message):
+    with pytest.raises(DataError, match=message):
+        pack(samples_of([4, 3]), [torch.ones(4), torch.ones(3)], bucket=bucket)
+
+
+def test_an_empty_sample_is_named():
+    empty = TrainSample(
+        token_ids=torch.zeros(0, dtype=torch.int64), loss_mask=torch.zeros(0, dtype=torch.bool), sample_id=9
+    )
+    with pytest.raises(DataError, match="sample 9 is empty"):
+        pack([empty], [torch.zeros(0)])
+
+
+def test_buckets_are_quarters_of_the_budget():
+    buckets = buckets_for(token_budget=10112, max_seqlen=2048, max_documents=32)
+    assert [(b.tokens, b.documents) for b in buckets] == [(2560, 34), (5056, 35), (7616, 36), (10112, 37)]
+    assert [b.tokens for b in buckets_for(token_budget=1000, max_seqlen=600, max_documents=4)] == [768, 1000]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40),
+    static=st.booleans(),
+    layout=st.sampled_from(["packed", "padded"]),
+    limit=st.none() | st.integers(1, 10),
+)
+def test_plan_loses_nothing_and_covers_every_slot(lengths, static, layout, limit):
+    samples = samples_of(lengths)
+    batches = plan_micro_batches(
+        samples, ones(samples), token_budget=256, static_capacity=static, layout=layout, max_documents=limit
+    )
+    assert sorted(i for b in batches for i in b.sample_ids) == list(range(len(lengths)))
+    for batch in batches:
+        assert sum(batch.lengths) == batch.num_slots == batch.cu_seqlens[-1] <= 256
+        assert max(batch.lengths) <= batch.max_seqlen
+        assert limit is None or len(batch.sample_ids) <= limit
+        for index, ids in zip(batch.sample_ids, batch.split(batch.token_ids), strict=True):
+            assert torch.equal(ids, samples[index].token_ids)
+        if layout == "padded":
+            assert len(batch.sample_ids) * batch.max_seqlen <= 256
+    assert sum(int(b.loss_mask.sum()) for b in batches) == sum(lengths) - len(lengths)
+    if static:
+        assert len({(b.num_slots, b.cu_seqlens.shape, b.max_seqlen) for b in batches}) <= 4
+
+
+def test_plan_refuses_a_document_beyond_the_runs_longest():
+    samples = samples_of([3, 9])
+    with pytest.raises(DataError, match="sample 1 has 9 tokens, more than max_seqlen = 8"):
+        plan_micro_batches(samples, ones(samples), token_budget=64, static_capacity=True, max_seqlen=8)
