@@ -64,7 +64,7 @@ def test_the_verifier_judges_the_configured_part() -> None:
     answer = row["answer"]
     text = RewardSet([RewardConfig()])
     last = RewardSet([RewardConfig(answer="last_number")])
-    said = sample(f"So 77 it is not, but {answer}.", row)
+    said = sample(f"So 77 it is not but {answer}", row)
     # The task itself gives partial credit to a text that contains the answer: the share of its length.
     share = len(answer) / len(said.completion)
     assert totals(text, [sample(f" {answer}\n", row), said]) == [1.0, pytest.approx(share)]
@@ -78,8 +78,8 @@ def test_the_verifier_judges_the_configured_part() -> None:
 def test_partial_credit_is_not_strictly_right() -> None:
     row = gym_row("prime_factorization")
     rewards = RewardSet([RewardConfig()])
-    assert totals(rewards, [sample("1 × 1", row)]) == [0.01]
-    assert rewards.strict(row, "1 × 1") is False and rewards.strict(row, row["answer"]) is True
+    assert totals(rewards, [sample("1 \u00d7 1", row)]) == [0.01]
+    assert rewards.strict(row, "1 \u00d7 1") is False and rewards.strict(row, row["answer"]) is True
 
 
 def test_junk_that_a_verifier_cannot_parse_scores_0_and_is_counted() -> None:
@@ -94,7 +94,7 @@ def test_a_broken_row_is_an_error_and_no_junk() -> None:
     with pytest.raises(
         RewardError, match=r"'verifier' on row 17, rollout 0 .*VerifierFailure: ValueError"
     ) as info:
-        RewardSet([RewardConfig()]).score([sample("2 × 3", row)])
+        RewardSet([RewardConfig()]).score([sample("2 \u00d7 3", row)])
     assert type(info.value.__cause__).__name__ == "VerifierFailure"
 
 
@@ -261,7 +261,10 @@ def test_drop_leaves_the_rollout_out_and_counts_it(module: Callable[[str], str])
 
 
 @pytest.mark.parametrize("kind", ["sync", "patient", "blocking"])
-def test_a_reward_that_never_returns(module: Callable[[str], str], kind: str) -> None:
+def test_a_reward_that_never_returns(
+    module: Callable[[str], str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.rollout.calls.LOOP_GRACE_SECONDS", 0.5)
     name = module(
         "import asyncio, time\n"
         "def sync(prompt, completion, row): time.sleep(1000 if completion == 'bad' else 0); return 1\n"
@@ -276,7 +279,7 @@ def test_a_reward_that_never_returns(module: Callable[[str], str], kind: str) ->
     assert totals(rewards, [sample("good"), sample("bad")]) == expected
     if kind != "blocking":
         assert totals(rewards, [sample("bad"), sample("good")]) == [None, 1.0]
-    assert time.monotonic() - start < 9
+    assert time.monotonic() - start < 5
 
 
 def test_ctrl_c_interrupts_a_reward(tmp_path: Path) -> None:

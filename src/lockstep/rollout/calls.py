@@ -16,7 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 Call = Callable[[], Any]
-Outcome = float | BaseException
+
+LOOP_GRACE_SECONDS = 5.0
+"""What a batch of async calls may take beyond its calls' own limits before the loop counts as blocked."""
 
 
 class CallThread:
@@ -73,17 +75,17 @@ class LoopThread:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="reward-async", daemon=True).start()
-        rounds = -(-len(calls) // concurrency)
+        limit = -(-len(calls) // concurrency) * timeout + LOOP_GRACE_SECONDS
         future = asyncio.run_coroutine_threadsafe(_gather(calls, timeout, concurrency), self._loop)
         try:
-            return future.result(timeout=rounds * timeout + 5.0)
+            return future.result(timeout=limit)
         except BaseException as error:
             future.cancel()
             if isinstance(error, TimeoutError):
                 self._loop = None
                 raise TimeoutError(
                     f"blocks the event loop: {len(calls)} calls were not done after "
-                    f"{rounds * timeout + 5.0:g} s; "
+                    f"{limit:g} s; "
                     "await inside it, or make it a plain function"
                 ) from None
             raise
