@@ -21,7 +21,10 @@ def _sharpened(name: str) -> LoadedModel:
     model = load_model(config, attention="sdpa", device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.module.parameters():
+        tied = model.module.config.tie_word_embeddings
+        for path, parameter in model.module.named_parameters():
             if parameter.ndim == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 3 / parameter.shape[1] ** 0.5)
+                # large tied embeddings would make every model repeat its last token
+                scale = 0.15 if tied and "embed" in path else 3 / parameter.shape[1] ** 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     return model
