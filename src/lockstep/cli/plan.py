@@ -138,7 +138,8 @@ def verdict(plan: MemoryPlan, *, available: int) -> str:
     if plan.peak_bytes <= available:
         return f"plan: fits, {gib(plan.peak_bytes)} of {gib(available)}"
     at_peak = [part for part in plan.parts if part.phase in ("always", plan.peak_phase)]
-    return f"plan: does not fit, {gib(plan.peak_bytes)} needed, {gib(available)} available: {explain_oom(at_peak)}"
+    sizes = f"{gib(plan.peak_bytes)} needed, {gib(available)} available"
+    return f"plan: does not fit, {sizes}: {explain_oom(at_peak)}"
 
 
 def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
@@ -166,8 +167,8 @@ def _device(run: RunConfig, *, cuda: bool) -> str:
     if run.train.device != "auto":
         if run.train.device.startswith("cuda") and not cuda:
             raise ConfigError(
-                f"train.device = {run.train.device!r}, but torch sees no CUDA device; set --train.device cpu, "
-                "and --memory-gib for the memory to compare with"
+                f"train.device = {run.train.device!r}, but torch sees no CUDA device; set "
+                "--train.device cpu, and --memory-gib for the memory to compare with"
             )
         return run.train.device
     return "cuda" if cuda else "cpu"

