@@ -89,8 +89,8 @@ HAND_WORKED = {
     "gspo": ([A1, -A1, A3, -A3], -(1.0004 * A1 - A1 + 1.0004 * A3 - A3) / 4),
     "cispo": ([A1, -A1, A3, -A3], (2 * A1 - 3 * A1 + 2 * 2 * A3 - 2 * A3) / 8),
 }
-"""Advantages, and the loss where the first rollout of each group has importance ratio 2, the second 1, and every
-logprob is -1. Completions have 1, 3, 2 and 2 tokens."""
+"""Advantages, and the loss where the first rollout of each group has importance ratio 2, the second 1, and
+every logprob is -1. Completions have 1, 3, 2 and 2 tokens."""
 
 
 @pytest.mark.parametrize("name", HAND_WORKED)

@@ -48,7 +48,8 @@ class PolicyAlgorithm:
         if self._buffer_tokens > max_tokens:
             raise ConfigError(
                 f"algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds max_tokens = "
-                f"{max_tokens}, so every completion would be punished; lower it, or leave it out for a fifth of max_tokens"
+                f"{max_tokens}, so every completion would be punished; lower it, or leave it out for a "
+                "fifth of max_tokens"
             )
 
     def keep(self, group: RolloutGroup) -> bool:
