@@ -1,0 +1,189 @@
+import dataclasses
+
+import pytest
+
+from lockstep.config.rollout import RolloutConfig, SamplingConfig
+from lockstep.errors import EngineError, RewardError
+from lockstep.rollout.rewards import Scored
+from lockstep.rollout.sampler import sample_groups, sample_step, sampling_params
+from lockstep.rollout.seeds import sample_seed
+from lockstep.schema.rollout import Completion, Prompt, SamplingParams
+
+
+class FakeEngine:
+    """Returns the seed's last two digits as tokens; keeps what it was asked."""
+
+    def __init__(self, finish_reason="length"):
+        self.requests = []
+        self.finish_reason = finish_reason
+
+    def generate(self, requests, *, on_completion=None):
+        self.requests += requests
+        out = []
+        for r, request in enumerate(requests):
+            group = [
+                Completion(
+                    prompt_token_ids=request.prompt_token_ids,
+                    token_ids=(seed % 100,),
+                    logprobs=(-1.0,),
+                    finish_reason=self.finish_reason,
+                    stop_reason=None,
+                    text=str(seed % 100),
+                    seed=seed,
+                    engine="fake",
+                    policy_version=0,
+                )
+                for seed in request.seeds
+            ]
+            for s, completion in enumerate(group):
+                on_completion(r, s, completion)
+            out.append(group)
+        return out
+
+
+class FakeRewards:
+    """Reward = the completion's number; multiples of `drop` are dropped."""
+
+    def __init__(self, drop=None):
+        self.drop = drop
+        self.inputs = []
+
+    def score(self, inputs):
+        self.inputs += inputs
+        return [
+            None if self.drop and int(i.completion) % self.drop == 0 else Scored(total=float(i.completion), by_name={"n": 1.0})
+            for i in inputs
+        ]
+
+    def take_counts(self):
+        return {"dropped": 2}
+
+
+class Prompts:
+    def __init__(self, size):
+        self.size = size
+
+    def batch(self, step, n, seed):
+        return [make_prompt((step * n + j + (seed % 97 if seed > 1000 else 0)) % self.size) for j in range(n)]
+
+
+def make_prompt(i):
+    return Prompt(index=i, token_ids=(i, 1), text=f"prompt {i}", row={"answer": i})
+
+
+def sample(engine=None, rewards=None, prompts=(3, 1), **changes):
+    arguments = {
+        "sampling": SamplingConfig(max_tokens=4),
+        "group_size": 3,
+        "run_seed": 5,
+        "step": 2,
+        "rewards": rewards or FakeRewards(),
+    } | changes
+    return sample_groups(engine or FakeEngine(), [make_prompt(i) for i in prompts], **arguments)
+
+
+def step(engine, keep, *, prompts=None, max_rounds=10, n=4):
+    return sample_step(
+        engine,
+        prompts or Prompts(1000),
+        rollout=RolloutConfig(prompts_per_step=n, group_size=2),
+        run_seed=0,
+        step=0,
+        rewards=FakeRewards(),
+        keep=keep,
+        max_rounds=max_rounds,
+    )
+
+
+def test_seeds_are_stable_63_bit_and_distinct():
+    # BLAKE2b of "lockstep sample RUN STEP PROMPT SAMPLE", worked out apart: a change would change every run
+    assert sample_seed(0, 0, 0, 0) == 5106079573773175748
+    assert sample_seed(1, 2, 3, 4) == 2051771142880538700
+    assert sample_seed(0, -1, 7, 15) == 2662110231344569675
+    seeds = {sample_seed(r, s, p, i) for r in range(5) for s in range(5) for p in range(12) for i in range(12)}
+    assert len(seeds) == 5 * 5 * 12 * 12 and all(0 <= s < 1 << 63 for s in seeds)
+
+
+def test_every_setting_reaches_the_engine():
+    values = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "stop": ("x",),
+        "stop_token_ids": (4,),
+        "keep_stop": False,
+        "ignore_eos": True,
+    }
+    params = sampling_params(SamplingConfig(**values))
+    fields = {f.name for f in dataclasses.fields(SamplingParams)} - {"logprob_kind"}
+    assert {name: getattr(params, name) for name in fields} == values
+
+
+def test_groups_come_in_prompt_order_with_their_seeds_and_rewards():
+    engine, rewards, progress = FakeEngine(), FakeRewards(), []
+    out = sample(engine, rewards, on_progress=lambda done, total: progress.append((done, total)))
+    assert [g.prompt.index for g in out.groups] == [3, 1]
+    assert engine.requests[1].seeds == tuple(sample_seed(5, 2, 1, i) for i in range(3))
+    for group in out.groups:
+        assert [r.reward for r in group.rollouts] == [float(r.completion.seed % 100) for r in group.rollouts]
+    assert progress[-1] == (6, 6) and len(progress) == 6
+    assert (rewards.inputs[4].prompt, rewards.inputs[4].row) == ("prompt 1", {"answer": 1})
+    assert out.counts["reward/dropped"] == 2.0
+
+
+def test_dropped_rollouts_leave_and_lone_ones_take_their_group_along():
+    everything = sample(prompts=range(20))
+    out = sample(rewards=FakeRewards(drop=3), prompts=range(20))
+    left = [[r for r in g.rollouts if int(r.completion.text) % 3] for g in everything.groups]
+    assert [list(g.rollouts) for g in out.groups] == [group for group in left if len(group) >= 2]
+    assert out.counts["rollout/dropped_rollouts"] == sum(3 - len(group) for group in left) > 0
+    assert out.counts["rollout/dropped_groups"] == sum(len(group) < 2 for group in left) > 0
+    with pytest.raises(RewardError, match="on_error"):
+        sample(rewards=FakeRewards(drop=1))
+
+
+def test_dynamic_sampling_fills_the_step_with_kept_groups():
+    engine = FakeEngine()
+    out = step(engine, keep=lambda group: group.prompt.index % 2 == 1)
+    assert len(out.groups) == 4 and all(g.prompt.index % 2 for g in out.groups)
+    assert out.counts["rollout/resample_rounds"] >= 1
+    assert out.counts["rollout/rejected_groups"] == len(engine.requests) - 4
+    seeds = [seed for request in engine.requests for seed in request.seeds]
+    assert len(set(seeds)) == len(seeds)
+    again = step(FakeEngine(), keep=lambda group: group.prompt.index % 2 == 1)
+    assert again.groups == out.groups
+
+
+def test_a_prompt_that_comes_again_in_a_later_round_has_new_seeds():
+    engine = FakeEngine()
+    seen = []
+    step(engine, keep=lambda group: seen.append(group) or len(seen) > 6, prompts=Prompts(4))
+    assert len(engine.requests) > 6
+    seeds = [seed for request in engine.requests for seed in request.seeds]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_dynamic_sampling_gives_up_with_the_numbers():
+    with pytest.raises(RewardError, match=r"max_resample_rounds = 3 rounds only 0 of 4 .*12 were all equal"):
+        step(FakeEngine(), keep=lambda group: False, max_rounds=3)
+
+
+def test_an_aborted_generation_is_not_scored():
+    rewards = FakeRewards()
+    out = sample(FakeEngine("abort"), rewards)
+    assert out.aborted and out.groups == () and rewards.inputs == []
+
+
+def test_an_engine_that_mixes_samples_up_is_caught():
+    class Swapped(FakeEngine):
+        def generate(self, requests, *, on_completion=None):
+            return super().generate(requests, on_completion=on_completion)[::-1]
+
+    with pytest.raises(EngineError, match="request 0"):
+        sample(Swapped())
