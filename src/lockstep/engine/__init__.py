@@ -3,4 +3,4 @@
 from lockstep.registry import Registry
 
 ENGINES = Registry("inference engine", {"hf": "lockstep.engine.hf:HFEngine"})
-"""The classes behind `engine.name`: Engine(config, model=LoadedModel)."""
+"""EngineConfig.name -> a class called as Engine(config, model=LoadedModel)."""

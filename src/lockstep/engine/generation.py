@@ -63,6 +63,7 @@ class Limits:
 
 
 OnFinish = Callable[[Row, FinishReason, int | str | None], None]
+OnToken = Callable[[int, int, Sequence[int]], None]
 
 
 class Generation:
@@ -81,6 +82,7 @@ class Generation:
         limits: Limits,
         tokenizer: Any | None,
         on_finish: OnFinish,
+        on_token: OnToken | None = None,
     ) -> None:
         self._skeleton = skeleton
         self._cache = cache
@@ -88,6 +90,7 @@ class Generation:
         self._limits = limits
         self._tokenizer = tokenizer
         self._on_finish = on_finish
+        self._on_token = on_token
         self._queue: deque[Group] = deque()
         self._groups: list[Group] = []
         self._rows: list[Row] = []
@@ -240,6 +243,8 @@ class Generation:
                 )
             row.state.token_ids.append(token)
             row.logprobs.append(logprob)
+            if self._on_token is not None:
+                self._on_token(row.group.index, row.sample, row.state.token_ids)
             ended = self._ending(row, token)
             if ended is not None:
                 self._finish(row, *ended)

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.config.train import EngineConfig
 from lockstep.engine.cache import SampleCache
-from lockstep.engine.generation import Generation, Limits, Row
+from lockstep.engine.generation import Generation, Limits, OnToken, Row
 from lockstep.engine.requests import check_requests
 from lockstep.engine.sampling import Sampler
 from lockstep.engine.skeleton import Skeleton
@@ -51,9 +51,17 @@ class HFEngine:
         self._peak_bytes = 0
 
     def generate(
-        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_completion: OnCompletion | None = None,
+        on_token: OnToken | None = None,
     ) -> list[list[Completion]]:
         """Sample every request; one list per request, in request order, its samples in seed order.
+
+        Args:
+            on_completion: called in this thread as soon as a sample finishes.
+            on_token: called in this thread with (request index, sample index, token ids so far) after each token.
 
         Raises:
             EngineError: a request is impossible, the engine sleeps or is closed, memory ran out, or logits are not
@@ -89,6 +97,7 @@ class HFEngine:
             ),
             tokenizer=model.tokenizer,
             on_finish=finish,
+            on_token=on_token,
         )
         try:
             with torch.inference_mode():
