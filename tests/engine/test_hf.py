@@ -62,7 +62,9 @@ def full_forward_logprobs(model: LoadedModel, completion, temperature: float) ->
     """The slow reference: transformers' own eager attention over prompt and completion, one at a time."""
     ids = torch.tensor([completion.prompt_token_ids + completion.token_ids])
     with torch.no_grad():
-        logits = eager_reference(model)(ids).logits[0, len(completion.prompt_token_ids) - 1 : -1] / (temperature or 1.0)
+        logits = eager_reference(model)(ids).logits[0, len(completion.prompt_token_ids) - 1 : -1] / (
+            temperature or 1.0
+        )
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids).unsqueeze(-1)).squeeze(-1)
 
 
@@ -111,7 +113,9 @@ def test_a_partial_rollout_goes_on_as_if_it_had_not_stopped(tiny):
     req = request(tiny, seeds=(5,), ignore_eos=True)
     whole = engine.generate([req])[0][0].token_ids
     rest = dataclasses.replace(
-        req, prompt_token_ids=req.prompt_token_ids + whole[:8], sampling=dataclasses.replace(req.sampling, max_tokens=12)
+        req,
+        prompt_token_ids=req.prompt_token_ids + whole[:8],
+        sampling=dataclasses.replace(req.sampling, max_tokens=12),
     )
     assert engine.generate([rest])[0][0].token_ids == whole[8:]
 
@@ -140,9 +144,7 @@ def test_the_context_ends_a_sample_and_too_long_prompts_are_refused(tiny):
         engine.generate([request(tiny, 10)])
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"), [((), "empty prompt"), ((1, 10**6), "1000000"), ((-1, 2), "-1")]
-)
+@pytest.mark.parametrize(("ids", "message"), [((), "empty prompt"), ((1, 10**6), "1000000"), ((-1, 2), "-1")])
 def test_bad_prompts_are_refused_by_name(tiny, ids, message):
     good = request(tiny)
     with pytest.raises(EngineError, match=f"request 1.*{message}"):
@@ -165,7 +167,9 @@ def test_the_weights_are_the_trainers_own(tiny_models):
     saved = weight.detach().clone()
     with torch.no_grad():
         weight.mul_(-1)
-    engine.update_weights(WeightUpdate(policy_version=7, tensors=lambda: iter(()), shared_module=model.module))
+    engine.update_weights(
+        WeightUpdate(policy_version=7, tensors=lambda: iter(()), shared_module=model.module)
+    )
     after = engine.generate([request(model)])[0][0]
     with torch.no_grad():
         weight.copy_(saved)
@@ -197,7 +201,10 @@ def test_named_weights_are_copied_all_or_nothing(tiny_models):
             engine.update_weights(WeightUpdate(policy_version=1, tensors=lambda bad=bad: iter(bad.items())))
         assert engine.generate([request(model)])[0][0].token_ids == halved
     engine.update_weights(WeightUpdate(policy_version=1, tensors=lambda: iter(good.items())))
-    assert engine.generate([request(model)])[0][0].token_ids == engine_of(source).generate([request(model)])[0][0].token_ids
+    assert (
+        engine.generate([request(model)])[0][0].token_ids
+        == engine_of(source).generate([request(model)])[0][0].token_ids
+    )
 
 
 def copy_of(model: LoadedModel) -> LoadedModel:

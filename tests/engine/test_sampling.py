@@ -33,7 +33,14 @@ HF_CASES = {
     "repetition": ({"repetition_penalty": 1.3}, [hf.RepetitionPenaltyLogitsProcessor(1.3)]),
     "min_tokens": ({"min_tokens": 5}, [hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, [0, 11])]),
     "all": (
-        {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 0.8, "min_tokens": 9},
+        {
+            "temperature": 0.7,
+            "top_k": 40,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "repetition_penalty": 0.8,
+            "min_tokens": 9,
+        },
         [
             hf.RepetitionPenaltyLogitsProcessor(0.8),
             hf.MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [0, 11]),
@@ -106,7 +113,8 @@ def test_greedy_is_argmax_of_what_may_be_drawn():
 def test_sampling_ignores_torchs_generator_and_the_other_rows():
     logits = some_logits(20, seed=4)
     rows = [
-        state(dataclasses.replace(BASE, temperature=0.5 + 0.1 * i, top_k=-1 if i % 2 else 50), i) for i in range(20)
+        state(dataclasses.replace(BASE, temperature=0.5 + 0.1 * i, top_k=-1 if i % 2 else 50), i)
+        for i in range(20)
     ]
     torch.manual_seed(0)
     before = torch.get_rng_state()

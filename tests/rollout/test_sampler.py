@@ -51,7 +51,9 @@ class FakeRewards:
     def score(self, inputs):
         self.inputs += inputs
         return [
-            None if self.drop and int(i.completion) % self.drop == 0 else Scored(total=float(i.completion), by_name={"n": 1.0})
+            None
+            if self.drop and int(i.completion) % self.drop == 0
+            else Scored(total=float(i.completion), by_name={"n": 1.0})
             for i in inputs
         ]
 
@@ -100,7 +102,9 @@ def test_seeds_are_stable_63_bit_and_distinct():
     assert sample_seed(0, 0, 0, 0) == 5106079573773175748
     assert sample_seed(1, 2, 3, 4) == 2051771142880538700
     assert sample_seed(0, -1, 7, 15) == 2662110231344569675
-    seeds = {sample_seed(r, s, p, i) for r in range(5) for s in range(5) for p in range(12) for i in range(12)}
+    seeds = {
+        sample_seed(r, s, p, i) for r in range(5) for s in range(5) for p in range(12) for i in range(12)
+    }
     assert len(seeds) == 5 * 5 * 12 * 12 and all(0 <= s < 1 << 63 for s in seeds)
 
 

@@ -207,5 +207,3 @@ def _move(
         for tensor in pair:
             index = torch.tensor(source, device=tensor.device)
             tensor[torch.tensor(target, device=tensor.device), :, :used] = tensor[index, :, :used]
-
-

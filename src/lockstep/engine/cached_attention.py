@@ -113,7 +113,9 @@ def _decode(
     return torch.lerp(out_c.float(), out_p.float(), share).to(query.dtype).unsqueeze(0)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
     """Attention and the log-sum-exp of its scores.
 
     Args:
@@ -123,7 +125,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float 
         out [B, K, Q, H] in q's dtype, lse [B, K, Q] float32.
     """
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scaling)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scaling
+        )
         return out, lse
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if mask is not None:

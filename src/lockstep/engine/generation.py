@@ -101,7 +101,9 @@ class Generation:
     def run(self, requests: Sequence[GenerationRequest], *, abort: threading.Event) -> None:
         """Every sample of every request is reported to `on_finish` once."""
         self._queue.extend(
-            Group(index=i, request=r, waiting=deque(range(len(r.seeds)))) for i, r in enumerate(requests) if r.seeds
+            Group(index=i, request=r, waiting=deque(range(len(r.seeds))))
+            for i, r in enumerate(requests)
+            if r.seeds
         )
         while self._queue or self._rows:
             if abort.is_set():
@@ -297,7 +299,9 @@ class Generation:
             del self._groups[kept:]
 
 
-def make_plan(groups: Sequence[Group], rows: Sequence[Row], counts: Sequence[int], device: torch.device) -> Decode:
+def make_plan(
+    groups: Sequence[Group], rows: Sequence[Row], counts: Sequence[int], device: torch.device
+) -> Decode:
     """The plan of the next step: `counts[r]` completion tokens of row r are stored."""
     slot_of = {id(group): slot for slot, group in enumerate(groups)}
     prompt_of = [slot_of[id(row.group)] for row in rows]

@@ -1,8 +1,8 @@
 """Engine `hf`: a decode loop of ours over a transformers model that shares the trainer's Parameters.
 
-    requests ──► prefill (packed, once per prompt) ──► running samples ──► one forward per token ──► completions
-                                                             ▲                      │
-                                                             └── gaps are closed ◄──┘ when 1/8 have finished
+requests ──► prefill (packed, once per prompt) ──► running samples ──► one forward per token ──► completions
+                                                         ▲                      │
+                                                         └── gaps are closed ◄──┘ when 1/8 have finished
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ def check_requests(
 
 def _check_prompt(index: int, ids: tuple[int, ...], *, vocab_size: int, max_positions: int) -> None:
     if not ids:
-        raise EngineError(f"request {index} has an empty prompt; give it at least one token, such as the bos id")
+        raise EngineError(
+            f"request {index} has an empty prompt; give it at least one token, such as the bos id"
+        )
     if len(ids) >= max_positions:
         raise EngineError(
             f"request {index}: a prompt of {len(ids)} tokens leaves no room in the model's {max_positions} positions "
@@ -54,7 +56,10 @@ def _check_sampling(p: SamplingParams, *, vocab_size: int) -> None:
         (p.top_k == 0 or p.top_k < -1, f"top_k = {p.top_k} must be positive, or -1 for off"),
         (not 0.0 <= p.min_p <= 1.0, f"min_p = {p.min_p} must be in [0, 1]"),
         (not p.repetition_penalty > 0.0, f"repetition_penalty = {p.repetition_penalty} must be positive"),
-        (p.logprob_kind != "temperature_scaled", f"logprob_kind = {p.logprob_kind!r} is not 'temperature_scaled'"),
+        (
+            p.logprob_kind != "temperature_scaled",
+            f"logprob_kind = {p.logprob_kind!r} is not 'temperature_scaled'",
+        ),
         (
             any(not 0 <= i < vocab_size for i in p.stop_token_ids),
             f"stop_token_ids = {p.stop_token_ids} has an id outside the vocabulary of {vocab_size} entries",

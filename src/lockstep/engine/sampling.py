@@ -93,7 +93,9 @@ class Sampler:
         ]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
-    def _sample_chunk(self, logits: Tensor, rows: Sequence[SampleState], keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample_chunk(
+        self, logits: Tensor, rows: Sequence[SampleState], keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         x = self._float_logits(logits)
         scaled, vocab = x[:, : logits.shape[1]], logits.shape[1]
         shaped = [i for i, row in enumerate(rows) if row.shaped]

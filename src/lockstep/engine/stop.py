@@ -49,7 +49,9 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     )
 
 
-def completion_text(tokenizer: Any | None, token_ids: Sequence[int], *, stop: str | None, keep: bool) -> str | None:
+def completion_text(
+    tokenizer: Any | None, token_ids: Sequence[int], *, stop: str | None, keep: bool
+) -> str | None:
     """The decoded completion, cut at the stop string that ended it (after it when `keep`)."""
     if tokenizer is None:
         return None

@@ -154,7 +154,10 @@ def sample_step(
         if keep is None:
             return SampledStep(groups=tuple(kept), counts=counts)
         if len(kept) >= wanted:
-            counts |= {"rollout/resample_rounds": float(sampling_round), "rollout/rejected_groups": float(rejected)}
+            counts |= {
+                "rollout/resample_rounds": float(sampling_round),
+                "rollout/rejected_groups": float(rejected),
+            }
             return SampledStep(groups=tuple(kept), counts=counts)
     raise RewardError(
         f"step {step}: after algorithm.max_resample_rounds = {max_rounds} rounds only {len(kept)} of {wanted} groups "

@@ -1,0 +1,175 @@
+"""What `lockstep sample` and `lockstep chat` share: the model of a run, a checkpoint or a folder, ready to generate."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.config.data import DataConfig
+from lockstep.config.load import build, read_toml
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import SamplingConfig
+from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.train import EngineConfig
+from lockstep.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.data.chat import ChatFormat
+    from lockstep.engine.hf import HFEngine
+    from lockstep.models.load import LoadedModel
+
+_COMPLETE = "complete.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenModel:
+    """A policy that can generate."""
+
+    engine: HFEngine
+    model: LoadedModel
+    run: RunConfig | None
+    """The run that it comes from, if any."""
+    source: str
+    """Which weights these are, in words."""
+
+    @property
+    def data(self) -> DataConfig:
+        """How the run turns text into prompts; the defaults for a bare model."""
+        data = getattr(self.run, "data", None)
+        return data if isinstance(data, DataConfig) else DataConfig()
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How the run samples; the defaults for a bare model."""
+        return self.run.rollout.sampling if isinstance(self.run, GRPORun) else SamplingConfig(max_tokens=256)
+
+    def chat_format(self) -> ChatFormat:
+        """Raises ConfigError for a model without a tokenizer."""
+        from lockstep.data.chat import ChatFormat
+
+        if self.model.tokenizer is None:
+            raise ConfigError(
+                f"{self.source} has no tokenizer, so it cannot read text; sample --num-prompts instead"
+            )
+        return ChatFormat(self.data, self.model.tokenizer)
+
+
+def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> OpenModel:
+    """The model of a run directory, or any name that model.name takes.
+
+    Args:
+        checkpoint: of a run directory: "export", "last" or a step number. None: the export if there is one, else the
+            last checkpoint.
+
+    Raises:
+        ConfigError: --checkpoint was given for something that is no run, or is neither a number, last nor export.
+        CheckpointError: the run has no such checkpoint, or it is damaged.
+        ModelError: the model cannot be loaded.
+    """
+    import torch
+
+    from lockstep.engine.hf import HFEngine
+    from lockstep.models.load import load_model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = Path(where).expanduser()
+    run: RunConfig | None = None
+    if (folder / "config.toml").is_file():
+        run = build(read_toml(folder / "config.toml"), origin=str(folder / "config.toml"))
+        weights = find_weights(folder, checkpoint)
+    elif checkpoint is not None:
+        raise ConfigError(
+            f"--checkpoint {checkpoint} needs a run directory, and {where!r} holds no config.toml"
+        )
+    else:
+        weights = None
+    if run is None:
+        config = ModelConfig(name=where)
+    elif weights is not None and weights.name == "export":
+        config = ModelConfig(name=str(weights), dtype=run.model.dtype)
+    else:
+        config = run.model
+    model = load_model(config, attention="sdpa", device=device)
+    if weights is not None and weights.name != "export":
+        read_checkpoint(model, weights)
+    return OpenModel(
+        engine=HFEngine(EngineConfig(max_batch=max_batch), model=model),
+        model=model,
+        run=run,
+        source=where if weights is None else f"{where} ({weights.name})",
+    )
+
+
+def find_weights(run_dir: Path, checkpoint: str | None) -> Path:
+    """The folder of the weights that `checkpoint` means; reads names only and changes nothing.
+
+    Raises:
+        ConfigError: for a word that means nothing.
+        CheckpointError: there is none.
+    """
+    export = run_dir / "export"
+    has_export = (export / "config.json").is_file()
+    saved = {int(p.name.removeprefix("step-")): p for p in _complete(run_dir)}
+    known = [*(["export"] if has_export else []), *map(str, sorted(saved))]
+    if checkpoint in (None, "export") and has_export:
+        return export
+    if checkpoint in (None, "last") and saved:
+        return max(saved.values(), key=_sequence)
+    if checkpoint is not None and checkpoint.isdecimal() and int(checkpoint) in saved:
+        return saved[int(checkpoint)]
+    if checkpoint is not None and checkpoint not in ("export", "last") and not checkpoint.isdecimal():
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is neither export, last nor a step; known: {', '.join(known)}"
+        )
+    raise CheckpointError(
+        f"{run_dir} has no {'weights' if checkpoint is None else f'checkpoint {checkpoint}'}; "
+        f"there are: {', '.join(known) or 'none'}"
+    )
+
+
+def read_checkpoint(model: LoadedModel, directory: Path) -> None:
+    """Copy a checkpoint's weights (all of them, or a LoRA run's adapters) into the model.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or does not fit the model.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = directory / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); choose another --checkpoint") from error
+    own = dict(model.module.named_parameters())
+    trained = {n for n, p in own.items() if p.requires_grad}
+    wrong = [n for n, t in tensors.items() if n not in own or own[n].shape != t.shape]
+    missing = sorted(trained - tensors.keys())
+    if wrong or missing:
+        raise CheckpointError(
+            f"{path} does not fit the run's model: {len(wrong)} unknown or misshapen weights {wrong[:3]}, "
+            f"{len(missing)} missing {missing[:3]}"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def _complete(run_dir: Path) -> list[Path]:
+    """Finished checkpoints; one that is being written has another name or no complete.json yet."""
+    found = (run_dir / "checkpoints").glob("step-*")
+    return [p for p in found if p.name.removeprefix("step-").isdecimal() and (p / _COMPLETE).is_file()]
+
+
+def _sequence(checkpoint: Path) -> int:
+    """When the checkpoint was saved, counted in saves of the run."""
+    try:
+        value = json.loads((checkpoint / _COMPLETE).read_text(encoding="utf-8"))["sequence"]
+        return int(value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint / _COMPLETE} is damaged ({error}); name a step by --checkpoint"
+        ) from error

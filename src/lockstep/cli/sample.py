@@ -1,0 +1,141 @@
+"""`lockstep sample`: print completions of a run's checkpoint, or of any model.
+
+lockstep sample runs/demo --num-prompts 8
+lockstep sample runs/demo --checkpoint 20 --prompt "What is 2 + 3?" --n 4
+lockstep sample bundled:smollm2-135m --prompt "What is 2 + 3?" --temperature 0
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from lockstep.config.rollout import SamplingConfig
+from lockstep.config.run import GRPORun
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.cli.common_model import OpenModel
+    from lockstep.schema.rollout import Completion, Prompt
+
+SAMPLE_STEP = -2
+"""Stands in for the step in seeds, so that samples repeat no rollout of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleArguments:
+    """Print completions of a run's checkpoint, or of any model."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A run directory, or what model.name takes: a folder, a hub name, bundled:NAME."""
+    prompt: str | None = None
+    """The user's text; the chat template is applied to it. None: held-out prompts of the run."""
+    num_prompts: int = 4
+    """Held-out prompts, without --prompt."""
+    checkpoint: str | None = None
+    """Of a run: export, last, or a step. None: the export if there is one, else the last."""
+    temperature: float | None = None
+    """None: as the run samples; 0 is greedy."""
+    max_tokens: int | None = None
+    """None: as the run samples."""
+    n: int = 1
+    """Completions of each prompt."""
+    seed: int = 0
+    """Another seed gives other samples."""
+    json: Path | None = None
+    """Write prompts and completions to this file."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the completions; 0.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError, DataError: see lockstep.cli.common_model.
+    """
+    args = tyro.cli(SampleArguments, args=list(argv), prog="lockstep sample", description=__doc__)
+    for name in ("n", "num_prompts"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    from lockstep.cli.common_model import open_model
+
+    opened = open_model(args.model, checkpoint=args.checkpoint)
+    prompts = read_prompts(opened, args)
+    given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    sampling = override(opened.sampling, {k: v for k, v in given.items() if v is not None})
+    completions = generate(opened, prompts, sampling, args)
+    for prompt, group in zip(prompts, completions, strict=True):
+        show(prompt, group)
+    if args.json is not None:
+        rows = [
+            {"prompt": prompt.text, "prompt_index": prompt.index, "completions": [asdict(c) for c in group]}
+            for prompt, group in zip(prompts, completions, strict=True)
+        ]
+        result = {"model": opened.source, "sampling": sampling.model_dump(), "prompts": rows}
+        args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    total = sum(len(c.token_ids) for group in completions for c in group)
+    print(f"{len(prompts) * args.n} completions, {total} tokens, of {opened.source}")
+    return 0
+
+
+def override(sampling: SamplingConfig, values: dict[str, Any]) -> SamplingConfig:
+    """The same settings with some replaced; raises ConfigError for impossible ones."""
+    from pydantic import ValidationError
+
+    try:
+        return SamplingConfig.model_validate(sampling.model_dump() | values)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"cannot sample with {values}: {problems}") from error
+
+
+def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
+    """The prompt of --prompt, or the first held-out prompts of the run."""
+    from lockstep.data.held_out import load_train_and_held_out
+    from lockstep.schema.rollout import Prompt
+
+    if args.prompt is not None:
+        chat = opened.chat_format()
+        text = chat.render(
+            chat.with_system([{"role": "user", "content": args.prompt}]), generate=True, where="--prompt"
+        )
+        return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text)]
+    if not isinstance(opened.run, GRPORun):
+        raise ConfigError(f"{opened.source} comes with no held-out prompts; give --prompt TEXT")
+    vocab_size = opened.model.module.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
+    held_out = load_train_and_held_out(opened.run, tokenizer=opened.model.tokenizer, vocab_size=vocab_size)[1]
+    return [held_out[i] for i in range(min(args.num_prompts, len(held_out)))]
+
+
+def generate(
+    opened: OpenModel, prompts: Sequence[Prompt], sampling: SamplingConfig, args: SampleArguments
+) -> list[list[Completion]]:
+    """args.n completions of each prompt."""
+    from lockstep.rollout.sampler import sampling_params
+    from lockstep.rollout.seeds import sample_seed
+    from lockstep.schema.rollout import GenerationRequest
+
+    params = sampling_params(sampling)
+    return opened.engine.generate(
+        [
+            GenerationRequest(
+                prompt_token_ids=prompt.token_ids,
+                sampling=params,
+                seeds=tuple(sample_seed(args.seed, SAMPLE_STEP, prompt.index, i) for i in range(args.n)),
+            )
+            for prompt in prompts
+        ]
+    )
+
+
+def show(prompt: Prompt, group: Sequence[Completion]) -> None:
+    """One prompt and its completions, as plain text."""
+    print(f"=== prompt {prompt.index} ({len(prompt.token_ids)} tokens)\n{prompt.text}")
+    for completion in group:
+        text = completion.text if completion.text is not None else str(list(completion.token_ids))
+        print(f"--- {len(completion.token_ids)} tokens, {completion.finish_reason}\n{text}")
+    print()
