@@ -78,7 +78,7 @@ class RewardSet:
         else:
             self._configs = tuple(configs)
         self._names = _numbered([config.name for config in self._configs])
-        values: Sequence[Callable[..., Any] | None] = functions or [None] * len(self._configs)
+        values: list[Any] = list(functions) or [None] * len(self._configs)
         self._scorers = [
             self._scorer(config, name, search_paths) if value is None else _user_scorer(config, value)
             for config, name, value in zip(self._configs, self._names, values, strict=True)
