@@ -61,6 +61,13 @@ def test_weights_depend_on_the_seed_and_nothing_else() -> None:
     assert not any(torch.equal(first[k], other[k]) for k in first)
 
 
+def test_no_two_parameters_share_their_numbers() -> None:
+    firsts = [p.detach().flatten()[:32] - p.detach().mean().round() for p in tiny("tiny-llama").parameters()]
+    scaled = torch.stack([values / values.norm() for values in firsts])
+    cosines = (scaled @ scaled.T).fill_diagonal_(0.0)
+    assert cosines.abs().max() < 0.9
+
+
 def test_a_truncated_shape_has_the_first_layers_of_the_whole_one() -> None:
     config = shape_config("tiny-gemma3")
     keep_layers(config, 1)
