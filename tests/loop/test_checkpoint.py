@@ -284,7 +284,7 @@ def run_script(script: str, tmp_path: Path, **values: Any) -> str:
 
 
 def test_a_file_that_cannot_grow_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    """The system's own refusal in the middle of a file: the process may not write files over 200,000 bytes."""
+    """The system refuses in the middle of a file: no file of the process may exceed 200,000 bytes."""
     out = run_script(LIMITED, tmp_path)
     assert "File too large" in out and "needs 1848576 bytes" in out
     assert out.strip().endswith("['step-000001']")

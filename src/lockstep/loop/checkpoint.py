@@ -315,7 +315,7 @@ def _complete(path: Path) -> dict[str, Any]:
     """complete.json, its fields checked. Raises CheckpointError."""
     file = path / COMPLETE
     value = read_json(file)
-    fields = {"step": int, "sequence": int, "metric": (int, float, type(None)), "files": dict}
+    fields: dict[str, Any] = {"step": int, "sequence": int, "metric": (int, float, type(None)), "files": dict}
     for name, kind in fields.items():
         if not isinstance(value, dict) or not isinstance(value.get(name, ...), kind):
             raise CheckpointError(f"{file}: field {name!r} is missing or of the wrong type; it is damaged")

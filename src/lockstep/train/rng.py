@@ -14,7 +14,7 @@ def rng_state() -> dict[str, Tensor]:
     624 words of the Mersenne twister and the position; a cached second Gaussian is kept as float64 bits."""
     version, words, gauss = random.getstate()
     assert version == 3, f"Python's random state has version {version}; 3 is known"
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert name == "MT19937"
     state = {
         "torch_cpu": torch.get_rng_state(),
