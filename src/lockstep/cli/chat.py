@@ -103,7 +103,8 @@ class Chat:
         ids = self._format.encode(self._render(messages))
         if len(ids) >= self._max_positions:
             raise ConfigError(
-                f"the conversation has {len(ids)} tokens and the model {self._max_positions} positions; start anew "
+                f"the conversation has {len(ids)} tokens and the model {self._max_positions} positions; "
+                f"start anew "
                 "with /reset"
             )
         request = GenerationRequest(

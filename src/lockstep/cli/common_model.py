@@ -1,4 +1,5 @@
-"""What `lockstep sample` and `lockstep chat` share: the model of a run, a checkpoint or a folder, ready to generate."""
+"""What `lockstep sample` and `lockstep chat` share: the model of a run, a checkpoint or a folder, ready to
+generate."""
 
 from __future__ import annotations
 
@@ -60,11 +61,13 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
     """The model of a run directory, or any name that model.name takes.
 
     Args:
-        checkpoint: of a run directory: "export", "last" or a step number. None: the export if there is one, else the
+        checkpoint: of a run directory: "export", "last" or a step number. None: the export if there is one,
+        else the
             last checkpoint.
 
     Raises:
-        ConfigError: --checkpoint was given for something that is no run, or is neither a number, last nor export.
+        ConfigError: --checkpoint was given for something that is no run, or is neither a number, last nor
+        export.
         CheckpointError: the run has no such checkpoint, or it is damaged.
         ModelError: the model cannot be loaded.
     """

@@ -5,8 +5,10 @@ Two stores per layer, both preallocated and written in place:
     prompts      [P, K, A, H]    one entry per prompt, computed once, read by all its samples
     completions  [R, K, S, H]    one entry per running sample, appended to at every step
 
-A decode step attends from each sample's one query to both stores and merges the two results by their log-sum-exps
-(exact; the split of FlashAttention, Dao et al. 2022, and of cascade attention). R running samples, P prompts in use,
+A decode step attends from each sample's one query to both stores and merges the two results by their
+log-sum-exps
+(exact; the split of FlashAttention, Dao et al. 2022, and of cascade attention). R running samples, P prompts
+in use,
 A and S allocated lengths, N query heads, K key/value heads, H head dim.
 """
 
@@ -45,7 +47,8 @@ class Decode:
     uniform_prompts: bool
     """Whether all prompts in use have max_prompt tokens."""
     gather: Tensor
-    """[P * M] int64: the row that is the m-th sample of prompt p, any row where there is none; M samples at most."""
+    """[P * M] int64: the row that is the m-th sample of prompt p, any row where there is none; M samples at
+    most."""
     scatter: Tensor
     """[R] int64: where row r stands in `gather`."""
     identity: bool
@@ -58,7 +61,7 @@ class Decode:
     """Additive masks (prompts, completions) by sliding window, made once per step."""
 
 
-class SampleCache(Cache):  # type: ignore[misc]
+class SampleCache(Cache):
     """A transformers cache of two stores; `plan` says what the forward that calls `update` is about."""
 
     def __init__(self) -> None:
@@ -151,7 +154,8 @@ class SampleCache(Cache):  # type: ignore[misc]
 def additive_masks(plan: Decode, window: int | None) -> tuple[Tensor | None, Tensor | None]:
     """Float32 masks of one decode step for layers with this sliding window; None where nothing is masked.
 
-    Masked entries are -1e30, not -inf: a row whose prompt lies wholly outside the window then has a finite result,
+    Masked entries are -1e30, not -inf: a row whose prompt lies wholly outside the window then has a finite
+    result,
     with a weight of exactly 0 in the merge.
 
     Returns:

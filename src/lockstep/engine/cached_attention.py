@@ -1,6 +1,7 @@
 """Attention of the generation skeleton: whole prompts, or one query per running sample over a SampleCache.
 
-Shapes as in lockstep.schema.batch (T, N, K, H); R running samples, P prompts in use, M samples per prompt at most,
+Shapes as in lockstep.schema.batch (T, N, K, H); R running samples, P prompts in use, M samples per prompt at
+most,
 G = N / K query heads per key/value head.
 """
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from lockstep.engine.cache import Decode, Prefill, SampleCache, additive_masks
 
 IMPLEMENTATION = "lockstep_cached"
-"""Name in transformers' AttentionInterface. It has no mask function, so transformers builds no masks for it."""
+"""Name in transformers' AttentionInterface. It has no mask function, so transformers builds no masks for
+it."""
 
 
 def register() -> None:

@@ -69,7 +69,8 @@ OnToken = Callable[[int, int, Sequence[int]], None]
 class Generation:
     """Runs a list of requests to the end, or to the abort.
 
-    Rows are dense: row r of the cache is `self._rows[r]`. A finished row goes on computing, unread, until enough have
+    Rows are dense: row r of the cache is `self._rows[r]`. A finished row goes on computing, unread, until
+    enough have
     finished for the gaps to be closed; its place is then taken by the last row.
     """
 
@@ -186,7 +187,8 @@ class Generation:
         )
 
     def _prefill(self, new: Sequence[Group]) -> None:
-        """Compute the prompts, a bounded number of tokens at a time, and keep each one's last hidden state."""
+        """Compute the prompts, a bounded number of tokens at a time, and keep each one's last hidden
+        state."""
         first_slot, start = len(self._groups), 0
         while start < len(new):
             stop, tokens = start + 1, new[start].length
@@ -240,7 +242,8 @@ class Generation:
                 continue
             if logprob != logprob:
                 raise EngineError(
-                    f"request {row.group.index}: the logits of token {len(row.state.token_ids)} of sample {row.sample} "
+                    f"request {row.group.index}: the logits of token {len(row.state.token_ids)} of sample "
+                    f"{row.sample} "
                     "are not finite; the weights have diverged or the compute dtype overflows (model.dtype)"
                 )
             row.state.token_ids.append(token)

@@ -33,7 +33,8 @@ NAME = "hf"
 class HFEngine:
     """Implements lockstep.protocols.InferenceEngine over the module of `model`, whose Parameters it shares.
 
-    A sample does not depend on its batch but for rounding: in float32 on CPU tokens are equal alone and in a batch.
+    A sample does not depend on its batch but for rounding: in float32 on CPU tokens are equal alone and in a
+    batch.
     `generate` runs in the calling thread; only `abort` may be called from another one.
     """
 
@@ -61,10 +62,12 @@ class HFEngine:
 
         Args:
             on_completion: called in this thread as soon as a sample finishes.
-            on_token: called in this thread with (request index, sample index, token ids so far) after each token.
+            on_token: called in this thread with (request index, sample index, token ids so far) after each
+            token.
 
         Raises:
-            EngineError: a request is impossible, the engine sleeps or is closed, memory ran out, or logits are not
+            EngineError: a request is impossible, the engine sleeps or is closed, memory ran out, or logits
+            are not
                 finite.
         """
         if self._state != "awake":
@@ -107,7 +110,8 @@ class HFEngine:
             if not _is_out_of_memory(error):
                 raise
             raise EngineError(
-                f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes (engine.max_batch = "
+                f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes "
+                f"(engine.max_batch = "
                 f"{self._config.max_batch}); lower engine.max_batch or sampling.max_tokens"
             ) from error
         finally:
@@ -127,7 +131,8 @@ class HFEngine:
             copy_weights(self._skeleton.module, update.tensors, engine=NAME)
         elif update.shared_module is not self._model.module:
             raise EngineError(
-                f"engine {NAME} reads the Parameters of the module it was built with, and the update names another "
+                f"engine {NAME} reads the Parameters of the module it was built with, and the update "
+                f"names another "
                 "module; build the engine with the trainer's model, or send tensors"
             )
         self._cache.clear()

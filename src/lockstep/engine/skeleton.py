@@ -28,7 +28,7 @@ class Skeleton:
 
     @property
     def device(self) -> torch.device:
-        return self._head.weight.device  # type: ignore[no-any-return]
+        return self._head.weight.device
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, cache: SampleCache) -> Tensor:
         """[T, C] of [T] tokens; `cache.plan` says what they are."""
@@ -39,10 +39,11 @@ class Skeleton:
             use_cache=True,
             sample_cache=cache,
         )
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+        return out.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] of [R, C], in the compute dtype unless the model scales or caps its logits (then float32)."""
+        """[R, V] of [R, C], in the compute dtype unless the model scales or caps its logits (then
+        float32)."""
         logits: Tensor = self._output(hidden)
         if self._head.logit_scale != 1.0:
             logits = logits.float() * self._head.logit_scale

@@ -11,8 +11,10 @@ from lockstep.errors import EngineError
 class StopStrings:
     """Looks for stop strings in the text of one growing completion.
 
-    Text is decoded a few tokens at a time: a token may be part of a character or change the space before it, so each
-    new piece is the difference of two decodings that start at the same earlier token. Only the tail that could hold
+    Text is decoded a few tokens at a time: a token may be part of a character or change the space before it,
+    so each
+    new piece is the difference of two decodings that start at the same earlier token. Only the tail that
+    could hold
     the beginning of a stop string is searched again.
     """
 
@@ -25,7 +27,8 @@ class StopStrings:
         self._read = 0
 
     def find(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that the text of `token_ids` now holds, the one that begins first; None if there is none.
+        """The stop string that the text of `token_ids` now holds, the one that begins first; None if there
+        is none.
 
         Called with the completion so far, longer at every call.
         """
@@ -68,13 +71,15 @@ def check_stop_strings(tokenizer: Any | None, stop: Sequence[str]) -> None:
         return
     if tokenizer is None:
         raise EngineError(
-            f"sampling.stop = {list(stop)!r} needs a tokenizer and this model has none; set sampling.stop_token_ids"
+            f"sampling.stop = {list(stop)!r} needs a tokenizer and this model has none; set "
+            f"sampling.stop_token_ids"
         )
     for text in stop:
         if not text:
             raise EngineError("sampling.stop holds an empty string, which would end every sample; remove it")
         if text in tokenizer.all_special_tokens:
             raise EngineError(
-                f"sampling.stop holds the special token {text!r}, and special tokens are not part of the text; set "
+                f"sampling.stop holds the special token {text!r}, and special tokens are not part of the "
+                f"text; set "
                 f"sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]"
             )

@@ -13,10 +13,11 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     """Copy every weight by its Hugging Face name; values are cast to the module's dtype.
 
     Raises:
-        EngineError: a name is unknown, missing or given twice, a shape differs, or two names of one tied weight
+        EngineError: a name is unknown, missing or given twice, a shape differs, or two names of one tied
+        weight
             bring different values. Nothing was changed then.
     """
-    own = {name: p for name, p in module.named_parameters(remove_duplicate=False)}
+    own = dict(module.named_parameters(remove_duplicate=False))
     new: dict[str, Tensor] = {}
     for name, tensor in tensors():
         if name in new:
@@ -25,7 +26,8 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     unknown, missing = sorted(new.keys() - own.keys()), sorted(own.keys() - new.keys())
     if unknown or missing:
         raise EngineError(
-            f"engine {engine}: the weight update does not fit the model: {len(unknown)} unknown names {unknown[:5]}, "
+            f"engine {engine}: the weight update does not fit the model: {len(unknown)} unknown names "
+            f"{unknown[:5]}, "
             f"{len(missing)} missing names {missing[:5]}; weights were left as they are"
         )
     first_name: dict[int, str] = {}
@@ -39,7 +41,8 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
         twin = first_name.setdefault(id(parameter), name)
         if twin != name and not torch.equal(new[twin], tensor):
             raise EngineError(
-                f"engine {engine}: {twin!r} and {name!r} are one tied weight, but the update brings two values"
+                f"engine {engine}: {twin!r} and {name!r} are one tied weight, but the update brings two "
+                f"values"
             )
     with torch.no_grad():
         for name, tensor in new.items():

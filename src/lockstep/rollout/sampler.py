@@ -43,8 +43,10 @@ class SampledStep:
     groups: tuple[RolloutGroup, ...]
     """In prompt order; empty when generation was aborted."""
     counts: dict[str, float]
-    """rollout/dropped_rollouts, rollout/dropped_groups: lost to a reward's on_error = "drop". Of dynamic sampling:
-    rollout/resample_rounds and rollout/rejected_groups (groups that carried no signal). rollout/cached_tokens:
+    """rollout/dropped_rollouts, rollout/dropped_groups: lost to a reward's on_error = "drop". Of dynamic
+    sampling:
+    rollout/resample_rounds and rollout/rejected_groups (groups that carried no signal).
+    rollout/cached_tokens:
     prompt tokens that were shared. And what RewardSet counted."""
     aborted: bool = False
 
@@ -117,12 +119,14 @@ def sample_step(
     """Rollouts of training step `step`: a pure function of its arguments and the engine's weights.
 
     Args:
-        keep: dynamic sampling (DAPO, arXiv 2503.14476): groups that it refuses are replaced by groups of new prompts,
+        keep: dynamic sampling (DAPO, arXiv 2503.14476): groups that it refuses are replaced by groups of new
+        prompts,
             in rounds, until `rollout.prompts_per_step` groups are kept. None: one round, everything is kept.
         max_rounds: rounds in all.
 
     Raises:
-        RewardError: after `max_rounds` rounds there are still too few groups. And what `sample_groups` raises.
+        RewardError: after `max_rounds` rounds there are still too few groups. And what `sample_groups`
+        raises.
     """
     wanted = rollout.prompts_per_step
     kept: list[RolloutGroup] = []
@@ -160,9 +164,12 @@ def sample_step(
             }
             return SampledStep(groups=tuple(kept), counts=counts)
     raise RewardError(
-        f"step {step}: after algorithm.max_resample_rounds = {max_rounds} rounds only {len(kept)} of {wanted} groups "
-        f"have rewards that differ ({rejected} were all equal); the task is too easy or too hard for the policy: "
-        "change data.task, raise rollout.group_size or max_resample_rounds, or set algorithm.dynamic_sampling = false"
+        f"step {step}: after algorithm.max_resample_rounds = {max_rounds} rounds only {len(kept)} of "
+        f"{wanted} groups "
+        f"have rewards that differ ({rejected} were all equal); the task is too easy or too hard for the "
+        f"policy: "
+        "change data.task, raise rollout.group_size or max_resample_rounds, or set "
+        "algorithm.dynamic_sampling = false"
     )
 
 
@@ -188,14 +195,16 @@ def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence
                 raise EngineError(f"request {index}: the engine returned a completion of another prompt")
             if len(completion.logprobs) != len(completion.token_ids):
                 raise EngineError(
-                    f"request {index}: {len(completion.token_ids)} tokens but {len(completion.logprobs)} logprobs"
+                    f"request {index}: {len(completion.token_ids)} tokens but {len(completion.logprobs)} "
+                    f"logprobs"
                 )
 
 
 def _scored(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], rewards: RewardSet
 ) -> SampledStep:
-    """Groups with rewards. A group that drops leave with one rollout has nothing to compare, and is dropped too."""
+    """Groups with rewards. A group that drops leave with one rollout has nothing to compare, and is dropped
+    too."""
     inputs = [
         RewardInput(
             prompt=prompt.text,
@@ -225,7 +234,8 @@ def _scored(
             groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
     if not groups:
         raise RewardError(
-            f"every one of the {len(prompts)} groups lost its rollouts to failing rewards (rewards.on_error = 'drop'); "
+            f"every one of the {len(prompts)} groups lost its rollouts to failing rewards "
+            f"(rewards.on_error = 'drop'); "
             "set rewards.on_error = 'fail' to see the first failure"
         )
     counts = {
