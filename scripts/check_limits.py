@@ -1,6 +1,9 @@
 """Size limits: what a reader has to hold in mind at once, and what a clone has to download.
 
 function <= 80 lines, file <= 500 lines, <= 6 parameters (self and cls not counted), tracked files <= 12 MiB
+
+A signature that someone else dictates says so in its first line: `def forward(  # signature: torch's flash op`.
+Parameters of test_ functions are fixtures and cases that pytest fills in: they are not counted.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def check_python(path: Path, root: Path) -> Iterator[str]:
         if length > MAX_FUNCTION_LINES:
             yield f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
         count = len(parameters(node))
-        if count > MAX_PARAMETERS and "# signature: " not in rows[node.lineno - 1]:
+        excused = node.name.startswith("test_") or "# signature: " in rows[node.lineno - 1]
+        if count > MAX_PARAMETERS and not excused:
             yield f"{name}:{node.lineno}: {node.name} has {count} parameters, at most {MAX_PARAMETERS}"
 
 
