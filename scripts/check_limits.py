@@ -2,7 +2,7 @@
 
 function <= 80 lines, file <= 500 lines, <= 6 parameters (self and cls not counted), tracked files <= 12 MiB
 
-A signature that someone else dictates says so in its first line: `def forward(  # signature: torch's flash op`.
+A signature that others dictate says so in its first line: `def forward(  # signature: torch's flash op`.
 Parameters of test_ functions are fixtures and cases that pytest fills in: they are not counted.
 """
 
