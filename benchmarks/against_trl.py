@@ -3,17 +3,19 @@
     python benchmarks/against_trl.py grpo --pairs 7 --out benchmarks/results/cpu_grpo.json
     python benchmarks/against_trl.py sft --pairs 9 --out benchmarks/results/cpu_sft.json
 
-Model: SmolLM2-135M (bundled), bfloat16 on every side. One child process per side, all on this machine and only one
-of them at work at a time: this process asks for one optimizer step after the other, in alternation. Seconds count
-from the call for rollouts (GRPO) or for packs (SFT) to the end of the optimizer step; loading and warm-up steps do not.
+Model: SmolLM2-135M (bundled), bfloat16 on every side. One child process per side, all on this machine and
+only one of them at work at a time: this process asks for one optimizer step after the other, in
+alternation. Seconds count from the call for rollouts (GRPO) or for packs (SFT) to the end of the optimizer
+step; loading and warm-up steps do not.
 
-grpo   8 prompts of 16 to 200 tokens, 8 samples each, natural stops with at most 128 new tokens, temperature 1, one
-       update per rollout batch, the same prompts in the same order and the same reward on both sides.
-sft    documents of lognormal lengths from 16 to 512 tokens, every token but a document's first is predicted. TRL
-       trains twice: padded (its default) and packed (packing=True).
+grpo   8 prompts of 16 to 200 tokens, 8 samples each, natural stops with at most 128 new tokens,
+       temperature 1, one update per rollout batch, the same prompts in the same order and the same reward
+       on both sides.
+sft    documents of lognormal lengths from 16 to 512 tokens, every token but a document's first is
+       predicted. TRL trains twice: padded (its default) and packed (packing=True).
 
-ratio = (TRL seconds / TRL tokens) / (our seconds / our tokens) of a pair; above 1 we are faster. Tokens are those that
-carry loss; generated tokens for `generate`.
+ratio = (TRL seconds / TRL tokens) / (our seconds / our tokens) of a pair; above 1 we are faster. Tokens are
+those that carry loss; generated tokens for `generate`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sides of against_trl.py: each takes one optimizer step per line on stdin and answers with a line of JSON.
+"""The sides of against_trl.py: one optimizer step per line on stdin, one line of JSON back.
 
 python benchmarks/against_trl_sides.py SIDE SETTINGS_AS_JSON
 """
@@ -22,7 +22,7 @@ MAX_LENGTH = 512
 
 
 def share_of_digits(text: str) -> float:
-    """The reward of both sides: share of characters that are digits or blanks; it differs within any group."""
+    """The reward of both sides: share of characters that are digits or blanks; it varies in any group."""
     return sum(c.isdigit() or c.isspace() for c in text) / max(1, len(text))
 
 
