@@ -1,3 +1,63 @@
-"""Lockstep: RLHF post-training whose parts are interchangeable and proven to agree."""
+"""Lockstep: RLHF post-training whose parts are interchangeable and proven to agree.
+
+    >>> from lockstep import load_run, train_online
+    >>> run = load_run("demo", overrides={"train.lr": 2e-5})
+    >>> summary = train_online(run)  # doctest: +SKIP
+    >>> summary["eval_after"]["lenient_accuracy"]  # doctest: +SKIP
+
+The names below are loaded when they are first used: `import lockstep` itself loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.config.load import load_run as load_run
+    from lockstep.config.run import GRPORun as GRPORun
+    from lockstep.config.run import SFTRun as SFTRun
+    from lockstep.loop.build import OnlineParts as OnlineParts
+    from lockstep.loop.build import build_online as build_online
+    from lockstep.loop.offline import train_offline as train_offline
+    from lockstep.loop.online import OnlineTrainer as OnlineTrainer
+    from lockstep.loop.online import train_online as train_online
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "GRPORun": "lockstep.config.run",
+    "OnlineParts": "lockstep.loop.build",
+    "OnlineTrainer": "lockstep.loop.online",
+    "SFTRun": "lockstep.config.run",
+    "build_online": "lockstep.loop.build",
+    "load_run": "lockstep.config.load",
+    "train_offline": "lockstep.loop.offline",
+    "train_online": "lockstep.loop.online",
+}
+"""Public name -> the module that defines it."""
+
+__all__ = [
+    "GRPORun",
+    "OnlineParts",
+    "OnlineTrainer",
+    "SFTRun",
+    "__version__",
+    "build_online",
+    "load_run",
+    "train_offline",
+    "train_online",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """PEP 562: the public names, imported at first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,36 @@
+"""The public names, and what importing them costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import lockstep
+
+
+def loaded_after(code: str) -> set[str]:
+    script = f"import sys; {code}; print(*sorted({{'torch', 'transformers', 'pydantic', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_loads_nothing_heavy() -> None:
+    assert loaded_after("import lockstep; lockstep.__version__; dir(lockstep)") == set()
+    assert loaded_after("from lockstep import load_run, GRPORun; load_run('tiny')") == {"pydantic"}
+    assert "torch" in loaded_after("from lockstep import OnlineTrainer"), "the check can fail"
+
+
+def test_every_public_name_is_the_one_that_its_module_defines() -> None:
+    assert set(lockstep._HOMES) | {"__version__"} == set(lockstep.__all__)
+    for name, home in lockstep._HOMES.items():
+        value = getattr(lockstep, name)
+        assert (value.__module__, value.__name__) == (home, name)
+        assert name in dir(lockstep)
+    assert isinstance(lockstep.train.__path__, list) if "train" in vars(lockstep) else True
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'trainer'; it has GRPORun, .*train_online"):
+        _ = lockstep.trainer  # type: ignore[attr-defined]
