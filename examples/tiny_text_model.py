@@ -35,9 +35,7 @@ def save(folder: Path, *, shape: str = "tiny-llama", seed: int = 0) -> Path:
     tokenizer.chat_template = CHAT_TEMPLATE
     config = shape_config(shape)
     config.vocab_size = len(vocabulary)
-    model = random_model(
-        config, seed=seed, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
-    )
+    model = random_model(config, seed=seed, dtype=torch.float32, device=torch.device("cpu"), attention="sdpa")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
