@@ -26,6 +26,20 @@ def share_of_digits(text: str) -> float:
     return sum(c.isdigit() or c.isspace() for c in text) / max(1, len(text))
 
 
+class Times:
+    """Wall seconds and CPU seconds (all threads of this process) between two marks."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, tuple[float, float]] = {}
+
+    def mark(self, name: str) -> None:
+        self._marks[name] = (time.perf_counter(), time.process_time())
+
+    def between(self, part: str, first: str, last: str) -> dict[str, float]:
+        (wall, cpu), (wall_end, cpu_end) = self._marks[first], self._marks[last]
+        return {f"{part}_s": wall_end - wall, f"{part}_cpu_s": cpu_end - cpu}
+
+
 class Channel:
     """Requests and answers; whatever else a library prints goes to stderr."""
 
@@ -76,21 +90,22 @@ def lockstep_grpo(settings: dict[str, Any], channel: Channel) -> None:
     parts = build_online(run, rewards=[lambda prompt, completion, row: share_of_digits(completion)])
     trainer = OnlineTrainer(parts)
     trainer.push(policy_version=0)
+    times = Times()
     channel.answer(dtype=str(parts.model.dtype), eos=parts.model.eos_token_ids, train=run.train.model_dump())
     for step in range(run.steps):
         channel.wait()
-        start = time.perf_counter()
+        times.mark("start")
         groups = trainer.sample(step).groups
-        sampled = time.perf_counter()
+        times.mark("sampled")
         metrics = trainer.update(groups)
         trainer.push(policy_version=step + 1)
-        end = time.perf_counter()
+        times.mark("end")
         completions = [rollout.completion for group in groups for rollout in group.rollouts]
         tokens = sum(len(c.token_ids) for c in completions)
         channel.answer(
-            generate_s=sampled - start,
-            train_s=end - sampled,
-            total_s=end - start,
+            **times.between("generate", "start", "sampled"),
+            **times.between("train", "sampled", "end"),
+            **times.between("total", "start", "end"),
             completion_tokens=tokens,
             trained_tokens=tokens,
             prompt_tokens=sum(len(c.prompt_token_ids) for c in completions),
@@ -127,10 +142,11 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
         max_documents=DOCUMENTS_PER_STEP,
     )
     documents = json.loads(Path(settings["documents"]).read_text())
+    times = Times()
     channel.answer(dtype=str(model.dtype), train=run.train.model_dump())
     for step in range(run.steps):
         channel.wait()
-        start = time.perf_counter()
+        times.mark("start")
         samples = []
         rows = documents[step * DOCUMENTS_PER_STEP : (step + 1) * DOCUMENTS_PER_STEP]
         for index, ids in enumerate(rows):
@@ -141,8 +157,9 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
         stats = backend.forward_backward(batches, algorithm.loss())
         update = backend.optimizer_step()
         metrics = algorithm.metrics(batches, stats)
+        times.mark("end")
         channel.answer(
-            total_s=time.perf_counter() - start,
+            **times.between("total", "start", "end"),
             trained_tokens=sum(int(batch.loss_mask.sum()) for batch in batches),
             slots=sum(batch.num_slots for batch in batches),
             loss=metrics["nll"],
@@ -153,19 +170,18 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
 # --- TRL --------------------------------------------------------------------------------------------------
 
 
-def _stepper(channel: Channel, describe: Callable[[], dict[str, Any]]) -> Any:
+def _stepper(channel: Channel, times: Times, describe: Callable[[], dict[str, Any]]) -> Any:
     """A callback that lets the trainer take one step per request."""
     from transformers import TrainerCallback
 
     class Stepper(TrainerCallback):
-        start = 0.0
-
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             channel.wait()
-            Stepper.start = time.perf_counter()
+            times.mark("start")
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            channel.answer(total_s=time.perf_counter() - Stepper.start, **describe())
+            times.mark("end")
+            channel.answer(**times.between("total", "start", "end"), **describe())
 
     return Stepper()
 
@@ -226,27 +242,31 @@ def trl_grpo(settings: dict[str, Any], channel: Channel) -> None:
     rows = load_dataset("json", data_files=settings["prompts"], split="train", cache_dir=settings["scratch"])
     seen: dict[str, Any] = {}
 
-    def describe() -> dict[str, Any]:
-        total = time.perf_counter() - stepper.start
-        return seen | {"train_s": total - seen["generate_s"]}
+    times = Times()
 
-    stepper = _stepper(channel, describe)
+    def describe() -> dict[str, Any]:
+        generate = times.between("generate", "generate_start", "generate_end")
+        train = times.between("train", "start", "end")  # less generation: rewards, loss, optimizer
+        for unit in ("s", "cpu_s"):
+            train[f"train_{unit}"] -= generate[f"generate_{unit}"]
+        return seen | generate | train
+
     trainer = GRPOTrainer(
         model=settings["folder"],
         reward_funcs=lambda completions, **_: [share_of_digits(text) for text in completions],
         args=config,
         train_dataset=rows,
-        callbacks=[stepper],
+        callbacks=[_stepper(channel, times, describe)],
     )
     generate = trainer._generate_single_turn
 
     def timed(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        times.mark("generate_start")
         result = generate(prompt_ids, *args, **kwargs)
+        times.mark("generate_end")
         completions = result[0]
         tokens = sum(map(len, completions))
         seen.update(
-            generate_s=time.perf_counter() - start,
             completion_tokens=tokens,
             trained_tokens=tokens,
             prompt_tokens=sum(map(len, prompt_ids)),
@@ -284,7 +304,7 @@ def trl_sft(settings: dict[str, Any], channel: Channel, *, packing: bool) -> Non
         model=settings["folder"],
         args=config,
         train_dataset=Dataset.from_dict({"input_ids": documents}),
-        callbacks=[_stepper(channel, describe)],
+        callbacks=[_stepper(channel, Times(), describe)],
     )
     compute_loss = trainer.compute_loss
 
