@@ -44,7 +44,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.execution import CompileWatch
 from lockstep.models.load import load_model, share_parameters
-from lockstep.packing import balance, plan_micro_batches
+from lockstep.packing import PackLimits, balance, plan_micro_batches
 from lockstep.schema.batch import PolicySample
 from lockstep.train.local import LocalBackend
 
@@ -56,7 +56,9 @@ MAX_SEQLEN = 2048
 # --- baseline ---------------------------------------------------------------------------------------------
 
 
-def _varlen(module, query, key, value, attention_mask, scaling=None, cu=None, longest=None, **_):
+def _varlen(  # signature: transformers' AttentionInterface
+    module, query, key, value, attention_mask, scaling=None, cu=None, longest=None, **_
+):
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0))[None], None
 
@@ -151,14 +153,13 @@ def our_step(model, config: TrainConfig) -> tuple[Callable[[], None], LocalBacke
     options = GRPOConfig(name="grpo", aggregation="token_mean").resolved()
     algorithm = ALGORITHMS.load("grpo")(options, max_tokens=MAX_SEQLEN)
     backend = LocalBackend(config, model=model, total_steps=1, temperature=0.7)
-    batches = plan_micro_batches(
-        samples,
-        algorithm.loss_weights(samples),
+    limits = PackLimits(
         token_budget=config.token_budget,
         static_capacity=True,
         max_seqlen=MAX_SEQLEN,
         max_documents=len(LENGTHS),
     )
+    batches = plan_micro_batches(samples, algorithm.loss_weights(samples), limits)
     return _with_old_logprobs(backend, algorithm, batches)
 
 

@@ -32,10 +32,9 @@ def slow(q, k, v, *, window, scale):
     return torch.stack(rows)
 
 
-def run(kernel, q, k, v, *, lengths=LENGTHS, scale=None, window=None):
-    return attention.KERNELS[kernel](
-        q, k, v, cu_seqlens=CU, max_seqlen=7, lengths=lengths, scale=scale, window=window
-    )
+def run(kernel, q, k, v, **changes):
+    options = {"cu_seqlens": CU, "max_seqlen": 7, "lengths": LENGTHS, "scale": None, "window": None} | changes
+    return attention.KERNELS[kernel](q, k, v, **options)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, None])

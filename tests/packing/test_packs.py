@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError
-from lockstep.packing import Bucket, buckets_for, pack, plan_micro_batches
+from lockstep.packing import Bucket, PackLimits, buckets_for, pack, plan_micro_batches
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, TrainSample
 
 
@@ -99,9 +99,8 @@ def test_buckets_are_quarters_of_the_budget():
 )
 def test_plan_loses_nothing_and_covers_every_slot(lengths, static, layout, limit):
     samples = samples_of(lengths)
-    batches = plan_micro_batches(
-        samples, ones(samples), token_budget=256, static_capacity=static, layout=layout, max_documents=limit
-    )
+    limits = PackLimits(token_budget=256, static_capacity=static, layout=layout, max_documents=limit)
+    batches = plan_micro_batches(samples, ones(samples), limits)
     assert sorted(i for b in batches for i in b.sample_ids) == list(range(len(lengths)))
     for batch in batches:
         assert sum(batch.lengths) == batch.num_slots == batch.cu_seqlens[-1] <= 256
@@ -118,5 +117,6 @@ def test_plan_loses_nothing_and_covers_every_slot(lengths, static, layout, limit
 
 def test_plan_refuses_a_document_beyond_the_runs_longest():
     samples = samples_of([3, 9])
+    limits = PackLimits(token_budget=64, static_capacity=True, max_seqlen=8)
     with pytest.raises(DataError, match="sample 1 has 9 tokens, more than max_seqlen = 8"):
-        plan_micro_batches(samples, ones(samples), token_budget=64, static_capacity=True, max_seqlen=8)
+        plan_micro_batches(samples, ones(samples), limits)

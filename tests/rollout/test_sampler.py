@@ -5,7 +5,7 @@ import pytest
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
 from lockstep.rollout.rewards import Scored
-from lockstep.rollout.sampler import sample_groups, sample_step, sampling_params
+from lockstep.rollout.sampler import Draw, GroupSampler, Resampling, sampling_params
 from lockstep.rollout.seeds import sample_seed
 from lockstep.schema.rollout import Completion, Prompt, SamplingParams
 
@@ -73,27 +73,21 @@ def make_prompt(i):
     return Prompt(index=i, token_ids=(i, 1), text=f"prompt {i}", row={"answer": i})
 
 
-def sample(engine=None, rewards=None, prompts=(3, 1), **changes):
-    arguments = {
-        "sampling": SamplingConfig(max_tokens=4),
-        "group_size": 3,
-        "run_seed": 5,
-        "step": 2,
-        "rewards": rewards or FakeRewards(),
-    } | changes
-    return sample_groups(engine or FakeEngine(), [make_prompt(i) for i in prompts], **arguments)
+def sample(engine=None, rewards=None, prompts=(3, 1), on_progress=None):
+    sampler = GroupSampler(
+        engine=engine or FakeEngine(), rewards=rewards or FakeRewards(), on_progress=on_progress
+    )
+    draw = Draw(run_seed=5, step=2)
+    sampling = SamplingConfig(max_tokens=4)
+    return sampler.groups([make_prompt(i) for i in prompts], draw, sampling=sampling, group_size=3)
 
 
 def step(engine, keep, *, prompts=None, max_rounds=10, n=4):
-    return sample_step(
-        engine,
+    return GroupSampler(engine=engine, rewards=FakeRewards()).step(
         prompts or Prompts(1000),
+        Draw(run_seed=0, step=0),
         rollout=RolloutConfig(prompts_per_step=n, group_size=2),
-        run_seed=0,
-        step=0,
-        rewards=FakeRewards(),
-        keep=keep,
-        max_rounds=max_rounds,
+        resampling=None if keep is None else Resampling(keep=keep, max_rounds=max_rounds),
     )
 
 

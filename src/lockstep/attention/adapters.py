@@ -72,7 +72,7 @@ def build_mask(
 def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
     attend = KERNELS[kernel]
 
-    def forward(
+    def forward(  # signature: transformers' AttentionInterface
         module: nn.Module,
         query: Tensor,
         key: Tensor,

@@ -44,7 +44,7 @@ def enable_cpu_reference() -> None:
     _library = library
 
 
-def _forward(
+def _forward(  # signature: torch's flash op
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,7 +82,7 @@ def _forward(
     return out, logsumexp, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), empty
 
 
-def _backward(
+def _backward(  # signature: torch's flash op
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,

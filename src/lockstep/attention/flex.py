@@ -14,7 +14,7 @@ from lockstep.attention.masks import document_ids
 from lockstep.errors import TrainError
 
 
-def attention(
+def attention(  # signature: every kernel's, see lockstep.attention
     q: Tensor,
     k: Tensor,
     v: Tensor,

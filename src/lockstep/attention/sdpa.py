@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.attention.masks import band, dense_mask, document_ids
 
 
-def attention(
+def attention(  # signature: every kernel's, see lockstep.attention
     q: Tensor,
     k: Tensor,
     v: Tensor,

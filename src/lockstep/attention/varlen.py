@@ -14,7 +14,7 @@ from lockstep.attention.cpu_reference import enable_cpu_reference
 _GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def attention(
+def attention(  # signature: every kernel's, see lockstep.attention
     q: Tensor,
     k: Tensor,
     v: Tensor,

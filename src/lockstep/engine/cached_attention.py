@@ -27,7 +27,7 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, cached_attention)
 
 
-def cached_attention(
+def cached_attention(  # signature: transformers' AttentionInterface
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -62,16 +62,24 @@ class Limits:
     max_batch: int
 
 
-OnFinish = Callable[[Row, FinishReason, int | str | None], None]
 OnToken = Callable[[int, int, Sequence[int]], None]
+"""Called after each token with (request index, sample index, token ids so far)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listeners:
+    """Who hears of progress, in the thread that generates."""
+
+    on_finish: Callable[[Row, FinishReason, int | str | None], None]
+    """Called once per sample with its row, the reason, and the stop token or string that ended it."""
+    on_token: OnToken | None = None
 
 
 class Generation:
     """Runs a list of requests to the end, or to the abort.
 
     Rows are dense: row r of the cache is `self._rows[r]`. A finished row goes on computing, unread, until
-    enough have
-    finished for the gaps to be closed; its place is then taken by the last row.
+    enough have finished for the gaps to be closed; its place is then taken by the last row.
     """
 
     def __init__(
@@ -82,16 +90,14 @@ class Generation:
         sampler: Sampler,
         limits: Limits,
         tokenizer: Any | None,
-        on_finish: OnFinish,
-        on_token: OnToken | None = None,
+        listeners: Listeners,
     ) -> None:
         self._skeleton = skeleton
         self._cache = cache
         self._sampler = sampler
         self._limits = limits
         self._tokenizer = tokenizer
-        self._on_finish = on_finish
-        self._on_token = on_token
+        self._listeners = listeners
         self._queue: deque[Group] = deque()
         self._groups: list[Group] = []
         self._rows: list[Row] = []
@@ -100,7 +106,7 @@ class Generation:
         self._plan: Decode | None = None
 
     def run(self, requests: Sequence[GenerationRequest], *, abort: threading.Event) -> None:
-        """Every sample of every request is reported to `on_finish` once."""
+        """Every sample of every request is reported to `listeners.on_finish` once."""
         self._queue.extend(
             Group(index=i, request=r, waiting=deque(range(len(r.seeds))))
             for i, r in enumerate(requests)
@@ -248,8 +254,8 @@ class Generation:
                 )
             row.state.token_ids.append(token)
             row.logprobs.append(logprob)
-            if self._on_token is not None:
-                self._on_token(row.group.index, row.sample, row.state.token_ids)
+            if self._listeners.on_token is not None:
+                self._listeners.on_token(row.group.index, row.sample, row.state.token_ids)
             ended = self._ending(row, token)
             if ended is not None:
                 self._finish(row, *ended)
@@ -269,7 +275,7 @@ class Generation:
     def _finish(self, row: Row, reason: FinishReason, stop: int | str | None) -> None:
         row.done = True
         row.group.running -= 1
-        self._on_finish(row, reason, stop)
+        self._listeners.on_finish(row, reason, stop)
 
     def _abort_all(self) -> None:
         for row in self._rows:

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.config.train import EngineConfig
 from lockstep.engine.cache import SampleCache
-from lockstep.engine.generation import Generation, Limits, OnToken, Row
+from lockstep.engine.generation import Generation, Limits, Listeners, OnToken, Row
 from lockstep.engine.requests import check_requests
 from lockstep.engine.sampling import Sampler
 from lockstep.engine.skeleton import Skeleton
@@ -62,13 +62,12 @@ class HFEngine:
 
         Args:
             on_completion: called in this thread as soon as a sample finishes.
-            on_token: called in this thread with (request index, sample index, token ids so far) after each
-            token.
+            on_token: called in this thread after each token with (request index, sample index, token ids so
+                far).
 
         Raises:
             EngineError: a request is impossible, the engine sleeps or is closed, memory ran out, or logits
-            are not
-                finite.
+                are not finite.
         """
         if self._state != "awake":
             raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
@@ -99,8 +98,7 @@ class HFEngine:
                 max_batch=self._config.max_batch,
             ),
             tokenizer=model.tokenizer,
-            on_finish=finish,
-            on_token=on_token,
+            listeners=Listeners(on_finish=finish, on_token=on_token),
         )
         try:
             with torch.inference_mode():
@@ -111,8 +109,8 @@ class HFEngine:
                 raise
             raise EngineError(
                 f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes "
-                f"(engine.max_batch = "
-                f"{self._config.max_batch}); lower engine.max_batch or sampling.max_tokens"
+                f"(engine.max_batch = {self._config.max_batch}); lower engine.max_batch or "
+                "sampling.max_tokens"
             ) from error
         finally:
             self._peak_bytes = max(self._peak_bytes, self._cache.num_bytes)

@@ -21,7 +21,7 @@ from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes, resolved_train
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.packing import plan_micro_batches
+from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
@@ -140,8 +140,7 @@ def check_lengths(run: GRPORun, model: LoadedModel) -> None:
     if longest > model.max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} exceeds the "
-            f"{model.max_positions} "
-            f"positions of {model.name}; lower one of the two"
+            f"{model.max_positions} positions of {model.name}; lower one of the two"
         )
 
 
@@ -159,12 +158,11 @@ class Planner:
     def __call__(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
         """Balanced packs under the token budget, at static capacity where graphs need it."""
         static = self.static_capacity
-        return plan_micro_batches(
-            samples,
-            loss_weights,
+        limits = PackLimits(
             token_budget=self.train.token_budget,
             static_capacity=static,
             layout=self.train.layout,
             max_seqlen=self.max_seqlen if static else None,
             max_documents=self.max_documents if static else None,
         )
+        return plan_micro_batches(samples, loss_weights, limits)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lockstep.config.rollout import SamplingConfig
 from lockstep.loop.build import OnlineParts
 from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
-from lockstep.rollout.sampler import sample_groups
+from lockstep.rollout.sampler import Draw, GroupSampler
 from lockstep.schema.rollout import Prompt, RolloutGroup
 
 EVAL_STEP = -1
@@ -48,15 +48,12 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation:
     sampling = SamplingConfig.model_validate(
         run.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": run.eval.temperature}
     )
-    sampled = sample_groups(
-        parts.engine,
+    sampler = GroupSampler(engine=parts.engine, rewards=parts.rewards, on_progress=parts.on_progress)
+    sampled = sampler.groups(
         eval_prompts(parts),
+        Draw(run_seed=run.seed, step=EVAL_STEP),
         sampling=sampling,
         group_size=run.eval.samples_per_prompt,
-        run_seed=run.seed,
-        step=EVAL_STEP,
-        rewards=parts.rewards,
-        on_progress=parts.on_progress,
     )
     return score(parts, sampled.groups)
 

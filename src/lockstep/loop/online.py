@@ -22,7 +22,7 @@ from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.metrics import rollout_metrics, shape_metrics
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
-from lockstep.rollout.sampler import SampledStep, sample_step
+from lockstep.rollout.sampler import Draw, GroupSampler, Resampling, SampledStep
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.rollout import RolloutGroup
 
@@ -104,19 +104,16 @@ class OnlineTrainer:
     def sample(self, step: int) -> SampledStep:
         """Rollouts of step `step` with their rewards: a pure function of (run, step, weights)."""
         parts, run = self.parts, self.parts.run
+        options = parts.algorithm_options
+        resampling = None
+        if options.dynamic_sampling:
+            resampling = Resampling(keep=parts.algorithm.keep, max_rounds=options.max_resample_rounds)
+        sampler = GroupSampler(
+            engine=parts.engine, rewards=parts.rewards, on_progress=parts.on_progress, spans=self.spans
+        )
+        draw = Draw(run_seed=run.seed, step=step)
         with self.spans("generate"):
-            return sample_step(
-                parts.engine,
-                parts.prompts,
-                rollout=run.rollout,
-                keep=parts.algorithm.keep if parts.algorithm_options.dynamic_sampling else None,
-                max_rounds=parts.algorithm_options.max_resample_rounds,
-                run_seed=run.seed,
-                step=step,
-                rewards=parts.rewards,
-                spans=self.spans,
-                on_progress=parts.on_progress,
-            )
+            return sampler.step(parts.prompts, draw, rollout=run.rollout, resampling=resampling)
 
     def update(self, groups: Sequence[RolloutGroup]) -> StepResult:
         """Every optimizer step of one rollout batch."""

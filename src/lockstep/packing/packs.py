@@ -31,11 +31,10 @@ class Bucket:
 
 
 def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tuple[Bucket, ...]:
-    """The buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots, at most 4
-    graphs.
+    """The buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots.
 
-    Every bucket has room for `max_documents` real documents and for a tail of any size; `max_seqlen` is the
-    same in all. Capacities below max_seqlen are left out.
+    They make at most 4 graphs. Every bucket has room for `max_documents` real documents and for a tail of any
+    size; `max_seqlen` is the same in all. Capacities below max_seqlen are left out.
     """
     sizes = {
         min(token_budget, _round_up(-(-token_budget * step // _BUCKET_STEPS), _ALIGNMENT))
@@ -55,8 +54,7 @@ def pack(
 
     Args:
         loss_weights: [L] float32 per sample, see PackedBatch.loss_weights; what stands where loss_mask is
-        False is
-            ignored.
+            False is ignored.
         bucket: the capacity to pad to. None: exactly the documents, no tail.
 
     Raises:
@@ -65,9 +63,9 @@ def pack(
     kinds = {type(sample) for sample in samples}
     if len(kinds) != 1 or len(samples) != len(loss_weights):
         raise DataError(
-            f"a pack needs at least one sample, all of one type, and one loss_weights each; got "
-            f"{len(samples)} samples "
-            f"of {sorted(k.__name__ for k in kinds)} and {len(loss_weights)} loss_weights"
+            "a pack needs at least one sample, all of one type, and one loss_weights each; got "
+            f"{len(samples)} samples of {sorted(k.__name__ for k in kinds)} and "
+            f"{len(loss_weights)} loss_weights"
         )
     lengths = [len(sample) for sample in samples]
     if 0 in lengths:
@@ -97,30 +95,30 @@ def pack(
     return PolicyBatch(**fields)
 
 
-def plan_micro_batches(
-    samples: Sequence[TrainSample],
-    loss_weights: Sequence[Tensor],
-    *,
-    token_budget: int,
-    static_capacity: bool,
-    layout: Literal["packed", "padded"] = "packed",
-    max_seqlen: int | None = None,
-    max_documents: int | None = None,
-    min_packs: int = 1,
-) -> list[Any]:
-    """All samples of an optimizer step as micro-batches of at most `token_budget` slots.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackLimits:
+    """What bounds the micro-batches of a run."""
 
-    Args:
-        static_capacity: pad every pack to one of few buckets (`buckets_for`). Otherwise packs are exact.
-        layout: padded: rows x longest row stays within the budget; documents of similar length share a batch.
-        max_seqlen: longest document of the whole run. None: that of these samples, rounded up to a power of
-        two under
-            static_capacity, which may change from step to step and then makes a new graph.
-        max_documents: most documents of one pack; None: as many as fit. Under static_capacity the packs'
-        largest
-            number of documents is rounded up to a power of four, because empty documents cost a flash kernel
-            time.
-        min_packs: at least so many micro-batches, such as one per rank.
+    token_budget: int
+    """Most slots of one micro-batch."""
+    static_capacity: bool = False
+    """Pad every pack to one of few buckets (`buckets_for`). Otherwise packs are exact."""
+    layout: Literal["packed", "padded"] = "packed"
+    """padded: rows x longest row stays within the budget; documents of similar length share a batch."""
+    max_seqlen: int | None = None
+    """Longest document of the whole run. None: that of the samples at hand, rounded up to a power of two
+    under static_capacity, which may change from step to step and then makes a new graph."""
+    max_documents: int | None = None
+    """Most documents of one pack; None: as many as fit. Under static_capacity the packs' largest number of
+    documents is rounded up to a power of four, because empty documents cost a flash kernel time."""
+    min_packs: int = 1
+    """At least so many micro-batches, such as one per rank."""
+
+
+def plan_micro_batches(
+    samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], limits: PackLimits
+) -> list[Any]:
+    """All samples of an optimizer step as micro-batches.
 
     Raises:
         DataError: a sample is empty or longer than the budget or than max_seqlen.
@@ -128,22 +126,21 @@ def plan_micro_batches(
     if not samples:
         return []
     lengths = [len(sample) for sample in samples]
-    longest = _longest(lengths, token_budget, max_seqlen=max_seqlen, static=static_capacity)
-    if layout == "packed":
-        groups = balance(lengths, token_budget=token_budget, min_packs=min_packs, max_documents=max_documents)
-    else:
-        groups = _dense_groups(
+    longest = _longest(lengths, limits)
+    if limits.layout == "packed":
+        groups = balance(
             lengths,
-            token_budget=token_budget,
-            width=longest if static_capacity else None,
-            most=max_documents,
-            min_groups=min_packs,
+            token_budget=limits.token_budget,
+            min_packs=limits.min_packs,
+            max_documents=limits.max_documents,
         )
+    else:
+        groups = _dense_groups(lengths, limits, width=longest if limits.static_capacity else None)
     buckets: tuple[Bucket, ...] = ()
-    if static_capacity:
-        most = min(max_documents or len(samples), _power_of_four(max(map(len, groups))))
-        buckets = buckets_for(token_budget=token_budget, max_seqlen=longest, max_documents=most)
-        if layout == "padded":
+    if limits.static_capacity:
+        most = min(limits.max_documents or len(samples), _power_of_four(max(map(len, groups))))
+        buckets = buckets_for(token_budget=limits.token_budget, max_seqlen=longest, max_documents=most)
+        if limits.layout == "padded":
             buckets = buckets[-1:]
     batches = []
     for group in groups:
@@ -153,30 +150,28 @@ def plan_micro_batches(
     return batches
 
 
-def _longest(lengths: Sequence[int], token_budget: int, *, max_seqlen: int | None, static: bool) -> int:
-    longest = max(lengths)
-    if max_seqlen is None:
-        return min(_power_of_two(longest), max(token_budget, longest)) if static else longest
-    if longest > max_seqlen:
+def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
+    longest, most = max(lengths), limits.max_seqlen
+    if most is None:
+        rounded = min(_power_of_two(longest), max(limits.token_budget, longest))
+        return rounded if limits.static_capacity else longest
+    if longest > most:
         raise DataError(
-            f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {max_seqlen} of "
-            "the run; "
-            "raise it or shorten the documents"
+            f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} of the "
+            "run; raise it or shorten the documents"
         )
-    return min(max_seqlen, max(token_budget, longest))
+    return min(most, max(limits.token_budget, longest))
 
 
-def _dense_groups(
-    lengths: Sequence[int], *, token_budget: int, width: int | None, most: int | None, min_groups: int
-) -> list[list[int]]:
+def _dense_groups(lengths: Sequence[int], limits: PackLimits, *, width: int | None) -> list[list[int]]:
     """Documents by length, longest first, cut where rows x width would exceed the budget."""
-    balance(lengths, token_budget=token_budget, min_packs=len(lengths))  # refuses what cannot fit
-    limit = min(most or len(lengths), -(-len(lengths) // min_groups))
+    balance(lengths, token_budget=limits.token_budget, min_packs=len(lengths))  # refuses what cannot fit
+    most = min(limits.max_documents or len(lengths), -(-len(lengths) // limits.min_packs))
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if groups:
             row = width or lengths[groups[-1][0]]
-            if len(groups[-1]) < limit and (len(groups[-1]) + 1) * row <= token_budget:
+            if len(groups[-1]) < most and (len(groups[-1]) + 1) * row <= limits.token_budget:
                 groups[-1].append(index)
                 continue
         groups.append([index])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
@@ -31,7 +31,7 @@ _ROUND_PROMPTS = -1
 
 
 class PromptSource(Protocol):
-    """What `sample_step` needs of a prompt set."""
+    """What `GroupSampler.step` needs of a prompt set."""
 
     def batch(self, step: int, n: int, seed: int) -> list[Prompt]: ...
 
@@ -43,12 +43,127 @@ class SampledStep:
     groups: tuple[RolloutGroup, ...]
     """In prompt order; empty when generation was aborted."""
     counts: dict[str, float]
-    """rollout/dropped_rollouts, rollout/dropped_groups: lost to a reward's on_error = "drop". Of dynamic
-    sampling:
-    rollout/resample_rounds and rollout/rejected_groups (groups that carried no signal).
-    rollout/cached_tokens:
-    prompt tokens that were shared. And what RewardSet counted."""
+    """By name. rollout/dropped_rollouts, rollout/dropped_groups: lost to a reward's on_error = "drop".
+    rollout/cached_tokens: prompt tokens that were shared. Of dynamic sampling: rollout/resample_rounds and
+    rollout/rejected_groups (groups that carried no signal). And what RewardSet counted."""
     aborted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
+    """Where samples stand in a run: all that their seeds depend on, beside the prompt and the number."""
+
+    run_seed: int
+    step: int
+    sampling_round: int = 0
+    """Rounds after the first are dynamic sampling's."""
+
+    def seeds(self, prompt_index: int, group_size: int) -> tuple[int, ...]:
+        """Of one group; a later round goes on counting where the earlier one stopped."""
+        first = self.sampling_round * group_size
+        return tuple(
+            sample_seed(self.run_seed, self.step, prompt_index, first + i) for i in range(group_size)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resampling:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): groups without a signal are replaced by other prompts'."""
+
+    keep: Keep
+    max_rounds: int
+    """Rounds in all, the first one included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSampler:
+    """Samples with `engine` and scores with `rewards`."""
+
+    engine: InferenceEngine
+    rewards: RewardSet
+    on_progress: OnProgress | None = None
+    spans: Spans | None = None
+    """Times the rewards under the name "reward"."""
+
+    def groups(
+        self, prompts: Sequence[Prompt], draw: Draw, *, sampling: SamplingConfig, group_size: int
+    ) -> SampledStep:
+        """Sample `group_size` completions of every prompt and score them.
+
+        Raises:
+            EngineError: from the engine, or when it returns something else than was asked for.
+            RewardError: from a reward, or when no group is left.
+        """
+        params = sampling_params(sampling)
+        requests = [
+            GenerationRequest(
+                prompt_token_ids=prompt.token_ids,
+                sampling=params,
+                seeds=draw.seeds(prompt.index, group_size),
+            )
+            for prompt in prompts
+        ]
+        done = 0
+
+        def count(request: int, sample: int, completion: Completion) -> None:
+            nonlocal done
+            done += 1
+            if self.on_progress is not None:
+                self.on_progress(done, len(prompts) * group_size)
+
+        completions = self.engine.generate(requests, on_completion=count)
+        _check(requests, completions)
+        if any(c.finish_reason == "abort" for group in completions for c in group):
+            return SampledStep(groups=(), counts={}, aborted=True)
+        with self.spans("reward") if self.spans is not None else contextlib.nullcontext():
+            return _scored(prompts, completions, self.rewards)
+
+    def step(
+        self,
+        prompts: PromptSource,
+        draw: Draw,
+        *,
+        rollout: RolloutConfig,
+        resampling: Resampling | None = None,
+    ) -> SampledStep:
+        """The rollouts of a training step: a pure function of its arguments and the engine's weights.
+
+        Args:
+            resampling: until `rollout.prompts_per_step` groups are kept. None: one round, all are kept.
+
+        Raises:
+            RewardError: after `resampling.max_rounds` rounds there are still too few groups. And what
+                `groups` raises.
+        """
+        wanted = rollout.prompts_per_step
+        kept: list[RolloutGroup] = []
+        counts: dict[str, float] = {}
+        tried: set[tuple[int, ...]] = set()
+        rejected = 0
+        for sampling_round in range(1 if resampling is None else resampling.max_rounds):
+            draw = replace(draw, sampling_round=sampling_round)
+            batch = _round_prompts(prompts, wanted, draw, tried)[: wanted - len(kept)]
+            tried.update(prompt.token_ids for prompt in batch)
+            sampled = self.groups(batch, draw, sampling=rollout.sampling, group_size=rollout.group_size)
+            if sampled.aborted or resampling is None:
+                return sampled
+            for name, value in sampled.counts.items():
+                counts[name] = counts.get(name, 0.0) + value
+            good = [group for group in sampled.groups if resampling.keep(group)]
+            rejected += len(sampled.groups) - len(good)
+            kept += good
+            if len(kept) >= wanted:
+                rounds = {
+                    "rollout/resample_rounds": float(sampling_round),
+                    "rollout/rejected_groups": float(rejected),
+                }
+                return SampledStep(groups=tuple(kept), counts=counts | rounds)
+        raise RewardError(
+            f"step {draw.step}: after algorithm.max_resample_rounds = {draw.sampling_round + 1} rounds only "
+            f"{len(kept)} of {wanted} groups have rewards that differ ({rejected} were all equal); the task "
+            "is too easy or too hard for the policy: change data.task, raise rollout.group_size or "
+            "max_resample_rounds, or set algorithm.dynamic_sampling = false"
+        )
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
@@ -56,130 +171,12 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(**config.model_dump())
 
 
-def sample_groups(
-    engine: InferenceEngine,
-    prompts: Sequence[Prompt],
-    *,
-    sampling: SamplingConfig,
-    group_size: int,
-    run_seed: int,
-    step: int,
-    rewards: RewardSet,
-    on_progress: OnProgress | None = None,
-    sampling_round: int = 0,
-    spans: Spans | None = None,
-) -> SampledStep:
-    """Sample `group_size` completions of every prompt and score them.
-
-    A sample's seed is sample_seed(run_seed, step, prompt.index, sampling_round * group_size + i).
-
-    Raises:
-        EngineError: from the engine, or when it returns something else than was asked for.
-        RewardError: from a reward, or when no group is left.
-    """
-    first = sampling_round * group_size
-    params = sampling_params(sampling)
-    requests = [
-        GenerationRequest(
-            prompt_token_ids=prompt.token_ids,
-            sampling=params,
-            seeds=tuple(sample_seed(run_seed, step, prompt.index, first + i) for i in range(group_size)),
-        )
-        for prompt in prompts
-    ]
-    done = 0
-
-    def count(request: int, sample: int, completion: Completion) -> None:
-        nonlocal done
-        done += 1
-        if on_progress is not None:
-            on_progress(done, len(prompts) * group_size)
-
-    completions = engine.generate(requests, on_completion=count)
-    _check(requests, completions)
-    if any(c.finish_reason == "abort" for group in completions for c in group):
-        return SampledStep(groups=(), counts={}, aborted=True)
-    with spans("reward") if spans is not None else contextlib.nullcontext():
-        return _scored(prompts, completions, rewards)
-
-
-def sample_step(
-    engine: InferenceEngine,
-    prompts: PromptSource,
-    *,
-    rollout: RolloutConfig,
-    run_seed: int,
-    step: int,
-    rewards: RewardSet,
-    keep: Keep | None = None,
-    max_rounds: int = 10,
-    on_progress: OnProgress | None = None,
-    spans: Spans | None = None,
-) -> SampledStep:
-    """Rollouts of training step `step`: a pure function of its arguments and the engine's weights.
-
-    Args:
-        keep: dynamic sampling (DAPO, arXiv 2503.14476): groups that it refuses are replaced by groups of new
-        prompts,
-            in rounds, until `rollout.prompts_per_step` groups are kept. None: one round, everything is kept.
-        max_rounds: rounds in all.
-
-    Raises:
-        RewardError: after `max_rounds` rounds there are still too few groups. And what `sample_groups`
-        raises.
-    """
-    wanted = rollout.prompts_per_step
-    kept: list[RolloutGroup] = []
-    counts: dict[str, float] = {}
-    tried: set[tuple[int, ...]] = set()
-    rejected = 0
-    for sampling_round in range(max_rounds if keep is not None else 1):
-        batch = _round_prompts(prompts, wanted, run_seed, step, sampling_round, tried)[: wanted - len(kept)]
-        tried.update(prompt.token_ids for prompt in batch)
-        sampled = sample_groups(
-            engine,
-            batch,
-            sampling=rollout.sampling,
-            group_size=rollout.group_size,
-            run_seed=run_seed,
-            step=step,
-            rewards=rewards,
-            on_progress=on_progress,
-            sampling_round=sampling_round,
-            spans=spans,
-        )
-        if sampled.aborted:
-            return sampled
-        for name, value in sampled.counts.items():
-            counts[name] = counts.get(name, 0.0) + value
-        good = [group for group in sampled.groups if keep is None or keep(group)]
-        rejected += len(sampled.groups) - len(good)
-        kept += good
-        if keep is None:
-            return SampledStep(groups=tuple(kept), counts=counts)
-        if len(kept) >= wanted:
-            counts |= {
-                "rollout/resample_rounds": float(sampling_round),
-                "rollout/rejected_groups": float(rejected),
-            }
-            return SampledStep(groups=tuple(kept), counts=counts)
-    raise RewardError(
-        f"step {step}: after algorithm.max_resample_rounds = {max_rounds} rounds only {len(kept)} of "
-        f"{wanted} groups "
-        f"have rewards that differ ({rejected} were all equal); the task is too easy or too hard for the "
-        f"policy: "
-        "change data.task, raise rollout.group_size or max_resample_rounds, or set "
-        "algorithm.dynamic_sampling = false"
-    )
-
-
-def _round_prompts(
-    prompts: PromptSource, n: int, run_seed: int, step: int, sampling_round: int, tried: set[tuple[int, ...]]
-) -> list[Prompt]:
+def _round_prompts(prompts: PromptSource, n: int, draw: Draw, tried: set[tuple[int, ...]]) -> list[Prompt]:
     """The step's own batch in round 0; later batches of another order, those not tried in this step first."""
-    if sampling_round == 0:
-        return prompts.batch(step, n, run_seed)
-    batch = prompts.batch(step, n, sample_seed(run_seed, step, _ROUND_PROMPTS, sampling_round))
+    if draw.sampling_round == 0:
+        return prompts.batch(draw.step, n, draw.run_seed)
+    order = sample_seed(draw.run_seed, draw.step, _ROUND_PROMPTS, draw.sampling_round)
+    batch = prompts.batch(draw.step, n, order)
     return sorted(batch, key=lambda prompt: prompt.token_ids in tried)
 
 
@@ -195,16 +192,15 @@ def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence
                 raise EngineError(f"request {index}: the engine returned a completion of another prompt")
             if len(completion.logprobs) != len(completion.token_ids):
                 raise EngineError(
-                    f"request {index}: {len(completion.token_ids)} tokens but {len(completion.logprobs)} "
-                    f"logprobs"
+                    f"request {index}: {len(completion.token_ids)} tokens but "
+                    f"{len(completion.logprobs)} logprobs"
                 )
 
 
 def _scored(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], rewards: RewardSet
 ) -> SampledStep:
-    """Groups with rewards. A group that drops leave with one rollout has nothing to compare, and is dropped
-    too."""
+    """Groups with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     inputs = [
         RewardInput(
             prompt=prompt.text,
@@ -235,8 +231,7 @@ def _scored(
     if not groups:
         raise RewardError(
             f"every one of the {len(prompts)} groups lost its rollouts to failing rewards "
-            f"(rewards.on_error = 'drop'); "
-            "set rewards.on_error = 'fail' to see the first failure"
+            "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure"
         )
     counts = {
         "rollout/dropped_rollouts": float(dropped_rollouts),
