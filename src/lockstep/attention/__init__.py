@@ -1,16 +1,16 @@
 """Attention kernels with one signature, on packed documents.
 
-    fn(q [T, N, H], k [T, K, H], v [T, K, H], *, cu_seqlens, max_seqlen, lengths, scale, window, mask=None) ->
-    [T, N, H]
+    fn(q [T, N, H], k [T, K, H], v [T, K, H],
+       *, cu_seqlens, max_seqlen, lengths, scale, window, mask=None) -> [T, N, H]
 
     cu_seqlens   [D_cap + 1] int32; document d is slots cu_seqlens[d] to cu_seqlens[d + 1]
     max_seqlen   no document is longer
-    lengths      the host's copy of the non-empty documents' lengths, or None where none may be baked in
-                 (compiled code)
+    lengths      the host's copy of the non-empty documents' lengths, or None where none may be baked
+                 in (compiled code)
     scale        of the scores; None: H ** -0.5
     window       keys visible to a query, itself included (transformers' sliding_window); None: all before it
-    mask         what `build_mask` made for this window, so that all layers of a forward share it; None: made
-                 here
+    mask         what `build_mask` made for this window, so that all layers of a forward share it;
+                 None: made here
 
 Causal within a document, blind across documents; N is a multiple of K. Rows that no document covers are
 undefined.

@@ -29,8 +29,8 @@ def attention(  # signature: every kernel's, see lockstep.attention
     """See lockstep.attention. float16 or bfloat16 on CUDA; on CPU the reference kernels, any float dtype."""
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         enable_cpu_reference()
-    # A tuple: varlen_attn recognises causal by comparing with (-1, 0). The kernel's left window excludes the
-    # query.
+    # A tuple: varlen_attn recognises causal by comparing with (-1, 0). The kernel's left window leaves the
+    # query itself out.
     window_size = (-1, 0) if window is None else (window - 1, 0)
     return varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size, **_GQA

@@ -62,8 +62,7 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
 
     Args:
         checkpoint: of a run directory: "export", "last" or a step number. None: the export if there is one,
-        else the
-            last checkpoint.
+            else the last checkpoint.
 
     Raises:
         ConfigError: --checkpoint was given for something that is no run, or is neither a number, last nor

@@ -32,9 +32,8 @@ class RolloutCorrectionConfig(Config):
     rollout)."""
 
     kind: Literal["none", "tis", "mask", "icepop"] = "none"
-    """tis: truncated weight min(w, high). mask: tokens (sequences) with w > high are masked, else weighted
-    by w.
-    icepop: masked outside [low, high], else weighted by w."""
+    """tis: truncated weight min(w, high). mask: tokens (sequences) with w > high are masked, else weighted by
+    w. icepop: masked outside [low, high], else weighted by w."""
     level: Literal["token", "sequence"] = "token"
     low: float = Field(0.5, ge=0.0)
     high: float = Field(2.0, gt=0.0)
@@ -54,13 +53,12 @@ class GRPOConfig(Config):
     name: PolicyAlgorithm = "grpo"
     advantage: Advantage | None = None
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
-    others.
-    batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group mean,
-    whitened likewise. Under these two, kl.place = 'reward' charges a token with its KL and what follows."""
+    others. batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group
+    mean, whitened likewise. Under these two, kl.place = 'reward' charges a token with its KL and what
+    follows."""
     aggregation: Aggregation | None = None
     """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the
-    step.
-    constant: divided by sequences * max_tokens (Dr. GRPO)."""
+    step. constant: divided by sequences * max_tokens (Dr. GRPO)."""
     clip_low: float | None = Field(None, ge=0.0)
     clip_high: float | None = Field(None, ge=0.0)
     ratio: Literal["token", "sequence"] | None = None

@@ -11,9 +11,8 @@ class DataConfig(Config):
     """One prompt set or SFT set."""
 
     source: str = "reasoning_gym:chain_sum"
-    """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or
-    `ids` (the
-    id-level source for models without a tokenizer)."""
+    """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or `ids`
+    (the id-level source for models without a tokenizer)."""
     subset: str | None = None
     split: str = "train"
     task: dict[str, Any] = Field(default_factory=dict)

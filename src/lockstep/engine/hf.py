@@ -34,8 +34,7 @@ class HFEngine:
     """Implements lockstep.protocols.InferenceEngine over the module of `model`, whose Parameters it shares.
 
     A sample does not depend on its batch but for rounding: in float32 on CPU tokens are equal alone and in a
-    batch.
-    `generate` runs in the calling thread; only `abort` may be called from another one.
+    batch. `generate` runs in the calling thread; only `abort` may be called from another one.
     """
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:

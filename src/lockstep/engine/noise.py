@@ -1,23 +1,19 @@
 """The noise of a sample: a pure function of (seed, position), and sampling with it.
 
 Gumbel-max draws `argmax_i (z_i + g_i)` with independent Gumbel g_i, which has the distribution softmax(z).
-Done
-literally it needs one noise value per vocabulary entry and token. Here it is done twice over blocks of BLOCK
-entries:
+Done literally it needs one noise value per vocabulary entry and token. Here it is done twice over blocks of
+BLOCK entries:
 
     block = argmax_b (log sum_{i in b} exp z_i + g_b)        one value per block
     token = argmax_{i in block} (z_i + g_i)                  one value per entry of that block
 
-P(token) = P(block) * P(token | block) = softmax(z)[token] exactly, with V / BLOCK + BLOCK values instead of
-V (448
-instead of 49152 for SmolLM2). Like plain Gumbel-max, a small change of the logits changes the token only at
-a near tie.
+P(token) = P(block) * P(token | block) = softmax(z)[token] exactly, with V / BLOCK + BLOCK values instead of V
+(448 instead of 49152 for SmolLM2). Like plain Gumbel-max, a small change of the logits changes the token only
+at a near tie.
 
-The values come from SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
-as a
-counter-based hash of (seed, position, counter): integer arithmetic, the same on every device, and torch's
-generators
-are neither read nor advanced. Block b has counter b; vocabulary entry i has counter 2**32 + i.
+The values come from SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") as
+a counter-based hash of (seed, position, counter): integer arithmetic, the same on every device, and torch's
+generators are neither read nor advanced. Block b has counter b; vocabulary entry i has counter 2**32 + i.
 `-log(u)` with u uniform in (0, 1) at 53 bits is exponential, and argmin_i e_i / p_i is argmax_i (log p_i +
 g_i).
 """

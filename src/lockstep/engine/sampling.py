@@ -1,14 +1,12 @@
 """From logits to tokens and canonical logprobs.
 
 The logprob of a token is `log_softmax(logits / temperature)[token]` in float32 (temperature 0 counts as 1):
-what a
-trainer computes from the same logits. Everything else only decides *which* token is drawn, in this order,
-each as in
-transformers' logits processors (generation/logits_process.py); presence and frequency as in the OpenAI API:
+what a trainer computes from the same logits. Everything else only decides *which* token is drawn, in this
+order, each as in transformers' logits processors (generation/logits_process.py); presence and frequency as in
+the OpenAI API:
 
-    repetition penalty (prompt + output), presence and frequency penalty (output), eos and stop ids
-    suppressed below
-    min_tokens, temperature, top_k, top_p, min_p, then Gumbel-max (or argmax at temperature 0)
+    repetition penalty (prompt + output), presence and frequency penalty (output), eos and stop ids suppressed
+    below min_tokens, temperature, top_k, top_p, min_p, then Gumbel-max (or argmax at temperature 0)
 
 R rows (one sample each), V vocabulary.
 """

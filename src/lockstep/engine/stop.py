@@ -12,10 +12,8 @@ class StopStrings:
     """Looks for stop strings in the text of one growing completion.
 
     Text is decoded a few tokens at a time: a token may be part of a character or change the space before it,
-    so each
-    new piece is the difference of two decodings that start at the same earlier token. Only the tail that
-    could hold
-    the beginning of a stop string is searched again.
+    so each new piece is the difference of two decodings that start at the same earlier token. Only the tail
+    that could hold the beginning of a stop string is searched again.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:

@@ -14,8 +14,7 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
 
     Raises:
         EngineError: a name is unknown, missing or given twice, a shape differs, or two names of one tied
-        weight
-            bring different values. Nothing was changed then.
+            weight bring different values. Nothing was changed then.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     new: dict[str, Tensor] = {}

@@ -10,8 +10,7 @@ from types import FrameType
 
 class Interrupt:
     """Context manager. The first signal sets `requested` and calls `on_request` (which ends generation
-    early); the
-    loop looks at `requested` where a step may be dropped or ended. The second one raises
+    early); the loop looks at `requested` where a step may be dropped or ended. The second one raises
     KeyboardInterrupt."""
 
     def __init__(self, on_request: Callable[[], None]) -> None:

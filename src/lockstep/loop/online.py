@@ -189,9 +189,8 @@ class OnlineTrainer:
 
 
 def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the last
-    learning rate,
-    means of the rest."""
+    """Metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the last learning
+    rate, means of the rest."""
     combined = {}
     for name in updates[0]:
         values = [update[name] for update in updates]

@@ -10,8 +10,7 @@ from lockstep.schema.rollout import FinishReason
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
     """What a reward may look at. `lockstep.rollout.rewards` calls it with keyword arguments prompt,
-    completion, row
-    for a plain `module:function`, and with this record for a class."""
+    completion, row for a plain `module:function`, and with this record for a class."""
 
     prompt: str
     completion: str

@@ -15,9 +15,9 @@ from lockstep.schema.weights import WeightUpdate
 class TokenLoss(Protocol):
     """A loss as a function of the logprobs of the labels.
 
-    `separable` says that the loss of a token needs no other token's logprob: then gradients are made chunk
-    by chunk
-    while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed twice.
+    `separable` says that the loss of a token needs no other token's logprob: then gradients are made chunk by
+    chunk while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed
+    twice.
     """
 
     separable: bool
@@ -60,8 +60,7 @@ class TrainBackend(Protocol):
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
-        clipping)
-        and lr. Raises TrainError on a non-finite norm, before anything was changed."""
+        clipping) and lr. Raises TrainError on a non-finite norm, before anything was changed."""
         ...
 
     def weights(self) -> WeightUpdate:
@@ -69,16 +68,14 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, directory: Path) -> dict[str, str]:
-        """Weights, master weights, optimizer, schedule and RNG into an existing empty directory, safe on
-        the disk.
-        Returns sha256 of each file written, by name. Raises CheckpointError when it does not fit on the
+        """Weights, master weights, optimizer, schedule and RNG into an existing empty directory, safe on the
+        disk. Returns sha256 of each file written, by name. Raises CheckpointError when it does not fit on the
         disk."""
         ...
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """The inverse, to the bit. verified: the caller has compared the files' hashes with what `save`
-        returned.
-        Raises CheckpointError before anything was changed."""
+        returned. Raises CheckpointError before anything was changed."""
         ...
 
     def export(self, directory: Path) -> None:

@@ -99,9 +99,8 @@ class PackedBatch:
     """[T] bool; False in the padded tail and at every document's last token."""
     loss_weights: Tensor
     """[T] float32; the weight of each token in the loss of the whole optimizer step, 0 where loss_mask is
-    False.
-    The normaliser of the step is in here, so a micro-batch's loss is a plain sum and does not depend on
-    packing."""
+    False. The normaliser of the step is in here, so a micro-batch's loss is a plain sum and does not depend
+    on packing."""
     lengths: tuple[int, ...]
     """Lengths of all non-empty documents in order, pad documents last; they sum to T. The host's copy of
     cu_seqlens."""
@@ -142,8 +141,7 @@ class PolicyBatch(PackedBatch):
     advantages: Tensor
     """[T] float32."""
     old_logprobs: Tensor | None = None
-    """[T] float32, nats, by the trainer before the step's first update. None: the policy has not moved
-    since, so a
-    loss takes its own logprobs, detached (importance ratio exactly 1)."""
+    """[T] float32, nats, by the trainer before the step's first update. None: the policy has not moved since,
+    so a loss takes its own logprobs, detached (importance ratio exactly 1)."""
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, by the frozen reference. None: the algorithm has no KL term."""

@@ -11,8 +11,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 LogprobKind = Literal["temperature_scaled"]
 """The only kind that may be mixed with a trainer's: log_softmax(logits / temperature) in float32,
-untruncated.
-At temperature 0 (greedy) the scale is 1."""
+untruncated. At temperature 0 (greedy) the scale is 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
