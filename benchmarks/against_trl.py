@@ -250,7 +250,11 @@ def sft_sides(args: argparse.Namespace, folder: Path, scratch: Path) -> list[Sid
     settings = {"folder": str(folder), "documents": str(documents), "steps": steps, "scratch": str(scratch)}
     ours = settings | {"token_budget": args.token_budget}
     theirs = settings | {"batch": args.trl_batch, "autocast": args.trl_autocast}
-    sides = {"lockstep_sft": ours, "trl_sft_padded": theirs, "trl_sft_packed": theirs}
+    sides = {
+        "lockstep_sft": ours,
+        "trl_sft_padded": theirs,
+        "trl_sft_packed": theirs | {"batch": args.trl_packed_batch},
+    }
     return _start(args, scratch, sides)
 
 
@@ -271,6 +275,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--token-budget", type=int, default=2048, help="ours: token slots of a micro-batch")
     parser.add_argument("--trl-batch", type=int, default=8, help="TRL: per_device_train_batch_size")
+    parser.add_argument(
+        "--trl-packed-batch",
+        type=int,
+        default=1,
+        help="TRL, packed: rows per batch (joined to one row under a dense mask: 1 is fastest)",
+    )
     parser.add_argument("--trl-autocast", action="store_true", help="TRL: bf16=True over bfloat16 weights")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

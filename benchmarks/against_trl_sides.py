@@ -97,7 +97,7 @@ def lockstep_grpo(settings: dict[str, Any], channel: Channel) -> None:
         times.mark("start")
         groups = trainer.sample(step).groups
         times.mark("sampled")
-        metrics = trainer.update(groups)
+        metrics = trainer.update(groups).metrics
         trainer.push(policy_version=step + 1)
         times.mark("end")
         completions = [rollout.completion for group in groups for rollout in group.rollouts]
