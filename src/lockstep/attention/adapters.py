@@ -104,7 +104,7 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         mask = None if masks is None else masks[sliding_window or 0]
         if dense:
             return sdpa.dense(query, key, value, mask=mask, scale=scaling).transpose(1, 2), None
-        batch, _, length, _ = query.shape
+        batch, length = query.shape[0], query.shape[2]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out = attend(
             q,

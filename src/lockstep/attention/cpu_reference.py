@@ -161,7 +161,8 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 def _group(x: Tensor, num_kv_heads: int) -> Tensor:
     """[L, N, H] -> [L, K, G, H]."""
-    return x.unflatten(1, (num_kv_heads, -1))
+    grouped: Tensor = x.unflatten(1, (num_kv_heads, -1))
+    return grouped
 
 
 def _ungroup(x: Tensor, dtype: torch.dtype) -> Tensor:

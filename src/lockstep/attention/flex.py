@@ -40,7 +40,8 @@ def attention(  # signature: every kernel's, see lockstep.attention
         mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = _kernel(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return out[0].transpose(0, 1)
+    packed: Tensor = out[0].transpose(0, 1)
+    return packed
 
 
 def build_mask(cu_seqlens: Tensor, *, num_slots: int, window: int | None) -> BlockMask:

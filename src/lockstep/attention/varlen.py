@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,10 @@ from torch.nn.attention.varlen import varlen_attn
 from lockstep.attention.cpu_reference import enable_cpu_reference
 
 # torch 2.11 hands the head counts to the kernel unchecked; from 2.12 on they must be announced.
-_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GQA: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+_varlen_attn: Callable[..., Any] = varlen_attn  # its types are those of one torch release
 
 
 def attention(  # signature: every kernel's, see lockstep.attention
@@ -32,6 +37,7 @@ def attention(  # signature: every kernel's, see lockstep.attention
     # A tuple: varlen_attn recognises causal by comparing with (-1, 0). The kernel's left window leaves the
     # query itself out.
     window_size = (-1, 0) if window is None else (window - 1, 0)
-    return varlen_attn(
+    out: Tensor = _varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size, **_GQA
     )
+    return out

@@ -53,7 +53,7 @@ def _unset(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed_dict(name: str, fields: dict[str, Any], doc: str) -> Any:
-    view = TypedDict(name, fields, total=False)  # type: ignore[misc, operator]
+    view = TypedDict(name, fields, total=False)  # type: ignore[misc]
     view.__doc__ = doc
     return view
 
@@ -83,7 +83,7 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
             hint = f"(default: {_text(current)})"
         metavar = PAIRS if _is_dict(field) else "NAME[=WEIGHT]" if many else None
         fields[name] = Annotated[
-            kind,  # type: ignore[valid-type]
+            kind,
             tyro.conf.arg(help=_help(field, many=many), help_behavior_hint=hint, metavar=metavar),
         ]
         if value is not None:

@@ -94,7 +94,7 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
         run,
         flags,
         general=General,
-        prog=f"lockstep plan {source or run.kind}",  # type: ignore[attr-defined]
+        prog=f"lockstep plan {source or run.kind}",
         description="What a run needs and whether it fits.",
     )
     return override(run, overrides, origin="lockstep plan"), values

@@ -18,6 +18,7 @@ import tyro
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
+from lockstep.models.causal_lm import text_config
 
 if TYPE_CHECKING:
     from lockstep.cli.common_model import OpenModel
@@ -106,7 +107,7 @@ def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:
         return [Prompt(index=0, token_ids=tuple(chat.encode(text)), text=text)]
     if not isinstance(opened.run, GRPORun):
         raise ConfigError(f"{opened.source} comes with no held-out prompts; give --prompt TEXT")
-    vocab_size = opened.model.module.config.get_text_config().vocab_size  # type: ignore[operator, union-attr]
+    vocab_size = text_config(opened.model.module).vocab_size
     held_out = load_train_and_held_out(opened.run, tokenizer=opened.model.tokenizer, vocab_size=vocab_size)[1]
     return [held_out[i] for i in range(min(args.num_prompts, len(held_out)))]
 

@@ -75,10 +75,10 @@ def sample_blocks(weights: Tensor, keys: Tensor) -> Tensor:
     blocks = weights.unflatten(-1, (-1, BLOCK))
     mass = blocks.sum(-1)
     counters = torch.arange(mass.shape[1], device=keys.device)
-    block = (mass / exponential(keys, counters)).argmax(-1)
+    block: Tensor = (mass / exponential(keys, counters)).argmax(-1)
     inner = blocks[torch.arange(len(keys), device=keys.device), block]
     entries = block.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=keys.device)
-    within = (inner / exponential(keys, entries + _ENTRY_COUNTER)).argmax(-1)
+    within: Tensor = (inner / exponential(keys, entries + _ENTRY_COUNTER)).argmax(-1)
     return block * BLOCK + within
 
 

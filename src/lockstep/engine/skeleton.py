@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from lockstep.engine import cached_attention
 from lockstep.engine.cache import SampleCache
 from lockstep.engine.packed_linear import PackedLinears
+from lockstep.models.causal_lm import causal_lm
 from lockstep.models.heads import head_of
 from lockstep.models.load import share_parameters
 
@@ -19,9 +18,9 @@ class Skeleton:
 
     def __init__(self, module: nn.Module) -> None:
         cached_attention.register()
-        self.module: Any = share_parameters(module, attention=f"hf:{cached_attention.IMPLEMENTATION}")
-        self._decoder = self.module.get_decoder()
-        self._output = self.module.get_output_embeddings()
+        self.module = share_parameters(module, attention=f"hf:{cached_attention.IMPLEMENTATION}")
+        self._decoder: nn.Module = causal_lm(self.module).get_decoder()
+        self._output: nn.Module = causal_lm(self.module).get_output_embeddings()
         self._head = head_of(self.module)
         self.linears = PackedLinears(self.module)
         self.vocab_size: int = self._head.weight.shape[0]
@@ -39,11 +38,11 @@ class Skeleton:
             use_cache=True,
             sample_cache=cache,
         )
-        return out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] of [R, C], in the compute dtype unless the model scales or caps its logits (then
-        float32)."""
+        """[R, V] of [R, C], in the compute dtype; float32 when the model scales or caps its logits."""
         logits: Tensor = self._output(hidden)
         if self._head.logit_scale != 1.0:
             logits = logits.float() * self._head.logit_scale

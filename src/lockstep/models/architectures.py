@@ -64,8 +64,8 @@ def check_architecture(config: Any) -> None:
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer; None: the layer sees the whole document."""
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if config.model_type == "mistral" or kinds is None:
-        return (window,) * config.num_hidden_layers
+        return tuple([window] * config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

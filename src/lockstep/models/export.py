@@ -10,14 +10,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lockstep.errors import ModelError
+from lockstep.models.causal_lm import causal_lm, hf_config
 from lockstep.models.load import skeleton
 from lockstep.models.lora import merged_state_dict
 from lockstep.models.quiet import quiet_transformers
 
 
 def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -> None:
-    """Config, generation config, safetensors in the module's dtype and tokenizer, LoRA merged into the
-    weights.
+    """Config, generation config, safetensors in the module's dtype and tokenizer, LoRA merged in.
 
     `from_pretrained` loads the folder with all keys matched. It is written beside its place and renamed:
     whoever looks sees the old folder, none, or the whole new one. The module itself is not touched.
@@ -30,9 +30,8 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))
     try:
-        # A bare skeleton is saved in the module's place: save_pretrained writes into the config of what it
-        # saves.
-        bare = skeleton(module, module.config._attn_implementation)
+        # A bare skeleton is saved in the module's place: save_pretrained writes into what it saves' config.
+        bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation))
         with quiet_transformers():
             bare.save_pretrained(temporary, state_dict=merged_state_dict(module))
             if tokenizer is not None:

@@ -14,6 +14,7 @@ from lockstep import attention
 from lockstep.attention.masks import dense_mask, document_ids
 from lockstep.execution import is_compiled
 from lockstep.models.architectures import layer_windows
+from lockstep.models.causal_lm import causal_lm
 from lockstep.models.heads import Head, head_of
 from lockstep.schema.batch import PackedBatch
 
@@ -36,7 +37,7 @@ def hidden_states(
         module: a transformers causal LM with an attention kernel of lockstep.attention, or transformers' own.
         batch: on the module's device.
     """
-    base = getattr(module, module.base_model_prefix)  # type: ignore[call-overload]
+    base = getattr(module, causal_lm(module).base_model_prefix)
     kernel = attention.kernel_of(base.config._attn_implementation)
     if kernel == "varlen" and batch.token_ids.device.type == "cpu":
         attention.enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
+from lockstep.models.causal_lm import causal_lm, text_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +28,13 @@ def head_of(module: nn.Module) -> Head:
     Raises:
         ModelError: the output embedding is no plain linear.
     """
-    linear = module.get_output_embeddings()  # type: ignore[operator]
+    linear = causal_lm(module).get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         raise ModelError(
             f"the head of {type(module).__name__} is a {type(linear).__name__}, not a plain linear; leave "
-            "lm_head out of "
-            "model.lora.target_modules"
+            "lm_head out of model.lora.target_modules"
         )
-    config = module.config.get_text_config()  # type: ignore[operator,union-attr]
+    config = text_config(module)
     return Head(
         weight=linear.weight,
         bias=linear.bias,

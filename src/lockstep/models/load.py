@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import bundled, lora, shapes
+from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.quiet import quiet_transformers
 
@@ -137,10 +138,10 @@ def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
         hf_config = read_config(model_folder(config, local_only=True), config)
     hf_config = _prepared(hf_config, config)
     with torch.device("meta"), no_init_weights():
-        module = AutoModelForCausalLM.from_config(
+        module: nn.Module = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
-        module.tie_weights()
+        causal_lm(module).tie_weights()
         if config.lora is not None:
             lora.add_lora(module, config.lora, seed=config.seed)
     return module
@@ -153,11 +154,12 @@ def skeleton(module: nn.Module, implementation: str) -> nn.Module:
         implementation: name in transformers' AttentionInterface.
     """
     with torch.device("meta"), no_init_weights():
-        bare = type(module)._from_config(
-            copy.deepcopy(module.config), dtype=module.dtype, attn_implementation=implementation
+        source = causal_lm(module)
+        bare: PreTrainedModel = type(source)._from_config(
+            copy.deepcopy(source.config), dtype=source.dtype, attn_implementation=implementation
         )
     bare.tie_weights()
-    bare.generation_config = copy.deepcopy(module.generation_config)
+    bare.generation_config = copy.deepcopy(source.generation_config)
     return bare
 
 
@@ -199,7 +201,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             f"model.name = {config.name!r}: {folder} holds no config.json; it is not a model folder"
         )
     try:
-        return AutoConfig.from_pretrained(
+        found: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except (ValueError, OSError, KeyError) as error:
@@ -209,6 +211,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             else ""
         )
         raise ModelError(f"model.name = {config.name!r}: cannot read its config ({error}){hint}") from error
+    return found
 
 
 def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
@@ -249,7 +252,7 @@ def _read_module(
     """The module with real weights; every weight must come from the files."""
     try:
         with quiet_transformers():
-            module, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=hf_config,
                 dtype=dtype,
@@ -271,6 +274,8 @@ def _read_module(
         raise ModelError(
             f"model.name = {config.name!r}: a weight file in {folder} is damaged ({error}); fetch it again"
         ) from error
+    module: nn.Module = loaded[0]
+    info: dict[str, Any] = loaded[1]
     wrong: dict[str, Any] = {
         k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]
     }
@@ -330,9 +335,9 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
 
 
 def _eos_token_ids(module: nn.Module, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    text = module.config.get_text_config()
+    text = text_config(module)
     sources = (
-        getattr(module.generation_config, "eos_token_id", None),
+        getattr(causal_lm(module).generation_config, "eos_token_id", None),
         getattr(text, "eos_token_id", None),
         tokenizer.eos_token_id if tokenizer is not None else None,
     )

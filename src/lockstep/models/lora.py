@@ -6,12 +6,17 @@ import contextlib
 import copy
 import importlib.util
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ConfigError
+from lockstep.models.causal_lm import causal_lm
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
 
@@ -29,7 +34,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
     every_linear = config.target_modules == ("all-linear",)
     adapter = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only multiplies by it
         lora_dropout=config.dropout,
         target_modules=_linear_names(module) if every_linear else list(config.target_modules),
         bias="none",
@@ -53,14 +58,12 @@ def has_lora(module: nn.Module) -> bool:
 
 
 def copy_structure(source: nn.Module, target: nn.Module) -> None:
-    """Give `target`, a bare module of the same architecture, the LoRA layers that `source` has, with new
-    values."""
+    """Give `target`, a bare module of the same architecture, LoRA layers as `source` has, with new values."""
     if has_lora(source):
         import peft
 
-        peft.inject_adapter_in_model(
-            copy.deepcopy(source.peft_config[_ADAPTER]), target, adapter_name=_ADAPTER
-        )
+        configs = cast(dict[str, peft.PeftConfig], source.peft_config)
+        peft.inject_adapter_in_model(copy.deepcopy(configs[_ADAPTER]), target, adapter_name=_ADAPTER)
 
 
 @contextlib.contextmanager
@@ -88,14 +91,14 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
         if ".lora_" not in name:
             merged[name.replace(".base_layer.", ".")] = tensor
     for path, layer in _lora_layers(module):
-        base = layer.get_base_layer().weight
-        a, b = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+        base = cast(nn.Linear, layer.get_base_layer()).weight
+        a, b = (cast(nn.Linear, part[_ADAPTER]).weight for part in (layer.lora_A, layer.lora_B))
         delta = layer.scaling[_ADAPTER] * (b.float() @ a.float())
         merged[f"{path}.weight"] = (base.float() + delta).to(base.dtype)
     return merged
 
 
-def _lora_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _lora_layers(module: nn.Module) -> list[tuple[str, LoraLayer]]:
     if not has_lora(module):
         return []
     from peft.tuners.lora import LoraLayer
@@ -105,7 +108,7 @@ def _lora_layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _linear_names(module: nn.Module) -> list[str]:
     """Last names of all linear modules but the head."""
-    head = module.get_output_embeddings()
+    head = causal_lm(module).get_output_embeddings()
     return sorted(
         {
             p.rpartition(".")[2]

@@ -28,6 +28,7 @@ from torch import nn
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import GRPORun, RunConfig, SFTRun
 from lockstep.config.train import TrainConfig
+from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
 
 GIB = 1024**3
@@ -274,7 +275,7 @@ def module_shape(module: nn.Module) -> ModelShape:
     """Sizes of a loaded model; a module on the meta device will do."""
     from lockstep.models.lora import has_lora
 
-    config = module.config.get_text_config()
+    config = text_config(module)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layer = [name for name, _ in module.named_parameters() if ".layers.0." in name and "norm" in name]

@@ -216,4 +216,5 @@ class _HashingFile:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array.data

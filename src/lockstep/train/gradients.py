@@ -67,15 +67,17 @@ class GradientStore:
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Euclidean norm over all gradients together, float32 scalar, computed in float32 whatever their dtype.
 
-    torch.nn.utils.get_total_norm works in the gradients' own dtype; bfloat16 has 8 bits for a sum over
-    millions.
+    torch.nn.utils.get_total_norm works in the gradients' own dtype; bfloat16 has 8 bits for a sum
+    over millions.
     """
     if not gradients:
         return torch.zeros(())
     if gradients[0].device.type == "cpu":
-        return torch.stack([_cpu_norm(g) for g in gradients]).norm()
-    norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+        norms = [_cpu_norm(g) for g in gradients]
+    else:
+        norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def _cpu_norm(gradient: Tensor) -> Tensor:

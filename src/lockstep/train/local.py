@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.config.train import TrainConfig
 from lockstep.errors import CheckpointError, ConfigError, TrainError
 from lockstep.execution import CompileWatch, compile_blocks
+from lockstep.models.causal_lm import causal_lm
 from lockstep.models.export import export_hf
 from lockstep.models.forward import head_of, hidden_states
 from lockstep.models.load import LoadedModel
@@ -83,7 +84,7 @@ class LocalBackend:
             # Only in train mode, so neither logprobs nor an engine that shares the module is checkpointed.
             # In older transformers it goes by the older name only.
             name = "activation_checkpointing_enable"
-            enable = getattr(self.module, name, None) or self.module.gradient_checkpointing_enable
+            enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
             enable({"use_reentrant": False})
         self._compile_watch = self._compile() if config.execution == "compile" else None
 

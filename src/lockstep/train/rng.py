@@ -15,7 +15,7 @@ def rng_state() -> dict[str, Tensor]:
     version, words, gauss = random.getstate()
     assert version == 3, f"Python's random state has version {version}; 3 is known"
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    assert name == "MT19937"
+    assert name == "MT19937" and isinstance(keys, np.ndarray)
     state = {
         "torch_cpu": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
