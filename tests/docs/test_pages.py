@@ -1,0 +1,175 @@
+"""What the docs say about settings, metrics and files is what the code has."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lockstep.config.load import load_run
+from lockstep.config.run import GRPORun, SFTRun
+from lockstep.loop.offline import train_offline
+from lockstep.loop.online import train_online
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def load(path: str) -> ModuleType:
+    file = ROOT / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+gen_docs = load("scripts/gen_docs.py")
+
+
+@pytest.mark.parametrize("path", sorted(gen_docs.pages()))
+def test_generated_pages_are_up_to_date(path: str) -> None:
+    assert (ROOT / path).read_text(encoding="utf-8") == gen_docs.pages()[path], "run scripts/gen_docs.py"
+
+
+def test_the_config_page_has_every_setting() -> None:
+    page = gen_docs.config_page()
+    named = set(re.findall(r"^\| `([\w.\[\]]+)` \|", page, re.MULTILINE))
+    assert {"train.lr", "rewards[].weight", "algorithm.kl.coef", "model.lora.rank", "batch_size"} <= named
+    for model in (GRPORun, SFTRun):
+        for path in leaves(model):
+            assert path in named or path.startswith("eval_data."), path
+
+
+def leaves(model: Any, prefix: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        inner = gen_docs.nested_model(field.annotation)
+        if inner is None:
+            found += [] if name == "kind" else [prefix + name]
+        else:
+            many = "[]" if name == "rewards" else ""
+            found += leaves(inner, f"{prefix}{name}{many}.")
+    return found
+
+
+def test_marks_must_be_there() -> None:
+    assert gen_docs.replaced("a <!-- x:begin -->old<!-- x:end --> b", "x", "new") == (
+        "a <!-- x:begin -->\n\nnew\n\n<!-- x:end --> b"
+    )
+    with pytest.raises(ValueError, match="x:begin"):
+        gen_docs.replaced("nothing", "x", "new")
+
+
+TOML = [
+    pytest.param(page, body, id=f"{page.relative_to(ROOT)}:{number}")
+    for page in PAGES
+    for number, body in enumerate(re.findall(r"^```toml\n(.*?)^```$", page.read_text(), re.M | re.S), start=1)
+]
+
+
+@pytest.mark.parametrize(("page", "body"), TOML)
+def test_toml_on_a_page_is_a_run(page: Path, body: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(body)
+    assert load_run(file).kind in ("grpo", "sft")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    absent = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert absent == []
+
+
+def test_settings_that_pages_name_exist() -> None:
+    known = {path for model in (GRPORun, SFTRun) for path in leaves(model)}
+    sections = {path.rpartition(".")[0] for path in known}
+    starts = {path.split(".")[0] for path in known if "." in path} - {"log", "eval"}
+    unknown = []
+    for page in PAGES:
+        for name in re.findall(r"`(?:--)?([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", page.read_text()):
+            if name.endswith(".safetensors"):
+                continue
+            if name.split(".")[0] in starts and name not in known and name not in sections:
+                unknown.append(f"{page.name}: {name}")
+    assert [line for line in unknown if not line.startswith("coming-from.md")] == []
+
+
+DOCUMENTED = re.compile(r"`([a-z_0-9]+(?:/[A-Za-z_0-9]+)*)`")
+SELDOM = {  # they need a failure, a GPU, or a check between steps that this test does not make
+    "reward/NAME/junk",
+    "reward/NAME/failed",
+    "reward/dropped",
+    "memory/cuda_peak_gib",
+    "memory/cuda_reserved_gib",
+}
+
+
+def documented() -> set[str]:
+    """The names in the first column of the page's tables."""
+    rows = [line.split("|") for line in (ROOT / "docs/reference/metrics.md").read_text().splitlines()]
+    return {name for row in rows if len(row) > 3 for name in DOCUMENTED.findall(row[1])}
+
+
+def logged(run_dir: Path) -> set[str]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {name for line in lines for name in line} - {"step", "timestamp", "evaluation"}
+
+
+@pytest.mark.slow
+def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
+    grpo = {
+        "steps": 2,
+        "run_dir": str(tmp_path / "grpo"),
+        "eval.every": 1,
+        "checkpoint.every": 1,
+        "eval.num_prompts": 4,
+        "algorithm.name": "dapo",
+        "algorithm.kl.coef": 0.01,
+        "algorithm.rollout_correction.kind": "tis",
+        "train.minibatches": 2,
+    }
+    run = load_run("tiny", kind="grpo", overrides=grpo)
+    assert isinstance(run, GRPORun)
+    train_online(run)
+    model = load("examples/tiny_text_model.py").save(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{i}?", "completion": f"{i}!", "answer": str(i)}) + "\n" for i in range(8)
+        )
+    )
+    shared = {"model.name": str(model), "model.dtype": "float32", "data.source": str(tmp_path / "rows.jsonl")}
+    sft = {"steps": 1, "batch_size": 4, "run_dir": str(tmp_path / "sft")}
+    held_out = {"eval_data.source": str(tmp_path / "rows.jsonl"), "data.max_length": 64}
+    fine_tuning = load_run(kind="sft", overrides=shared | sft | held_out | {"eval_data.max_length": 64})
+    assert isinstance(fine_tuning, SFTRun)
+    train_offline(fine_tuning)
+    boxed = {
+        "steps": 1,
+        "rollout.prompts_per_step": 2,
+        "rollout.sampling.max_tokens": 4,
+        "data.max_prompt_tokens": 64,
+        "data.size": 4,
+        "eval.num_prompts": 2,
+        "rewards": [{"name": "math", "answer": "boxed"}, {"name": "length", "kwargs": {"target": 3}}],
+        "run_dir": str(tmp_path / "math"),
+    }
+    answers = load_run(kind="grpo", overrides=shared | boxed)
+    assert isinstance(answers, GRPORun)
+    train_online(answers)
+
+    real = logged(tmp_path / "grpo") | logged(tmp_path / "sft") | logged(tmp_path / "math")
+    named = documented()
+    by_name = {
+        re.sub(r"^reward/(ids|overlong|math|length|verifier)(?=$|/)", "reward/NAME", name) for name in real
+    }
+    assert sorted(by_name - named) == [], "logged, not on the page"
+    assert sorted(named - by_name - SELDOM) == [], "on the page, not logged"
