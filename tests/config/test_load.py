@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 import tomllib
@@ -206,7 +207,7 @@ PLAIN = st.recursive(
     stop=st.lists(TEXT, max_size=3),
     template=st.none() | TEXT,
     rank=st.none() | st.integers(1, 10**6),
-    rewards=st.lists(st.tuples(TEXT, NUMBERS), min_size=1, max_size=3),
+    rewards=st.lists(st.tuples(TEXT, NUMBERS.filter(math.isfinite)), min_size=1, max_size=3),
     columns=st.dictionaries(TEXT, TEXT, max_size=2),
 )
 def test_the_resolved_config_round_trips_exactly(
@@ -220,6 +221,7 @@ def test_the_resolved_config_round_trips_exactly(
         "data.system_prompt": v["template"],
         "model.lora.rank": v["rank"],
         "rewards": [{"name": name, "weight": weight} for name, weight in v["rewards"]],
+        "eval_data.source": "rows.jsonl",
         "eval_data.columns": v["columns"],
         "run_dir": "runs/x y",
     }

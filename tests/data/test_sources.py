@@ -61,6 +61,10 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path.write_text('{"prompt": "a"}\n\n[1]\n')
     with pytest.raises(DataError, match=r"line 3: a row must be a JSON object, got list"):
         load_rows(DataConfig(source=str(path)))
+    for bad in (b'{"prompt": "\xff"}\n', b"[" * 100_000 + b"\n"):
+        path.write_bytes(b'{"prompt": "a"}\n' + bad)
+        with pytest.raises(DataError, match=r"line 2: not valid JSON"):
+            load_rows(DataConfig(source=str(path)))
 
 
 def test_a_missing_file_names_its_neighbour(jsonl: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from lockstep.config.base import Config
 
@@ -37,6 +37,12 @@ class RolloutCorrectionConfig(Config):
     level: Literal["token", "sequence"] = "token"
     low: float = Field(0.5, ge=0.0)
     high: float = Field(2.0, gt=0.0)
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutCorrectionConfig:
+        if self.kind == "icepop" and self.low >= self.high:
+            raise ValueError(f"low = {self.low} is not below high = {self.high}: every token would be masked")
+        return self
 
 
 class OverlongConfig(Config):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from lockstep.config.base import Config
 
@@ -14,7 +14,9 @@ class DataConfig(Config):
     """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or `ids`
     (the id-level source for models without a tokenizer)."""
     subset: str | None = None
+    """Of a hub set."""
     split: str = "train"
+    """Of a hub set or a saved folder."""
     task: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning_gym task; of ids: vocab_size (default: the model's), min_tokens
     (4), max_tokens (16)."""
@@ -60,3 +62,28 @@ class DataConfig(Config):
     exclude: str | None = None
     """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out.
     Held-out prompts are left out of training anyway."""
+
+    @property
+    def generated(self) -> bool:
+        """Whether the source makes its rows up."""
+        return self.source == "ids" or self.source.startswith("reasoning_gym:")
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        """A setting that this kind of source does not read is a mistake, not a wish. (subset and split of a
+        file are let through: a recipe for a hub set runs on a local copy by its source alone.)"""
+        unread = {"task": bool(self.task)}
+        if self.generated:
+            unread = {
+                "subset": self.subset is not None,
+                "split": self.split != "train",
+                "columns": bool(self.columns),
+                "answer_column": self.answer_column != "answer",
+            }
+        for name, is_set in unread.items():
+            if is_set:
+                raise ValueError(
+                    f"data.{name} = {getattr(self, name)!r} means nothing for source = {self.source!r}; "
+                    "leave it out"
+                )
+        return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt, model_validator
 
@@ -30,11 +30,37 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    if TYPE_CHECKING:
+        # Each kind of run declares its own; here it would come before `algorithm` and the like in a dump.
+        kind: str
 
     @model_validator(mode="after")
     def _check_support(self) -> RunConfig:
         check_support(self)
         return self
+
+
+RL_METRICS = ("strict_accuracy", "lenient_accuracy", "mean_reward", "mean_completion_tokens")
+SFT_METRICS = ("loss", "perplexity")
+"""What an evaluation measures, written eval/NAME."""
+
+
+def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, ...]) -> None:
+    """keep_best without a number to go by would keep nothing, and say nothing."""
+    if checkpoint.keep_best == 0:
+        return
+    names = [f"eval/{name}" for name in known]
+    if checkpoint.metric not in names:
+        raise ValueError(
+            f"checkpoint.keep_best = {checkpoint.keep_best} goes by checkpoint.metric = "
+            f"{checkpoint.metric!r}, which this kind of run does not measure; set one of {', '.join(names)}"
+        )
+    if checkpoint.every and (every == 0 or checkpoint.every % every):
+        raise ValueError(
+            f"checkpoint.keep_best = {checkpoint.keep_best} needs an evaluation wherever there is a "
+            f"checkpoint, but evaluations are every {every} steps and checkpoints every {checkpoint.every}; "
+            "set both to the same number, or keep_best = 0"
+        )
 
 
 class GRPORun(RunConfig):
@@ -65,6 +91,12 @@ class GRPORun(RunConfig):
                 "compares the samples of a group; set rollout.group_size >= 2 or algorithm.name = "
                 "'reinforce++'"
             )
+        if self.rollout.sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature = 0 samples one and the same completion group_size times, so "
+                "every advantage is 0; set it above 0 (evaluation has eval.temperature)"
+            )
+        _check_best(self.checkpoint, every=self.eval.every, known=RL_METRICS)
         if self.data.size is not None and self.data.size < self.rollout.prompts_per_step:
             raise ValueError(
                 f"data.size = {self.data.size} is below one rollout batch of rollout.prompts_per_step = "
@@ -104,12 +136,19 @@ class SFTRun(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> SFTRun:
-        if self.data.max_length > self.train.token_budget:
-            raise ValueError(
-                f"data.max_length = {self.data.max_length} does not fit one micro-batch of "
-                "train.token_budget = "
-                f"{self.train.token_budget}; raise train.token_budget or lower data.max_length"
-            )
+        _check_best(self.checkpoint, every=self.eval_every, known=SFT_METRICS)
+        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is not None and data.exclude is not None:
+                raise ValueError(
+                    f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents from "
+                    f"{name}.source"
+                )
+            if data is not None and data.max_length > self.train.token_budget:
+                raise ValueError(
+                    f"{name}.max_length = {data.max_length} does not fit one micro-batch of "
+                    f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower "
+                    f"{name}.max_length"
+                )
         if self.data.size is not None and self.data.size < self.batch_size:
             raise ValueError(
                 f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size "

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from lockstep.config.base import Config
 
@@ -40,6 +40,7 @@ class TrainConfig(Config):
     lr: PositiveFloat = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
+    """Optimizer steps."""
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """What linear and cosine decay end at, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -55,11 +56,12 @@ class TrainConfig(Config):
     num_threads: PositiveInt | None = None
     """CPU threads of torch; None leaves OMP_NUM_THREADS alone."""
 
-    @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
-        if self.backend == "deepspeed" and self.execution == "joint":
-            raise ValueError("train.execution = 'joint' needs train.backend = 'local' or 'fsdp2'")
-        return self
+    @field_validator("betas")
+    @classmethod
+    def _check_betas(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas = {list(betas)} must be at least 0 and below 1, such as [0.9, 0.999]")
+        return betas
 
 
 class EngineConfig(Config):
@@ -69,7 +71,6 @@ class EngineConfig(Config):
     """hf; vllm and sglang come with their own packages; `module:Class` for your own."""
     max_batch: PositiveInt = 256
     """Samples decoded together."""
-    dtype: Literal["model"] = "model"
 
 
 class EvalConfig(Config):
@@ -96,8 +97,10 @@ class CheckpointConfig(Config):
     """Steps; 0: only at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
     keep_best: NonNegativeInt = 0
-    """Also keep the best k by `metric`."""
+    """Also keep the best k by `metric`, which is known where a checkpoint and an evaluation fall on one step."""
     metric: str = "eval/lenient_accuracy"
+    """eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or eval/mean_completion_tokens; SFT:
+    eval/loss or eval/perplexity."""
     mode: Literal["max", "min"] = "max"
     save_at_end: bool = True
     export_at_end: bool = True

@@ -7,7 +7,6 @@ from typing import Any
 from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
 from lockstep.data.prompts import FixedPrompts, PromptSet, load_prompts
-from lockstep.data.sources import is_generated
 from lockstep.errors import ConfigError, DataError
 
 _SEED_STEP = 1_000_003
@@ -24,7 +23,7 @@ def held_out_config(run: GRPORun) -> DataConfig:
         given = run.eval_data
         return given if given.size is not None else _with(given, size=run.eval.num_prompts, shuffle=False)
     data = run.data
-    if is_generated(data):
+    if data.generated:
         return _with(data, size=run.eval.num_prompts, skip=0, seed=data.seed + _SEED_STEP, shuffle=False)
     after = data.skip + (data.size or 0)
     return _with(data, size=run.eval.num_prompts, skip=after, shuffle=False)

@@ -18,7 +18,7 @@ from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, clean_messages, fill_template
 from lockstep.data.generated import IdRows, ReasoningGymRows, RowGenerator
 from lockstep.data.order import batch_rows
-from lockstep.data.sources import is_generated, load_rows, missing_column
+from lockstep.data.sources import load_rows, missing_column
 from lockstep.errors import ConfigError, DataError
 from lockstep.schema.rollout import Prompt
 
@@ -277,7 +277,7 @@ def load_prompts(
     if config.exclude is not None:
         exclude = frozenset(exclude) | _texts_of_source(config, config.exclude, tokenizer)
     maker = PromptMaker(config, tokenizer, exclude)
-    if is_generated(config):
+    if config.generated:
         rows = IdRows(config, vocab_size=vocab_size) if config.source == "ids" else ReasoningGymRows(config)
         if config.size is None:
             return PromptStream(rows, maker)

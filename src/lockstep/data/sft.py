@@ -12,7 +12,7 @@ import torch
 from lockstep.config.data import DataConfig
 from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
 from lockstep.data.order import batch_rows
-from lockstep.data.sources import is_generated, load_rows, missing_column
+from lockstep.data.sources import load_rows, missing_column
 from lockstep.data.spans import Document, conversation, text_document, whole_conversation
 from lockstep.errors import ConfigError, DataError
 from lockstep.schema.batch import TrainSample
@@ -55,7 +55,7 @@ def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
             to train on under `error`, or nothing left.
         ConfigError: an impossible setting.
     """
-    if is_generated(config):
+    if config.generated:
         raise ConfigError(
             f"data.source = {config.source!r} has prompts only; SFT needs a file, a folder or a hub set"
         )

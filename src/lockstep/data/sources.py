@@ -17,11 +17,6 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def is_generated(config: DataConfig) -> bool:
-    """Whether the source makes its rows up."""
-    return config.source == "ids" or config.source.startswith("reasoning_gym:")
-
-
 def load_rows(config: DataConfig) -> list[dict[str, Any]]:
     """Rows [skip, skip + size) of a file, folder or hub dataset, columns renamed by `config.columns`.
 
@@ -39,6 +34,26 @@ def load_rows(config: DataConfig) -> list[dict[str, Any]]:
             f"data.source = {config.source!r} has no rows after data.skip = {config.skip}; lower data.skip"
         )
     return rows
+
+
+def check_source(config: DataConfig) -> None:
+    """Look for the source without reading it.
+
+    Raises:
+        DataError: a file that does not exist.
+        ConfigError: a source of no known kind.
+    """
+    path = Path(config.source).expanduser()
+    if config.generated or path.is_dir():
+        return
+    if path.suffix in FILE_SUFFIXES:
+        if not path.is_file():
+            raise _no_such_file(path)
+    elif ":" in config.source or not _HUB_NAME.fullmatch(config.source):
+        raise ConfigError(
+            f"data.source = {config.source!r} is not a .jsonl/.json/.parquet file, a folder saved by "
+            "datasets, a hub name such as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'"
+        )
 
 
 def missing_column(wanted: str, row: Mapping[str, Any], *, setting: str, source: str) -> DataError:
@@ -71,19 +86,11 @@ def _rename(row: dict[str, Any], config: DataConfig, index: int) -> dict[str, An
 def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
     source = config.source
     path = Path(source).expanduser()
-    if path.suffix in FILE_SUFFIXES and not path.is_dir():
-        if not path.is_file():
-            raise _no_such_file(path)
-        reader = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix]
-        return reader(path)
+    check_source(config)
     if path.is_dir():
         return _read_folder(path, config)
-    if ":" in source or not _HUB_NAME.fullmatch(source):
-        raise ConfigError(
-            f"data.source = {source!r} is not a .jsonl/.json/.parquet file, a folder saved by datasets, a "
-            f"hub name such "
-            "as 'openai/gsm8k', 'reasoning_gym:TASK', or 'ids'"
-        )
+    if path.suffix in FILE_SUFFIXES:
+        return {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}[path.suffix](path)
     return _read_hub(config)
 
 
@@ -104,21 +111,21 @@ def _row(value: Any, where: str) -> dict[str, Any]:
 
 
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also bytes that are no text
                 raise DataError(f"{path}, line {number}: not valid JSON ({error}): {line[:80]!r}") from error
             yield _row(value, f"{path}, line {number}")
 
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
         raise DataError(f"{path}: not valid JSON ({error}); one object per line belongs in .jsonl") from error
     if not isinstance(value, list):
         raise DataError(f"{path}: expected a list of objects, got {type(value).__name__}")

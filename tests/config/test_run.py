@@ -1,0 +1,54 @@
+"""Settings that would do nothing, or nothing good, are refused with what to set instead."""
+
+import math
+
+import pytest
+
+from lockstep.config.run import GRPORun, SFTRun
+
+FILE = {"source": "rows.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"rollout": {"sampling": {"temperature": 0}}}, "every advantage is 0"),
+        ({"data": {"split": "test"}}, r"data.split = 'test' means nothing for source = 'reasoning_gym"),
+        ({"data": {"subset": "main"}}, r"data.subset = 'main' means nothing"),
+        ({"data": {"source": "rows.jsonl", "task": {"size": 3}}}, r"data.task = .* means nothing"),
+        ({"checkpoint": {"keep_best": 1, "metric": "eval/loss"}}, "set one of eval/strict_accuracy"),
+        ({"checkpoint": {"keep_best": 1, "every": 10}, "eval": {"every": 4}}, "set both to the same number"),
+        ({"train": {"betas": (0.9, 1.0)}}, "below 1"),
+        ({"train": {"lr": math.inf}}, "finite"),
+        (
+            {"algorithm": {"rollout_correction": {"kind": "icepop", "low": 3.0}}},
+            "every token would be masked",
+        ),
+        ({"model": {"dtype": "float16"}}, "no train backend scales the loss"),
+    ],
+)
+def test_an_rl_run_refuses(setting, message):
+    with pytest.raises(ValueError, match=message):
+        GRPORun(**setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"data": {**FILE, "exclude": "other.jsonl"}}, "is for prompts of RL runs"),
+        (
+            {"data": FILE, "eval_data": {**FILE, "max_length": 9000}},
+            "eval_data.max_length = 9000 does not fit",
+        ),
+        ({"data": FILE, "checkpoint": {"keep_best": 1}}, "set one of eval/loss, eval/perplexity"),
+    ],
+)
+def test_an_sft_run_refuses(setting, message):
+    with pytest.raises(ValueError, match=message):
+        SFTRun(**setting)
+
+
+def test_what_is_read_is_allowed():
+    GRPORun(data={"source": "openai/gsm8k", "subset": "main", "split": "test", "columns": {"a": "b"}})
+    GRPORun(checkpoint={"keep_best": 1, "every": 10}, eval={"every": 5})
+    SFTRun(data=FILE, checkpoint={"keep_best": 1, "metric": "eval/loss", "every": 5}, eval_every=5)
