@@ -15,4 +15,5 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # in the free-form tables, which are not checked
     )

@@ -140,8 +140,8 @@ class SFTRun(RunConfig):
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if data is not None and data.exclude is not None:
                 raise ValueError(
-                    f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents from "
-                    f"{name}.source"
+                    f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents "
+                    f"from {name}.source"
                 )
             if data is not None and data.max_length > self.train.token_budget:
                 raise ValueError(

@@ -97,7 +97,7 @@ class CheckpointConfig(Config):
     """Steps; 0: only at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
     keep_best: NonNegativeInt = 0
-    """Also keep the best k by `metric`, which is known where a checkpoint and an evaluation fall on one step."""
+    """Also keep the best k by `metric`, which is known where checkpoint and evaluation fall on one step."""
     metric: str = "eval/lenient_accuracy"
     """eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or eval/mean_completion_tokens; SFT:
     eval/loss or eval/perplexity."""
