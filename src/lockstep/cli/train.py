@@ -33,6 +33,8 @@ Every setting is a flag as well: `lockstep train grpo --help` lists them, with t
 
 
 EXIT = {"finished": 0, "failed": 1, "interrupted": 130}
+TERMINATED = 143
+"""Exit status of a run that SIGTERM interrupted: 128 + its number, as for Ctrl-C."""
 
 
 class General(TypedDict):
@@ -64,7 +66,8 @@ class TrainCommand:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 when the run reached its last step, 130 when it was interrupted."""
+    """Exit status: 0 when the run reached its last step, 130 when Ctrl-C
+    interrupted it, 143 when SIGTERM did."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
@@ -76,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if command.json is not None:
         command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
     print(verdict(summary))
-    return EXIT[summary["outcome"]]
+    return TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
@@ -113,7 +116,19 @@ def parse(argv: Sequence[str]) -> TrainCommand:
 
 
 def start(command: TrainCommand) -> Mapping[str, Any]:
-    """Run it; the run's summary."""
+    """Run it; the run's summary. What is wrong for sure is told before torch is imported."""
+    from lockstep.loop.interrupt import Interrupted
+    from lockstep.loop.preflight import preflight
+
+    if (summary := preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)) is not None:
+        return summary
+    try:
+        return _train(command)
+    except Interrupted as stop:
+        return stop.summary
+
+
+def _train(command: TrainCommand) -> Mapping[str, Any]:
     if isinstance(command.run, GRPORun):
         from lockstep.loop.online import train_online
 

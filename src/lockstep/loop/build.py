@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from lockstep.data.prompts import PromptSet
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes, resolved_train
+from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
@@ -72,9 +75,10 @@ def build_online(
         ConfigError, ModelError, DataError: before anything is trained.
     """
     options = run.algorithm.resolved()
+    engine, reward_set = ENGINES.load(run.engine.name), RewardSet(run.rewards, functions=rewards)
     axes, model = load_policy(run, engine=run.engine.name)
     prompts, eval_prompts = load_train_and_held_out(
-        run, tokenizer=model.tokenizer, vocab_size=model.module.config.get_text_config().vocab_size
+        run, tokenizer=model.tokenizer, vocab_size=text_config(model.module).vocab_size
     )
     check_lengths(run, model)
     algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)
@@ -91,13 +95,13 @@ def build_online(
         axes=axes,
         model=model,
         backend=backend,
-        engine=ENGINES.load(run.engine.name)(run.engine, model=model),
+        engine=engine(run.engine, model=model),
         transfer=InProcessTransfer(),
         algorithm=algorithm,
         algorithm_options=options,
         prompts=prompts,
         eval_prompts=eval_prompts,
-        rewards=RewardSet(run.rewards, functions=rewards),
+        rewards=reward_set,
         plan=Planner(
             train=run.train,
             static_capacity=axes.static_capacity,
@@ -109,7 +113,11 @@ def build_online(
 
 
 def load_policy(run: RunConfig, *, engine: str | None) -> tuple[Axes, LoadedModel]:
-    """The resolved axes and the policy, on its device."""
+    """The resolved axes and the policy, on its device. Seeds the global generators that dropout and reward
+    functions draw from: `run.seed` decides them too."""
+    random.seed(run.seed)
+    np.random.seed(run.seed % 2**32)
+    torch.manual_seed(run.seed)
     axes = resolve_axes(run.train, engine=engine)
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)

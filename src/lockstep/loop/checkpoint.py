@@ -115,6 +115,10 @@ class CheckpointManager:
             raise CheckpointError(self._damaged(entries[-1].path, entries[-1].damage))
         return entries[-1].path
 
+    def steps(self) -> list[int]:
+        """Steps of the undamaged checkpoints (names and sizes), in the order in which they were saved."""
+        return [entry.step for entry in self._entries() if entry.damage is None]
+
     def find(self, step: int | None = None) -> Path | None:
         """The checkpoint of `step`; None: `latest()`.
 

@@ -41,8 +41,9 @@ class Evaluation:
         }
 
 
-def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation:
-    """Sample every held-out prompt (greedy by default) with `max_tokens_factor` times the token limit."""
+def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | None:
+    """Sample every held-out prompt (greedy by default) with `max_tokens_factor` times the token limit; None
+    when generation was aborted."""
     run = parts.run
     limit = (run.eval.max_tokens or run.rollout.sampling.max_tokens) * max_tokens_factor
     sampling = SamplingConfig.model_validate(
@@ -55,7 +56,7 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation:
         sampling=sampling,
         group_size=run.eval.samples_per_prompt,
     )
-    return score(parts, sampled.groups)
+    return None if sampled.aborted else score(parts, sampled.groups)
 
 
 def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:

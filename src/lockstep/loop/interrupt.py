@@ -1,21 +1,36 @@
-"""Ctrl-C and SIGTERM: finish what must be whole, save, say how to resume. A second Ctrl-C stops at once."""
+"""Ctrl-C and SIGTERM: finish what must be whole, save, say how to resume. A second one stops at once."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+from typing import Any
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was stopped at once; `summary` says what is left and how to go on."""
+
+    def __init__(self, summary: Mapping[str, Any]) -> None:
+        super().__init__("interrupted")
+        self.summary = summary
 
 
 class Interrupt:
-    """Context manager. The first signal sets `requested` and calls `on_request` (which ends generation
-    early); the loop looks at `requested` where a step may be dropped or ended. The second one raises
-    KeyboardInterrupt."""
+    """Context manager around a run. A signal raises KeyboardInterrupt, except inside `deferred`: there the
+    first one sets `requested` and calls `on_request` (which ends generation early), and the loop looks at
+    `requested` where a step may be dropped or ended; the second one raises.
 
-    def __init__(self, on_request: Callable[[], None]) -> None:
+    Outside the main thread, where Python delivers no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
         self.requested = False
-        self._on_request = on_request
+        self.signal: signal.Signals | None = None
+        """The last one that came."""
+        self._on_request: Callable[[], None] | None = None
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Interrupt:
@@ -27,9 +42,20 @@ class Interrupt:
     def __exit__(self, *exc: object) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    @contextlib.contextmanager
+    def deferred(self, on_request: Callable[[], None]) -> Iterator[Interrupt]:
+        """Inside, the first signal only asks."""
+        self._on_request = on_request
+        try:
+            yield self
+        finally:
+            self._on_request = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        self.signal = signal.Signals(number)
+        if self.requested or self._on_request is None:
             raise KeyboardInterrupt
         self.requested = True
         self._on_request()

@@ -14,6 +14,7 @@ from lockstep.config.run import SFTRun
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.loop.build import Planner, build_backend, load_policy
 from lockstep.loop.metrics import shape_metrics
+from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
 from lockstep.schema.batch import PackedBatch
 
@@ -27,6 +28,8 @@ def train_offline(
         resume: a run directory to go on from; `run` is its config.
         checkpoint: the step of the checkpoint to go on from; None is the last.
     """
+    if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
+        return summary
     with Session(run, resume=resume) as session:
         axes, model = load_policy(run, engine=None)
         documents = load_sft(run.data, tokenizer=model.tokenizer)
@@ -56,24 +59,32 @@ def train_offline(
             loss = float(sum(losses))
             return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
-        if held_out is not None and first_step == 0:
-            session.log_evaluation("before", 0, held_out_loss())
+        def evaluate(done: int) -> bool:
+            """The held-out loss that is due after `done` steps; False when there is none."""
+            name = "before" if done == 0 else "after" if done == run.steps else "during"
+            due = name != "during" or session.is_due(run.eval_every, done)
+            if held_out is None or not due or session.evaluated(name, done):
+                return False
+            with session.spans("evaluate"):
+                numbers = held_out_loss()
+            session.log_evaluation(name, done, numbers)
+            return True
+
         with session.interruptible() as interrupt:
-            for step in range(first_step, run.steps):
-                session.begin_step(step)
+            for done in range(first_step, run.steps + 1):
+                fresh = not interrupt.requested and evaluate(done)
+                if interrupt.requested:
+                    return session.interrupted(done, backend)
+                if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
+                    session.save(done, backend)
+                if done == run.steps:
+                    break
+                session.begin_step(done)
                 with session.spans("pack"):
-                    batches = packs(documents, step, run.batch_size)
+                    batches = packs(documents, done, run.batch_size)
                 with session.spans("forward_backward"):
                     stats = backend.forward_backward(batches, algorithm.loss())
                 with session.spans("optimizer"):
                     update = backend.optimizer_step()
-                session.log_step(step, shape_metrics(batches) | update | algorithm.metrics(batches, stats))
-                if held_out is not None and session.is_due(run.eval_every, step + 1):
-                    session.log_evaluation("during", step + 1, held_out_loss())
-                if interrupt.requested:
-                    return session.interrupted(step + 1, backend)
-                if session.is_due(run.checkpoint.every, step + 1):
-                    session.save(step + 1, backend)
-        if held_out is not None:
-            session.log_evaluation("after", run.steps, held_out_loss())
-        return session.finish(run.steps, backend)
+                session.log_step(done, shape_metrics(batches) | update | algorithm.metrics(batches, stats))
+            return session.finish(run.steps, backend)

@@ -7,6 +7,7 @@ prompts ─► engine.generate ─► rollouts ─► rewards ─► train sampl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.metrics import rollout_metrics, shape_metrics
+from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
 from lockstep.rollout.sampler import Draw, GroupSampler, Resampling, SampledStep
@@ -41,47 +43,54 @@ def train_online(
         checkpoint: the step of the checkpoint to go on from; None is the last.
         rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=).
     """
-    with Session(run, resume=resume) as session:
+    if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
+        return summary
+    with Session(run, resume=resume) as session, contextlib.ExitStack() as cleanup:
         parts = build_online(run, rewards=rewards, on_progress=session.display.progress)
+        cleanup.callback(parts.close)
         session.describe(axes=parts.axes, model=parts.model, data=parts.prompts.report)
         trainer = OnlineTrainer(parts, spans=session.spans)
         first_step = session.restore(parts.backend, checkpoint)
         trainer.push(policy_version=first_step)
-        if first_step == 0 and run.eval.before:
-            _evaluate(session, trainer, "before", 0, max_tokens_factor=run.eval.before_max_tokens_factor)
-
         with session.interruptible(parts.engine.abort) as interrupt:
-            for step in range(first_step, run.steps):
-                session.begin_step(step)
-                sampled = trainer.sample(step)
+            for done in range(first_step, run.steps + 1):
+                fresh = not interrupt.requested and _evaluate(session, trainer, done)
+                if interrupt.requested:
+                    return session.interrupted(done, parts.backend)
+                if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
+                    session.save(done, parts.backend)
+                if done == run.steps:
+                    break
+                session.begin_step(done)
+                sampled = trainer.sample(done)
                 if interrupt.requested:  # generation was cut short: this step never happened
-                    return session.interrupted(step, parts.backend)
+                    return session.interrupted(done, parts.backend)
                 result = trainer.update(sampled.groups)
-                trainer.push(policy_version=step + 1)
+                trainer.push(policy_version=done + 1)
                 if run.rollout.save:
                     session.log_rollouts(
-                        step, rollout_rows(step, result.groups), shown=run.log.samples_per_step
+                        done, rollout_rows(done, result.groups), shown=run.log.samples_per_step
                     )
-                session.log_step(step, result.metrics | sampled.counts)
-                if interrupt.requested:
-                    return session.interrupted(step + 1, parts.backend)
-                if session.is_due(run.eval.every, step + 1) and step + 1 < run.steps:
-                    _evaluate(session, trainer, "during", step + 1)
-                if session.is_due(run.checkpoint.every, step + 1):
-                    session.save(step + 1, parts.backend)
-
-        if run.eval.after:
-            _evaluate(session, trainer, "after", run.steps)
-        summary = session.finish(run.steps, parts.backend)
-        parts.close()
-        return summary
+                session.log_step(done, result.metrics | sampled.counts)
+            return session.finish(run.steps, parts.backend)
 
 
-def _evaluate(
-    session: Session, trainer: OnlineTrainer, name: str, done: int, *, max_tokens_factor: int = 1
-) -> None:
-    evaluation = trainer.evaluate(max_tokens_factor=max_tokens_factor)
+def _evaluate(session: Session, trainer: OnlineTrainer, done: int) -> bool:
+    """The evaluation that is due after `done` steps; False when there is none, or when it was cut short."""
+    run = trainer.parts.run
+    name, factor = "during", 1
+    if done == 0:
+        name, factor = "before", run.eval.before_max_tokens_factor
+    elif done == run.steps:
+        name = "after"
+    due = {"before": run.eval.before, "during": session.is_due(run.eval.every, done), "after": run.eval.after}
+    if not due[name] or session.evaluated(name, done):
+        return False
+    evaluation = trainer.evaluate(max_tokens_factor=factor)
+    if evaluation is None:
+        return False
     session.log_evaluation(name, done, evaluation.as_dict(), rollout_rows(done, evaluation.groups))
+    return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +149,8 @@ class OnlineTrainer:
         with self.spans("weights"):
             self.parts.transfer.push(self.parts.backend, self.parts.engine, policy_version=policy_version)
 
-    def evaluate(self, *, max_tokens_factor: int = 1) -> Evaluation:
-        """Held-out accuracy and mean reward."""
+    def evaluate(self, *, max_tokens_factor: int = 1) -> Evaluation | None:
+        """Held-out accuracy and mean reward; None when generation was aborted."""
         with self.spans("evaluate"):
             return evaluate(self.parts, max_tokens_factor=max_tokens_factor)
 
@@ -165,7 +174,7 @@ class OnlineTrainer:
         samples = rollout_samples(groups)
         with self.spans("logprobs"):
             batches = self.parts.plan(samples, [sample.loss_mask.float() for sample in samples])
-            found = {}
+            found: dict[int, Tensor] = {}
             for batch, logprobs in zip(
                 batches, self.parts.backend.logprobs(batches, model="ref"), strict=True
             ):
@@ -179,7 +188,7 @@ class OnlineTrainer:
         with self.spans("logprobs"):
             return [
                 [
-                    dataclasses.replace(batch, **{field: logprobs})
+                    dataclasses.replace(batch, **{field: logprobs})  # type: ignore[arg-type]
                     for batch, logprobs in zip(
                         batches, self.parts.backend.logprobs(batches, model=model), strict=True
                     )

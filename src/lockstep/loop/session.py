@@ -17,16 +17,18 @@ import torch
 import transformers
 
 import lockstep
-from lockstep.config.load import dump_toml
+from lockstep.config.load import dump_toml, override
 from lockstep.config.run import RunConfig
+from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
-from lockstep.loop.interrupt import Interrupt
+from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.models.load import LoadedModel
 from lockstep.observe.display import Display
+from lockstep.observe.files import write_atomic
 from lockstep.observe.memory import memory_metrics
 from lockstep.observe.metrics import MetricsLog
-from lockstep.observe.run_dir import RunDir
+from lockstep.observe.run_dir import EVALUATIONS, RunDir
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TrainBackend
 from lockstep.schema.rollout import RolloutGroup
@@ -52,6 +54,9 @@ class Session:
             self.dir = RunDir.create(path, config_toml=dump_toml(run), manifest=_manifest())
         else:
             self.dir = RunDir.open(resume)
+            # Another number of steps, say, must still hold when this process is killed and resumed again.
+            write_atomic(self.dir.config, dump_toml(override(run, {"run_dir": None})))
+        self._interrupt = Interrupt()
         self._resumed = resume is not None
         self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint)
         self._started = time.monotonic()
@@ -60,6 +65,7 @@ class Session:
         self._device = "cpu"
 
     def __enter__(self) -> Session:
+        self._interrupt.__enter__()
         self.display.__enter__()
         self.display.note(f"run directory: {self.dir.path}")
         return self
@@ -67,12 +73,31 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._summary("failed", error=f"{type(error).__name__}: {error}")
-        if self._metrics is not None:
-            self._metrics.close()
-        self.display.__exit__(kind, error, trace)
-        self.dir.close()
+        try:
+            summary = None if error is None else self._broken_off(error)
+            if self._metrics is not None:
+                self._metrics.close()
+        finally:
+            self.display.__exit__(kind, error, trace)
+            self.dir.close()
+            self._interrupt.__exit__()
+        if summary is not None and isinstance(error, KeyboardInterrupt):
+            raise Interrupted(summary) from error
+
+    def _broken_off(self, error: BaseException) -> dict[str, Any]:
+        if not isinstance(error, KeyboardInterrupt):
+            return self._summary("failed", error=f"{type(error).__name__}: {error}")
+        steps = self._checkpoints.steps()
+        self.display.note(
+            f"stopped at once; the last checkpoint is of step {steps[-1]}"
+            if steps
+            else "stopped at once, without a checkpoint"
+        )
+        return self._summary("interrupted", **self._how_to_go_on(steps[-1] if steps else 0))
+
+    def _how_to_go_on(self, steps: int) -> dict[str, Any]:
+        name = None if self._interrupt.signal is None else self._interrupt.signal.name
+        return {"steps": steps, "signal": name, "resume": f"lockstep train --resume {self.dir.path}"}
 
     def describe(self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any]) -> None:
         """Write what was resolved to the manifest, and say it once."""
@@ -101,7 +126,10 @@ class Session:
             if path is not None:
                 self._state = self._checkpoints.load(path, backend)
                 done = int(self._state["step"])
-            self.dir.rewind(done)
+            self._check_steps(done)
+            if done < self.run.steps:  # of a run that went on further than it was first asked to
+                self._state["evaluations"].pop("after", None)
+            self.dir.rewind(done, evaluated=[name for name in EVALUATIONS if self.evaluated(name, done)])
             self.display.note(
                 f"resuming after {done} steps" + (f" from {path}" if path else ": no checkpoint yet")
             )
@@ -117,6 +145,14 @@ class Session:
         )
         return done
 
+    def _check_steps(self, done: int) -> None:
+        if done > self.run.steps:
+            raise ConfigError(
+                f"steps = {self.run.steps}, but {done} steps are done in {str(self.dir.path)!r}; raise "
+                "--steps, or go back to an earlier checkpoint by --checkpoint STEP (there are "
+                f"{sorted(self._checkpoints.steps())})"
+            )
+
     @contextlib.contextmanager
     def interruptible(self, on_request: Callable[[], None] = lambda: None) -> Iterator[Interrupt]:
         """Inside, the first Ctrl-C (or SIGTERM) lets the loop end in good order; it calls `on_request` at
@@ -126,7 +162,7 @@ class Session:
             self.display.note("stopping: saving first (Ctrl-C again stops at once, without saving)")
             on_request()
 
-        with Interrupt(request) as interrupt:
+        with self._interrupt.deferred(request) as interrupt:
             yield interrupt
 
     def begin_step(self, step: int) -> None:
@@ -137,7 +173,11 @@ class Session:
     @staticmethod
     def is_due(every: int, done: int) -> bool:
         """Whether something that happens every `every` steps (0: never) happens after `done` steps."""
-        return every > 0 and done % every == 0
+        return every > 0 and done > 0 and done % every == 0
+
+    def evaluated(self, name: str, done: int) -> bool:
+        """Whether evaluation `name` of the weights after `done` steps is known."""
+        return bool(self._state["evaluations"].get(name, {}).get("step") == done)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl, with times, throughput and memory added."""
@@ -191,7 +231,7 @@ class Session:
         """Save after `done` steps and end the run for now."""
         path = self.save(done, backend)
         self.display.note(f"stopped after {done} steps; saved {path}")
-        return self._summary("interrupted", steps=done, resume=f"lockstep train --resume {self.dir.path}")
+        return self._summary("interrupted", **self._how_to_go_on(done))
 
     def finish(self, done: int, backend: TrainBackend) -> dict[str, Any]:
         """Save, export, and write the summary."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from lockstep.observe.lock import RunLock
 
 EVALUATION = "evaluation"
 """The key that tells an evaluation's line in metrics.jsonl from a step's."""
+EVALUATIONS = ("before", "during", "after")
+"""Its values."""
 
 _STEP_FILE = re.compile(r"(evaluation-)?step-(\d+)\.jsonl")
 
@@ -48,23 +50,16 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, *, config_toml: str, manifest: Mapping[str, Any]) -> RunDir:
-        """A new run in `path`, which must not hold one.
+        """A new run in `path`, which must not hold one that got anywhere (see `check_free`).
 
         Raises:
             ConfigError: `path` holds a run, or is a file, or another process is writing it.
         """
-        if path.exists() and not path.is_dir():
-            raise ConfigError(f"run_dir {str(path)!r} is a file; give a folder as --run-dir")
-        if (path / "config.toml").exists() or (path / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"{str(path)!r} already holds a run; go on with it by `lockstep train --resume {path}`, or "
-                "give another --run-dir"
-            )
+        check_free(path)
         path.mkdir(parents=True, exist_ok=True)
         run_dir = cls(path, RunLock(path / "lock"))
         try:
-            if run_dir.config.exists():  # another process was first, and is done already
-                raise ConfigError(f"{str(path)!r} was just taken by another run; give another --run-dir")
+            check_free(path)  # another process may have been first, and be done already
             write_json(run_dir.manifest, manifest)
             write_atomic(run_dir.config, config_toml)
         except BaseException:
@@ -85,17 +80,25 @@ class RunDir:
             )
         return cls(path, RunLock(path / "lock"))
 
-    def rewind(self, steps_done: int) -> None:
+    def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
         """Forget what was written after the first `steps_done` steps, so that a resumed run writes it again.
 
         Keeps lines of steps below `steps_done` and of evaluations up to it; drops a half-written last line.
+
+        Args:
+            evaluated: which evaluations of the weights after `steps_done` steps will not be made again.
 
         Raises:
             CheckpointError: a line in the middle of metrics.jsonl is not JSON.
         """
         if self.metrics.exists():
             lines = read_lines(self.metrics)
-            kept = [line for line in lines if line["step"] < steps_done + (EVALUATION in line)]
+            kept = [
+                line
+                for line in lines
+                if line["step"] < steps_done
+                or (line["step"] == steps_done and line.get(EVALUATION) in evaluated)
+            ]
             write_atomic(self.metrics, json_lines(kept))
         for file in self.rollouts.iterdir():
             match = _STEP_FILE.fullmatch(file.name)
@@ -132,6 +135,33 @@ class RunDir:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def check_free(path: Path) -> None:
+    """Raise ConfigError when a run cannot start in `path`: it is a file, or holds metrics or checkpoints.
+
+    A run that failed before its first evaluation or step has neither, and its folder may be used again.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run_dir {str(path)!r} is a file; give a folder as --run-dir")
+    metrics = path / "metrics.jsonl"
+    if (metrics.exists() and metrics.stat().st_size) or any((path / "checkpoints").glob("step-*")):
+        raise ConfigError(
+            f"{str(path)!r} already holds a run; go on with it by `lockstep train --resume {path}`, or "
+            "give another --run-dir"
+        )
+
+
+def finished(path: Path, *, steps: int) -> dict[str, Any] | None:
+    """The summary of the run in `path` when it has finished with just `steps` steps, else None."""
+    try:
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):  # still to be written, or damaged: it is made again
+        return None
+    done = (
+        isinstance(summary, dict) and summary.get("outcome") == "finished" and summary.get("steps") == steps
+    )
+    return summary if done else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

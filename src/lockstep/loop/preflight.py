@@ -1,0 +1,77 @@
+"""What can be known to be wrong before torch is imported, a model is loaded or a folder is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.data import DataConfig
+from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.data.generated import IdRows, reasoning_gym_dataset
+from lockstep.data.sources import check_source
+from lockstep.engine import ENGINES
+from lockstep.errors import ConfigError, DataError, ModelError, unknown_name
+from lockstep.models.shape_table import PREFIX, SHAPES
+from lockstep.observe.run_dir import check_free, finished
+
+
+def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) -> dict[str, Any] | None:
+    """The summary of a run that is already finished, and so has nothing to resume; else None.
+
+    Raises:
+        ConfigError, DataError, ModelError: the run cannot start: its folder is taken, or a file, task, shape
+            or engine that it names does not exist.
+    """
+    if resume is None and run.run_dir is not None:
+        check_free(run.run_dir)
+    if resume is not None and checkpoint is None:
+        done = finished(resume, steps=run.steps)
+        if done is not None:
+            return done
+    _check_model(run.model.name)
+    if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in ENGINES:
+        raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, ENGINES))
+    for section, config in _data(run):
+        _check_data(section, config, run)
+    return None
+
+
+def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:
+    assert isinstance(run, GRPORun | SFTRun)
+    yield "data", run.data
+    if run.eval_data is not None:
+        yield "eval_data", run.eval_data
+
+
+def _check_model(name: str) -> None:
+    if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in SHAPES:
+        raise ModelError(
+            f"model.name = {name!r}: " + unknown_name("shape", name.removeprefix(PREFIX), SHAPES)
+        )
+    folder = Path(name).expanduser()
+    if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
+        what = "holds no config.json" if folder.is_dir() else "does not exist"
+        raise ModelError(f"model.name = {name!r}: this folder {what}; set a folder that holds a saved model")
+
+
+def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:
+    try:
+        check_source(config)
+        if config.source == "ids":
+            IdRows(config, vocab_size=1)  # the model's own is not known yet, and is always possible
+        elif config.source.startswith("reasoning_gym:"):
+            task = config.source.partition(":")[2]
+            reasoning_gym_dataset(task, config.task, seed=config.seed, size=1)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{section}: {error}") from error
+    if isinstance(run, SFTRun) and config.generated:
+        raise ConfigError(
+            f"{section}.source = {config.source!r} has prompts only; SFT needs a file, a folder or a hub set"
+        )
+    if run.model.name.startswith(PREFIX) and config.source != "ids":
+        raise ConfigError(
+            f"{section}.source = {config.source!r} is text, but model.name = {run.model.name!r} has no "
+            "tokenizer; set data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model "
+            "with a tokenizer"
+        )

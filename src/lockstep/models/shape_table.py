@@ -1,0 +1,119 @@
+"""The named architectures behind `shape:NAME`, as plain values: importing this loads no torch.
+
+The published ones carry the exact config of the hub model of that name. The tiny ones are for tests:
+vocabulary 256, hidden size 64, two layers, 4 query and 2 key/value heads, and weights wide enough for
+attention to matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PREFIX = "shape:"
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+_TINY: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA  # meta-llama/Llama-3.1-8B
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "rope_parameters": _llama3_rope(8.0),
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": _LLAMA  # meta-llama/Llama-3.2-1B
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "rope_parameters": _llama3_rope(32.0),
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-3b": _LLAMA  # meta-llama/Llama-3.2-3B
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "head_dim": 128,
+        "rope_parameters": _llama3_rope(32.0),
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": _QWEN3  # Qwen/Qwen3-0.6B
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3  # Qwen/Qwen3-8B
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "tiny-llama": _TINY | {"model_type": "llama", "attention_bias": True, "tie_word_embeddings": False},
+    "tiny-qwen3": _TINY | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "tiny-gemma3": _TINY
+    | {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "tiny-mistral": _TINY | {"model_type": "mistral", "sliding_window": 8, "tie_word_embeddings": False},
+}

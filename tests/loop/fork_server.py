@@ -1,0 +1,131 @@
+"""A process that has imported torch once and forks a child for every `lockstep ...` command it is sent.
+
+Each child is a real process: it can be killed, and dies with its own exit status; it only starts 20 times as
+fast. Jobs arrive as JSON lines: {argv, cwd, out, err, signals, files}. Answers: {"pid": N} when it has
+started, {"code": N} when it has ended (-9: killed by SIGKILL). A job's "signals" say at which moment the
+child sends itself a signal, see `arm`.
+
+Never runs a backward pass itself: autograd does not survive a fork after one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+PRELOADED = (
+    "lockstep.loop.online",
+    "lockstep.loop.offline",
+    "lockstep.train.local",
+    "lockstep.engine.hf",
+    "peft",
+)
+
+_step: int | None = None
+"""The training step that the child is in or was in last."""
+
+
+def main() -> None:
+    """Serve jobs until standard input closes."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    answer({"ready": True})
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            run(job)
+        answer({"pid": pid})
+        _, status = os.waitpid(pid, 0)
+        answer({"code": os.waitstatus_to_exitcode(status)})
+
+
+def answer(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def run(job: dict[str, Any]) -> None:
+    """In the child: what the console script does, then the exit status."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, path in ((1, job["out"]), (2, job["err"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.chdir(job["cwd"])
+    if job["file_bytes"] is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then write() says EFBIG, as a full disk says ENOSPC
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_bytes"], job["file_bytes"]))
+    follow_steps()
+    for order in job["signals"]:
+        arm(**order)
+    from lockstep.cli.main import main as command
+
+    code = 1
+    try:
+        code = command(job["argv"])
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def follow_steps() -> None:
+    from lockstep.loop.session import Session
+
+    begin = Session.begin_step
+
+    def begin_step(self: Session, step: int) -> None:
+        global _step
+        _step = step
+        begin(self, step)
+
+    Session.begin_step = begin_step  # type: ignore[method-assign]
+
+
+def arm(target: str, *, call: int, send: str, step: int | None = None, when: str = "before") -> None:
+    """Send the process a signal at one call of `module:Class.method` or `module:function`.
+
+    Args:
+        call: which of its calls, from 1; counted in `step` only, if one is given.
+        when: before or after the call; backward: inside the backward pass of the tensor that it returns
+            (calls that return one without a graph are not counted).
+    """
+    module_name, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original: Callable[..., Any] = getattr(owner, name)
+    count = 0
+
+    def fire(*_: Any) -> None:
+        os.kill(os.getpid(), getattr(signal, send))
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if step is not None and _step != step:
+            return original(*args, **kwargs)
+        nonlocal count
+        if when == "before" and (count := count + 1) == call:
+            fire()
+        result = original(*args, **kwargs)
+        if when == "after" and (count := count + 1) == call:
+            fire()
+        if when == "backward" and result.requires_grad and (count := count + 1) == call:
+            result.register_hook(fire)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Runs of the command line as real processes, and what two runs are compared by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.observe.run_dir import read_lines
+
+TINY = """
+kind = "grpo"
+steps = 4
+[model]
+name = "shape:tiny-llama"
+dtype = "float32"
+[data]
+source = "ids"
+max_prompt_tokens = 32
+[rollout]
+prompts_per_step = 4
+group_size = 4
+[rollout.sampling]
+max_tokens = 16
+[[rewards]]
+name = "ids"
+[train]
+lr = 1e-3
+token_budget = 256
+[eval]
+num_prompts = 4
+every = 2
+before_max_tokens_factor = 1
+[checkpoint]
+every = 2
+keep_last = 3
+[log]
+tensorboard = false
+"""
+"""Several micro-batches per step, an evaluation and a checkpoint after every second step."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left: exit status (-9: killed by SIGKILL), standard output and error."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def verdict(self) -> str:
+        return self.out.splitlines()[-1]
+
+
+class Commands:
+    """Runs `lockstep ARGV...` in a forked process (see fork_server.py)."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert self._answer() == {"ready": True}
+
+    def __call__(
+        self,
+        *argv: str | Path,
+        cwd: Path,
+        signals: Sequence[dict[str, Any]] = (),
+        file_bytes: int | None = None,
+        meanwhile: Callable[[int], None] | None = None,
+    ) -> Ended:
+        """Args:
+        signals: keyword arguments of fork_server.arm.
+        file_bytes: the largest file that the process may write.
+        meanwhile: called with its pid while it runs.
+        """
+        assert self._server.stdin is not None
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            job = {
+                "argv": [str(word) for word in argv],
+                "cwd": str(cwd),
+                "out": str(out),
+                "err": str(err),
+                "signals": list(signals),
+                "file_bytes": file_bytes,
+            }
+            self._server.stdin.write(json.dumps(job) + "\n")
+            self._server.stdin.flush()
+            pid = self._answer()["pid"]
+            if meanwhile is not None:
+                meanwhile(pid)
+            code = self._answer()["code"]
+            return Ended(code=code, out=out.read_text(), err=err.read_text())
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
+        return answer
+
+
+VOLATILE = ("timestamp", "time/", "throughput/", "memory/")
+"""Metrics that may differ between two runs of the same config."""
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith(VOLATILE)}
+        for row in read_lines(run_dir / "metrics.jsonl")
+    ]
+
+
+def everything(run_dir: Path) -> dict[str, Any]:
+    """What exact resume must reproduce: metrics, rollouts, evaluations, the summary, and the final weights,
+    optimizer and generator states to the bit."""
+    final = max((run_dir / "checkpoints").glob("step-*"))
+    files = [*sorted(final.glob("*.safetensors")), *sorted((run_dir / "export").glob("*.safetensors"))]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {
+        "metrics": metrics_of(run_dir),
+        "rollouts": {file.name: file.read_text() for file in sorted((run_dir / "rollouts").iterdir())},
+        "summary": {k: v for k, v in summary.items() if k not in ("wall_seconds", "run_dir", "export")},
+        "weights": {
+            f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+        },
+    }

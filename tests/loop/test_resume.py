@@ -1,0 +1,117 @@
+"""A run that was killed and resumed is the run that was not, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_runs import Commands, everything
+
+GENERATE = "lockstep.engine.generation:Generation._step"
+FORWARD = "lockstep.train.local:LocalBackend._hidden"
+OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
+FILE = "lockstep.train.files:_HashingFile.write"
+PUT = "lockstep.loop.checkpoint:CheckpointManager._put"
+METRICS = "lockstep.observe.metrics:JsonlWriter.write"
+ROLLOUTS = "lockstep.observe.run_dir:RunDir.write_rollouts"
+EXPORT = "lockstep.train.local:LocalBackend.export"
+RESTORE = "lockstep.train.local:LocalBackend.load"
+
+
+def kill(target: str, **order: Any) -> dict[str, Any]:
+    return {"target": target, "call": 1, "send": "SIGKILL"} | order
+
+
+def killed_and_resumed(
+    lockstep: Commands, toml: Path, folder: Path, orders: list[dict[str, Any]], *flags: str
+) -> dict[str, Any]:
+    """One process per order, each of which kills it, and a last one that ends in peace."""
+    run = folder / "run"
+    argv: tuple[str | Path, ...] = ("train", toml, "--run-dir", run, *flags)
+    for order in orders:
+        ended = lockstep(*argv, cwd=folder, signals=[order])
+        assert ended.code == -9, (order, ended.out, ended.err)
+        argv = ("train", "--resume", run)
+    ended = lockstep(*argv, cwd=folder)
+    assert ended.code == 0, ended.out + ended.err
+    assert not list((run / "checkpoints").glob(".*")), "leftovers of a killed save"
+    return everything(run)
+
+
+Straight = Callable[..., dict[str, Any]]
+
+MOMENTS = {
+    "before the first checkpoint": [
+        kill("lockstep.loop.session:Session.restore"),
+        kill(GENERATE, call=5),  # the evaluation before
+        kill(METRICS, when="after"),  # its line is written
+        kill(GENERATE, step=0, call=7),
+        kill(FORWARD, step=1, call=2, when="backward"),
+    ],
+    "the first save": [
+        kill("lockstep.loop.session:Session.log_evaluation", call=2),
+        kill(FILE, step=1, call=5),
+        kill(PUT, step=1),
+        kill(PUT, step=1, when="after"),
+    ],
+    "after a checkpoint": [
+        kill(FORWARD, step=2, call=2, when="after"),
+        kill(RESTORE),
+        kill(OPTIMIZER, step=2, when="after"),
+        kill(RESTORE, when="after"),
+        kill(METRICS, step=2, when="after"),
+        kill(GENERATE, step=3, call=20),
+        kill(ROLLOUTS, step=3, when="after"),
+    ],
+    "the last save": [
+        kill(FORWARD, step=3, call=2, when="backward"),
+        kill(FILE, step=3, call=5),
+        kill("lockstep.loop.session:Session.save", step=3, when="after"),
+        kill(METRICS, call=1, when="after"),  # the evaluation after, before its checkpoint
+        kill("shutil:rmtree"),  # the last save replaces one of the same step
+        kill(EXPORT),
+    ],
+}
+
+
+@pytest.mark.parametrize("phase", MOMENTS)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    phase: str, lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
+) -> None:
+    assert killed_and_resumed(lockstep, tiny_toml, tmp_path, MOMENTS[phase]) == straight()
+
+
+VARIANTS = {
+    "minibatches and epochs": ("--train.minibatches", "2", "--train.epochs-per-batch", "2"),
+    "LoRA with dropout": ("--model.lora.rank", "4", "--model.lora.dropout", "0.2"),
+    "bfloat16": ("--model.dtype", "bfloat16"),
+    "qwen3, 8-bit states, a decay": (
+        *("--model.name", "shape:tiny-qwen3", "--train.schedule", "cosine"),
+        *("--train.warmup-steps", "2", "--train.optimizer", "adamw8bit"),
+    ),
+    "states on the CPU, activations recomputed, padded": (
+        *("--train.optimizer-device", "cpu", "--train.activation-checkpointing", "--train.layout", "padded"),
+        *("--train.grad-accum-dtype", "model"),
+    ),
+    "dapo": ("--algorithm.name", "dapo"),
+    "KL in the reward": ("--algorithm.kl.coef", "0.1", "--algorithm.kl.place", "reward"),
+    "KL in the loss, LoRA": ("--algorithm.kl.coef", "0.1", "--model.lora.rank", "4"),
+    "reinforce++ with KL in the reward": (
+        *("--algorithm.name", "reinforce++", "--algorithm.kl.coef", "0.1", "--algorithm.kl.place", "reward"),
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_run_resumes_exactly(
+    variant: str, lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
+) -> None:
+    flags = VARIANTS[variant]
+    orders = [
+        kill(FORWARD, step=0, call=1, when="backward"),
+        kill(FORWARD, step=3, call=1, when="backward"),
+        kill(GENERATE, step=2, call=9),
+    ]
+    assert killed_and_resumed(lockstep, tiny_toml, tmp_path, orders, *flags) == straight(*flags)
