@@ -18,7 +18,7 @@ def completion(prompt: tuple[int, ...], tokens: tuple[int, ...], logprobs: tuple
         text=None,
         seed=0,
         engine="test",
-        policy_version=0,
+        policy_version=3,
     )
 
 
@@ -29,7 +29,7 @@ def test_alignment_is_that_of_the_schema_example() -> None:
     assert sample.loss_mask.tolist() == [False, True, True, True, False]
     assert sample.rollout_logprobs.tolist() == [0.0, -0.5, -1.5, -2.5, 0.0]
     assert sample.advantages.tolist() == [0.0, 3.0, 3.0, 3.0, 0.0]
-    assert sample.sample_id == 4
+    assert (sample.sample_id, sample.policy_version) == (4, 3)
     per_token = policy_sample(completion((5,), (7, 8), (-0.5, -1.5)), advantages=torch.tensor([1.0, 2.0]))
     assert per_token.advantages.tolist() == [1.0, 2.0, 0.0]
 

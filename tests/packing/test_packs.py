@@ -55,10 +55,12 @@ def test_policy_samples_make_a_policy_batch():
         loss_mask=torch.tensor([True, False]),
         rollout_logprobs=torch.tensor([-0.5, 0.0]),
         advantages=torch.tensor([2.0, 0.0]),
+        policy_version=7,
     )
     batch = pack([first], [torch.ones(2)], bucket=Bucket(tokens=3, documents=2, max_seqlen=2))
     assert type(batch) is PolicyBatch
     assert batch.rollout_logprobs.tolist() == [-0.5, 0, 0] and batch.advantages.tolist() == [2, 0, 0]
+    assert batch.policy_versions == (7,)
     with pytest.raises(DataError, match="all of one type"):
         pack([first, sample([1, 2])], [torch.ones(2)] * 2)
 

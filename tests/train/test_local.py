@@ -207,7 +207,7 @@ def test_lora_weights_are_merged_under_hugging_face_names(
     backend.forward_backward([batch], loss)
     backend.optimizer_step()
     bare = tiny_model(attention="hf:sdpa").module
-    bare.load_state_dict(dict(backend.weights().tensors()))
+    bare.load_state_dict(dict(backend.weights(policy_version=1).tensors()))
     [ours] = backend.logprobs([batch], model="policy")
     expected = plain_loss(bare, batch).detach()
     assert float(-(ours * batch.loss_weights).sum()) == pytest.approx(float(expected), rel=1e-5)

@@ -13,9 +13,11 @@ class Backend:
     def __init__(self, module):
         self.module = module
 
-    def weights(self):
+    def weights(self, *, policy_version):
         return WeightUpdate(
-            policy_version=0, tensors=lambda: iter(self.module.named_parameters()), shared_module=self.module
+            policy_version=policy_version,
+            tensors=lambda: iter(self.module.named_parameters()),
+            shared_module=self.module,
         )
 
 

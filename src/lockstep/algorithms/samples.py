@@ -47,6 +47,7 @@ def policy_sample(completion: Completion, *, advantages: Tensor | float, sample_
         sample_id=sample_id,
         rollout_logprobs=rollout_logprobs,
         advantages=per_token,
+        policy_version=completion.policy_version,
     )
 
 

@@ -92,6 +92,8 @@ def pack(
         return PackedBatch(**fields)
     for name in ("rollout_logprobs", "advantages"):
         fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
+    policy_samples = [sample for sample in samples if isinstance(sample, PolicySample)]
+    fields["policy_versions"] = tuple(sample.policy_version for sample in policy_samples)
     return PolicyBatch(**fields)
 
 

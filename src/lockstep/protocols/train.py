@@ -37,7 +37,8 @@ class TokenLoss(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats:
-    """What `forward_backward` saw, per micro-batch; tensors are detached and stay on their device."""
+    """What `forward_backward` saw of every micro-batch of the step; tensors are detached, on the backend's
+    device."""
 
     losses: list[Tensor]
     """Scalars, in micro-batch order; they add up to the loss of the step."""
@@ -48,14 +49,24 @@ class StepStats:
 
 
 class TrainBackend(Protocol):
-    """Owns the policy's Parameters, their float32 master copy, the optimizer and the schedule."""
+    """Owns the policy's Parameters, their float32 master copy, the optimizer and the schedule.
+
+    Batches come with their tensors on the host (`old_logprobs` and `ref_logprobs` where `logprobs` left
+    them); the backend moves them to its devices. A caller always gives *all* micro-batches of a step and gets
+    results for all of them, in order, however many ranks shared the work: on several ranks every rank makes
+    the same call with the same list, the backend deals the micro-batches out and gathers what the call
+    returns. So the loss and the metrics that a loop computes from it are of the whole step, the same on every
+    rank, and nothing outside the backend reduces over ranks. `loss_weights` hold the normaliser of the whole
+    step, so gradients are *added up* over ranks, not averaged.
+    """
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False."""
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the backend's device."""
         ...
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Adds the gradients of all micro-batches of one optimizer step."""
+        """Adds the gradients of all micro-batches of one optimizer step. Raises TrainError on every rank when
+        a loss is not finite or memory runs out on one of them; the step's gradients are then dropped."""
         ...
 
     def optimizer_step(self) -> dict[str, float]:
@@ -63,8 +74,8 @@ class TrainBackend(Protocol):
         clipping) and lr. Raises TrainError on a non-finite norm, before anything was changed."""
         ...
 
-    def weights(self) -> WeightUpdate:
-        """The current weights, under Hugging Face names."""
+    def weights(self, *, policy_version: int) -> WeightUpdate:
+        """The current weights, under Hugging Face names, with the caller's version on them."""
         ...
 
     def save(self, directory: Path) -> dict[str, str]:

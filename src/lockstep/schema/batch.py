@@ -78,6 +78,8 @@ class PolicySample(TrainSample):
     """[L] float32, nats, by the engine that sampled it; 0 where loss_mask is False."""
     advantages: Tensor
     """[L] float32, by the algorithm; 0 where loss_mask is False."""
+    policy_version: int = 0
+    """Of the policy that sampled it: Completion.policy_version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +142,8 @@ class PolicyBatch(PackedBatch):
     """[T] float32, nats, by the engine."""
     advantages: Tensor
     """[T] float32."""
+    policy_versions: tuple[int, ...] = ()
+    """PolicySample.policy_version of each real document, in the order of `sample_ids`."""
     old_logprobs: Tensor | None = None
     """[T] float32, nats, by the trainer before the step's first update. None: the policy has not moved since,
     so a loss takes its own logprobs, detached (importance ratio exactly 1)."""

@@ -19,6 +19,8 @@ class WeightUpdate:
     """
 
     policy_version: int
+    """Rollout batches that the policy has been trained on, as the loop counts its steps (a batch may be many
+    optimizer steps). Completions, samples and engines carry the same number."""
     tensors: TensorSource
     shared_module: nn.Module | None = None
 

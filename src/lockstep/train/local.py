@@ -309,10 +309,10 @@ class LocalBackend:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def weights(self) -> WeightUpdate:
-        """The current weights; policy_version is the number of optimizer steps taken."""
+    def weights(self, *, policy_version: int) -> WeightUpdate:
+        """The current weights; with LoRA, `tensors` are merged."""
         return WeightUpdate(
-            policy_version=self.steps_done,
+            policy_version=policy_version,
             tensors=lambda: iter(merged_state_dict(self.module).items()),
             shared_module=self.module,
         )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.train import TrainBackend
 
 
 class InProcessTransfer:
-    """Implements lockstep.protocols.WeightTransfer by handing over `source.weights()`."""
+    """Implements lockstep.protocols.WeightTransfer by handing over `source.weights(...)`."""
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
         """Afterwards `target` samples from `source`'s weights and stamps `policy_version` on completions.
@@ -17,5 +15,4 @@ class InProcessTransfer:
         Raises:
             EngineError: the engine refused the weights; it kept its own.
         """
-        update = source.weights()
-        target.update_weights(dataclasses.replace(update, policy_version=policy_version))
+        target.update_weights(source.weights(policy_version=policy_version))
