@@ -127,6 +127,7 @@ def test_groups_come_in_prompt_order_with_their_seeds_and_rewards():
     engine, rewards, progress = FakeEngine(), FakeRewards(), []
     out = sample(engine, rewards, on_progress=lambda done, total: progress.append((done, total)))
     assert [g.prompt.index for g in out.groups] == [3, 1]
+    assert [i.index for i in rewards.inputs] == [3, 3, 3, 1, 1, 1]
     assert engine.requests[1].seeds == tuple(sample_seed(5, 2, 1, i) for i in range(3))
     for group in out.groups:
         assert [r.reward for r in group.rollouts] == [float(r.completion.seed % 100) for r in group.rollouts]

@@ -209,6 +209,7 @@ def _scored(
             prompt_token_ids=completion.prompt_token_ids,
             completion_token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
+            index=prompt.index,
         )
         for prompt, group in zip(prompts, completions, strict=True)
         for completion in group
