@@ -1,20 +1,9 @@
-"""Document ids and dense masks: which key each query may see."""
+"""Dense masks: which key each query may see."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
-    """[T] int64, the document of each slot; empty documents own no slot.
-
-    Example:
-        >>> document_ids(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3).tolist()
-        [0, 0, 2]
-    """
-    slots = torch.arange(num_slots, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.bucketize(slots, cu_seqlens[1:].contiguous(), right=True)
 
 
 def dense_mask(ids: Tensor, *, window: int | None) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.attention.masks import band, dense_mask, document_ids
+from lockstep.attention.masks import band, dense_mask
+from lockstep.ops.masks import document_ids
 
 
 def attention(  # signature: every kernel's, see lockstep.attention

@@ -105,14 +105,14 @@ class Sampler:
             drawn = draw_logits(scaled[shaped], [rows[i] for i in shaped])
         _scale(scaled, rows)
         peak = scaled.amax(-1, keepdim=True)
-        greedy = torch.tensor([row.params.temperature == 0 for row in rows], device=x.device)
+        greedy = [row.params.temperature == 0 for row in rows]
         weights = (x - peak).exp_()
         log_total = weights.sum(-1).log_()
         if drawn is not None:
             weights[shaped, :vocab] = torch.softmax(drawn, -1)
         tokens = sample_blocks(weights, keys)
-        if bool(greedy.any()):
-            tokens = torch.where(greedy, weights.argmax(-1), tokens)
+        if any(greedy):  # asked on the host: a GPU is not waited for
+            tokens = torch.where(torch.tensor(greedy, device=x.device), weights.argmax(-1), tokens)
         picked = scaled.gather(-1, tokens.unsqueeze(-1))
         return tokens, (picked - peak).squeeze(-1) - log_total
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import attention
-from lockstep.attention.masks import dense_mask, document_ids
+from lockstep.attention.masks import dense_mask
 from lockstep.execution import is_compiled
 from lockstep.models.architectures import layer_windows
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.heads import Head, head_of
+from lockstep.ops.masks import document_ids
 from lockstep.schema.batch import PackedBatch
 
 __all__ = ["Head", "dense_shape", "head_of", "hidden_states"]
