@@ -48,6 +48,12 @@ def test_the_config_page_has_every_setting() -> None:
             assert path in named or path.startswith("eval_data."), path
 
 
+def test_every_setting_has_a_meaning() -> None:
+    rows = re.findall(r"^\| (`[\w.\[\]]+`) \|.*\|([^|]*)\|$", gen_docs.config_page(), re.MULTILINE)
+    assert len(rows) > 80
+    assert [name for name, meaning in rows if not meaning.strip()] == []
+
+
 def leaves(model: Any, prefix: str = "") -> list[str]:
     found = []
     for name, field in model.model_fields.items():

@@ -23,8 +23,11 @@ class KLConfig(Config):
     """KL to the frozen reference. Coefficient 0: no reference is loaded."""
 
     coef: float = Field(0.0, ge=0.0)
+    """Times KL, added to the loss or taken from the reward."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, with x = ref - policy of the token."""
     place: Literal["loss", "reward"] = "loss"
+    """reward: of the whole completion, before advantages."""
 
 
 class RolloutCorrectionConfig(Config):
@@ -35,8 +38,11 @@ class RolloutCorrectionConfig(Config):
     """tis: truncated weight min(w, high). mask: tokens (sequences) with w > high are masked, else weighted by
     w. icepop: masked outside [low, high], else weighted by w."""
     level: Literal["token", "sequence"] = "token"
+    """sequence: the weight of a whole completion, at each of its tokens."""
     low: float = Field(0.5, ge=0.0)
+    """Lower bound of icepop."""
     high: float = Field(2.0, gt=0.0)
+    """Upper bound of tis, mask and icepop."""
 
     @model_validator(mode="after")
     def _check(self) -> RolloutCorrectionConfig:
@@ -51,12 +57,14 @@ class OverlongConfig(Config):
     buffer_tokens: PositiveInt | None = None
     """None: a fifth of max_tokens, the published share (4,096 of 20,480)."""
     penalty: float = Field(1.0, ge=0.0)
+    """What a completion of max_tokens loses."""
 
 
 class GRPOConfig(Config):
     """A policy-gradient algorithm over groups of rollouts."""
 
     name: PolicyAlgorithm = "grpo"
+    """Whose published values the options below take where they are left out."""
     advantage: Advantage | None = None
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
     others. batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group
@@ -66,7 +74,9 @@ class GRPOConfig(Config):
     """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the
     step. constant: divided by sequences * max_tokens (Dr. GRPO)."""
     clip_low: float | None = Field(None, ge=0.0)
+    """The ratio is clipped at 1 - clip_low."""
     clip_high: float | None = Field(None, ge=0.0)
+    """The ratio is clipped at 1 + clip_high."""
     ratio: Literal["token", "sequence"] | None = None
     """Level of the importance_ratio; sequence is GSPO's length-normalised ratio."""
     objective: Literal["ppo_clip", "cispo"] | None = None
@@ -77,6 +87,7 @@ class GRPOConfig(Config):
     """dynamic_sampling: rounds of sampling before the run stops with an error."""
     overlong: OverlongConfig | None = None
     entropy_coef: float = 0.0
+    """Times entropy, taken from the loss."""
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
@@ -126,4 +137,6 @@ class SFTConfig(Config):
     """Supervised fine-tuning: cross-entropy of the labels, averaged over the step."""
 
     name: Literal["sft"] = "sft"
+    """The only one."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """token_mean: over all trained tokens of the step. sequence_mean: per document, then over documents."""

@@ -26,6 +26,7 @@ class DataConfig(Config):
     skip: NonNegativeInt = 0
     """Rows to leave out at the beginning."""
     seed: int = 1
+    """Of generated rows."""
     prompt_column: str = "prompt"
     """Text, or a list of {role, content} messages. reasoning_gym rows have `question`, which is found by
     itself."""
@@ -40,6 +41,7 @@ class DataConfig(Config):
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames: {new name = name in the data}."""
     system_prompt: str | None = None
+    """A system message in front of conversations without one."""
     prompt_template: str = "{prompt}"
     """Wraps the user's (last) text; `{prompt}` and any column name may stand in it, `{{` and `}}` are
     literal braces."""
@@ -49,16 +51,19 @@ class DataConfig(Config):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Passed to the template, such as {enable_thinking = false}."""
     max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, chat template included; longer ones follow `overlong_prompts`."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
     """What happens to a longer prompt; drops and truncations are counted and reported."""
     max_length: PositiveInt = 2048
     """SFT: tokens of one document; longer ones follow `overlong_documents`."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
+    """SFT: what happens to a longer document; drops and truncations are counted."""
     untrained_documents: Literal["error", "drop"] = "error"
     """SFT: what happens to a document without a token to train on (also one that truncation left so)."""
     train_on: Literal["assistant", "all"] = "assistant"
     """SFT: which tokens carry loss."""
     shuffle: bool = True
+    """A new order in every epoch, decided by the run's seed."""
     exclude: str | None = None
     """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out.
     Held-out prompts are left out of training anyway."""

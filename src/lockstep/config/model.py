@@ -13,8 +13,11 @@ class LoraConfig(Config):
     """Low-rank adapters through peft; only the adapters are trained."""
 
     rank: PositiveInt = 16
+    """Columns of each adapter matrix."""
     alpha: float = 32.0
+    """The adapters' product is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """On the adapters' input, in training."""
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",

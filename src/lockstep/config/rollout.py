@@ -12,20 +12,31 @@ class SamplingConfig(Config):
     generation_config.json."""
 
     max_tokens: PositiveInt = 128
+    """Tokens of a completion, at most."""
     min_tokens: NonNegativeInt = 0
+    """Before this many tokens no stop id is sampled and no stop string ends a completion."""
     temperature: float = Field(1.0, ge=0.0)
     """0 is greedy. Logprobs and the loss use the same temperature."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Smallest set of tokens with at least this probability; 1: off."""
     top_k: int = Field(-1, ge=-1)
     """-1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Only tokens with at least this share of the largest probability; 0: off."""
     repetition_penalty: float = Field(1.0, gt=0.0)
+    """Divides positive and multiplies negative logits of tokens seen in prompt or completion; 1: off."""
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Taken from the logit of every token in the completion; 0: off."""
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Taken from a token's logit per occurrence in the completion; 0: off."""
     stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
     stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a completion, besides end of sequence."""
     keep_stop: bool = True
+    """Whether the text keeps the stop string; the token ids always do."""
     ignore_eos: bool = False
+    """Go on after end of sequence."""
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:
@@ -42,7 +53,9 @@ class RolloutConfig(Config):
     """What one step samples: prompts_per_step prompts, group_size samples of each."""
 
     prompts_per_step: PositiveInt = 8
+    """Prompts of one rollout batch."""
     group_size: PositiveInt = 8
+    """Samples of each prompt."""
     sampling: SamplingConfig = SamplingConfig()
     save: bool = True
     """Keep every rollout as JSONL under rollouts/."""
@@ -59,6 +72,7 @@ class RewardConfig(Config):
     made with kwargs, whose instances take one RewardInput. The module may lie in the working directory or
     beside the run's TOML file."""
     weight: float = 1.0
+    """Times the reward, in the total."""
     on_error: Literal["fail", "drop"] = "fail"
     """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names
     the row and the exception. drop: the rollout leaves the step and is counted. An answer that a verifier

@@ -26,6 +26,7 @@ class RunConfig(Config):
     run_dir: Path | None = None
     """Where everything is written; None: runs/NAME-TIMESTAMP."""
     name: str = "run"
+    """Of the run: the beginning of its folder's name, and wandb's run name."""
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -15,10 +15,13 @@ class TrainConfig(Config):
     """How the policy is trained: backend, kernel, execution mode, optimizer and schedule."""
 
     backend: Backend = "local"
+    """Where the policy trains; local is one process on one device."""
     attention: str = "auto"
     """sdpa, varlen, flex, hf:NAME; auto: varlen on CUDA, sdpa elsewhere."""
     execution: Execution = "eager"
+    """eager, or compile: every block of layers by torch.compile."""
     layout: Layout = "packed"
+    """packed: documents end to end in one row. padded: one document a row, pads computed."""
     padding_side: Literal["left", "right"] = "right"
     """Of layout padded."""
     device: str = "auto"
@@ -36,19 +39,26 @@ class TrainConfig(Config):
     epochs_per_batch: PositiveInt = 1
     """PPO epochs: passes over a rollout batch."""
     activation_checkpointing: bool = False
+    """Keep the input of each block and compute its inside again in backward: less memory, more time."""
 
     lr: PositiveFloat = 1e-6
+    """Learning rate after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate after warm-up, down to min_lr_ratio at the last step."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps."""
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
     """What linear and cosine decay end at, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
     eps: PositiveFloat = 1e-8
+    """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
     """On matrices only; norms, biases and embeddings are not decayed."""
     max_grad_norm: PositiveFloat = 1.0
+    """The gradient is scaled down to this L2 norm."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
+    """adamw8bit keeps its states in 8 bits and needs torchao."""
     optimizer_device: Literal["model", "cpu"] = "model"
     """cpu: master weights and optimizer states live in host memory."""
     grad_accum_dtype: Literal["float32", "model"] = "float32"
@@ -79,10 +89,15 @@ class EvalConfig(Config):
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before and after."""
     before: bool = True
+    """Evaluate before the first step."""
     after: bool = True
+    """Evaluate after the last step."""
     num_prompts: PositiveInt = 256
+    """Held-out prompts, the first of them in their order."""
     samples_per_prompt: PositiveInt = 1
+    """Completions of each prompt; accuracies are over all of them."""
     temperature: float = Field(0.0, ge=0.0)
+    """0 is greedy."""
     max_tokens: PositiveInt | None = None
     """None: that of rollout.sampling."""
     before_max_tokens_factor: PositiveInt = 2
@@ -96,13 +111,16 @@ class CheckpointConfig(Config):
     every: NonNegativeInt = 0
     """Steps; 0: only at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
+    """Checkpoints to keep, newest first."""
     keep_best: NonNegativeInt = 0
     """Also keep the best k by `metric`, which is known where checkpoint and evaluation fall on one step."""
     metric: str = "eval/lenient_accuracy"
     """eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or eval/mean_completion_tokens; SFT:
     eval/loss or eval/perplexity."""
     mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller `metric` is better."""
     save_at_end: bool = True
+    """A checkpoint after the last step."""
     export_at_end: bool = True
     """Write a Hugging Face folder under export/."""
 
@@ -111,8 +129,11 @@ class LogConfig(Config):
     """Where metrics go besides metrics.jsonl."""
 
     tensorboard: bool = True
+    """Event files under logs/tensorboard."""
     wandb: bool = False
+    """Log to Weights & Biases; needs the package and a login."""
     wandb_project: str = "lockstep"
+    """Project of the run at wandb."""
     display: Literal["auto", "live", "plain", "off"] = "auto"
     """auto: live in a terminal, one line per step elsewhere."""
     samples_per_step: NonNegativeInt = 1
