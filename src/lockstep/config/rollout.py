@@ -69,8 +69,7 @@ class RewardConfig(Config):
     even completion ids (models without a tokenizer). length: -|tokens - target| / target, kwargs {target}.
     format: 1 where the regular expression kwargs {pattern} is found, else 0. Or `module:attribute`: a
     function, sync or async, called with keyword arguments prompt, completion, row and kwargs; or a class,
-    made with kwargs, whose instances take one RewardInput. The module may lie in the working directory or
-    beside the run's TOML file."""
+    made with kwargs, whose instances take one RewardInput. The module may lie in the working directory."""
     weight: float = 1.0
     """Times the reward, in the total."""
     on_error: Literal["fail", "drop"] = "fail"
