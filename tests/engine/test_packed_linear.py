@@ -135,6 +135,7 @@ def test_engine_samples_from_updated_weights(write):
     )
     engine = HFEngine(EngineConfig(max_batch=4), model=model)
     before = engine.generate([request])[0]
+    assert engine._skeleton.linears._weights  # arranged, else all of this is about nothing
     with torch.no_grad():
         for own, new in zip(model.module.parameters(), other.module.parameters(), strict=True):
             (own if write == "copy_" else own.data).copy_(new)
