@@ -51,6 +51,11 @@ class PromptSet(ABC):
 
     @property
     @abstractmethod
+    def fingerprint(self) -> str | None:
+        """Hash of all prompts, by which a resumed run knows its data again; None: endless."""
+
+    @property
+    @abstractmethod
     def report(self) -> dict[str, int]:
         """Counts: excluded, dropped_overlong, truncated; for a stream, of the rows looked at so far."""
 
@@ -192,7 +197,7 @@ class FixedPrompts(PromptSet):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all prompts, to tell whether a resumed run sees the same data."""
+        """See PromptSet.fingerprint."""
         lines = "\n".join(json.dumps([p.index, p.text]) for p in self._prompts)
         return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
@@ -224,6 +229,11 @@ class PromptStream(PromptSet):
     @property
     def size(self) -> int | None:
         """None: endless."""
+        return None
+
+    @property
+    def fingerprint(self) -> None:
+        """None: slots are made from the config alone."""
         return None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,15 @@ class SFTSet:
 
     def __getitem__(self, index: int) -> TrainSample:
         return self._samples[index]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all documents, by which a resumed run knows its data again."""
+        found = hashlib.blake2b(digest_size=16)
+        for sample in self._samples:
+            for tensor in (sample.token_ids, sample.loss_mask):
+                found.update(tensor.numpy().tobytes())
+        return found.hexdigest()
 
     def batch(self, step: int, n: int, seed: int) -> list[TrainSample]:
         """The n documents of optimizer step `step` (from 0), sample_id 0 to n - 1; all different.

@@ -1,5 +1,5 @@
-"""What "auto" means on this machine: resolved once, logged, written to the manifest; the config stays as
-it was."""
+"""What "auto" means on this machine: resolved once, said, written to the manifest; the config stays as it
+was."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.config.run import RunConfig
+from lockstep.config.support import check_device_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
+from lockstep.models.dtypes import resolve_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,27 +24,28 @@ class Axes:
     attention: str
     execution: str
     layout: str
+    dtype: str
     static_capacity: bool
+    support: str
+    """supported: a parity test covers this combination; or untested."""
+    support_note: str
+    """What the support table says about it; may be empty."""
 
 
-def resolve_axes(train: TrainConfig, *, engine: str | None) -> Axes:
-    """Resolve `train`'s auto values.
+def resolve_axes(run: RunConfig, *, engine: str | None) -> Axes:
+    """Resolve the auto values of `run`, and look the result up in the support table.
 
     Raises:
-        ConfigError: train.device names a device that this machine does not have.
+        ConfigError: train.device names a device that this machine does not have, or the combination is not
+            supported on it.
     """
-    device = train.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"train.device = {device!r}, but torch {torch.__version__} sees no CUDA device; set "
-            "train.device = 'cpu', "
-            "or install a CUDA build of torch and a driver (`lockstep doctor` shows what it finds)"
-        )
+    train = run.train
+    device = _device(train)
     attention = train.attention
     if attention == "auto":
         attention = "varlen" if device.startswith("cuda") else "sdpa"
+    dtype = str(resolve_dtype(run.model.dtype, torch.device(device))).removeprefix("torch.")
+    entry = check_device_support(run, attention=attention, device=device, dtype=dtype)
     static = train.static_capacity
     return Axes(
         device=device,
@@ -50,8 +54,30 @@ def resolve_axes(train: TrainConfig, *, engine: str | None) -> Axes:
         attention=attention,
         execution=train.execution,
         layout=train.layout,
+        dtype=dtype,
         static_capacity=train.execution != "eager" if static is None else static,
+        support=entry.status,
+        support_note=entry.reason,
     )
+
+
+def _device(train: TrainConfig) -> str:
+    if train.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(train.device)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"train.device = {train.device!r} is no device; set auto, cpu, cuda or cuda:N"
+        ) from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"train.device = {train.device!r}, but torch {torch.__version__} sees {count} CUDA devices; set "
+            "train.device = 'cpu', or install a CUDA build of torch and a driver (`lockstep doctor` shows "
+            "what it finds)"
+        )
+    return train.device
 
 
 def resolved_train(train: TrainConfig, axes: Axes) -> TrainConfig:

@@ -15,7 +15,6 @@ from torch import Tensor
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.run import GRPORun, RunConfig
-from lockstep.config.support import check_device_support
 from lockstep.config.train import TrainConfig
 from lockstep.data.held_out import load_train_and_held_out
 from lockstep.data.prompts import PromptSet
@@ -118,14 +117,13 @@ def load_policy(run: RunConfig, *, engine: str | None) -> tuple[Axes, LoadedMode
     random.seed(run.seed)
     np.random.seed(run.seed % 2**32)
     torch.manual_seed(run.seed)
-    axes = resolve_axes(run.train, engine=engine)
+    axes = resolve_axes(run, engine=engine)
+    device = torch.device(axes.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels that are launched by hand look at the current device
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)
-    model = load_model(run.model, attention=axes.attention, device=torch.device(axes.device))
-    check_device_support(
-        run, attention=axes.attention, device=axes.device, dtype=str(model.dtype).removeprefix("torch.")
-    )
-    return axes, model
+    return axes, load_model(run.model, attention=axes.attention, device=device)
 
 
 def build_backend(

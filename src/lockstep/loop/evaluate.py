@@ -69,6 +69,7 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
     rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
     texts = [(row, rollout.completion.text or "") for row, rollout in rollouts]
     strict = [mark for row, text in texts if (mark := parts.rewards.strict(row, text)) is not None]
+    parts.rewards.take_counts()  # else the next training step would report them as its own
     lenient = [marks for row, text in texts if (marks := lenient_correct(row, text)) is not None]
     return Evaluation(
         strict_accuracy=statistics.fmean(strict) if strict else None,

@@ -39,10 +39,10 @@ def train_offline(
         plan = Planner(
             train=run.train,
             static_capacity=axes.static_capacity,
-            max_seqlen=run.data.max_length,
+            max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
             max_documents=run.batch_size,
         )
-        session.describe(axes=axes, model=model, data=documents.report)
+        session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
         first_step = session.restore(backend, checkpoint)
 
         def packs(documents: SFTSet, step: int, n: int) -> list[PackedBatch]:
@@ -53,7 +53,7 @@ def train_offline(
             assert held_out is not None
             batches = packs(held_out, 0, len(held_out))
             losses = [
-                -(logprobs * batch.loss_weights).sum()
+                -(logprobs * batch.loss_weights.to(logprobs.device)).sum()
                 for batch, logprobs in zip(batches, backend.logprobs(batches, model="policy"), strict=True)
             ]
             loss = float(sum(losses))
@@ -72,7 +72,8 @@ def train_offline(
 
         with session.interruptible() as interrupt:
             for done in range(first_step, run.steps + 1):
-                fresh = not interrupt.requested and evaluate(done)
+                with session.keeping(done, backend):
+                    fresh = not interrupt.requested and evaluate(done)
                 if interrupt.requested:
                     return session.interrupted(done, backend)
                 if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):

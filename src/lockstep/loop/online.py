@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,13 +49,17 @@ def train_online(
     with Session(run, resume=resume) as session, contextlib.ExitStack() as cleanup:
         parts = build_online(run, rewards=rewards, on_progress=session.display.progress)
         cleanup.callback(parts.close)
-        session.describe(axes=parts.axes, model=parts.model, data=parts.prompts.report)
+        prompts = parts.prompts
+        session.describe(
+            axes=parts.axes, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
+        )
         trainer = OnlineTrainer(parts, spans=session.spans)
         first_step = session.restore(parts.backend, checkpoint)
         trainer.push(policy_version=first_step)
         with session.interruptible(parts.engine.abort) as interrupt:
             for done in range(first_step, run.steps + 1):
-                fresh = not interrupt.requested and _evaluate(session, trainer, done)
+                with session.keeping(done, parts.backend):
+                    fresh = not interrupt.requested and _evaluate(session, trainer, done)
                 if interrupt.requested:
                     return session.interrupted(done, parts.backend)
                 if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
@@ -62,16 +67,17 @@ def train_online(
                 if done == run.steps:
                     break
                 session.begin_step(done)
-                sampled = trainer.sample(done)
+                with session.keeping(done, parts.backend):
+                    sampled = trainer.sample(done)
                 if interrupt.requested:  # generation was cut short: this step never happened
                     return session.interrupted(done, parts.backend)
                 result = trainer.update(sampled.groups)
                 trainer.push(policy_version=done + 1)
-                if run.rollout.save:
-                    session.log_rollouts(
-                        done, rollout_rows(done, result.groups), shown=run.log.samples_per_step
-                    )
-                session.log_step(done, result.metrics | sampled.counts)
+                session.log_rollouts(done, rollout_rows(done, result.groups), save=run.rollout.save)
+                metrics = result.metrics | sampled.counts
+                if done == first_step:
+                    metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
+                session.log_step(done, metrics)
             return session.finish(run.steps, parts.backend)
 
 
@@ -157,12 +163,14 @@ class OnlineTrainer:
     def _minibatches(self, samples: Sequence[TrainSample]) -> list[list[PackedBatch]]:
         """One list of micro-batches per optimizer step, with the logprobs that the loss needs."""
         parts, train = self.parts, self.parts.run.train
-        size = -(-len(samples) // train.minibatches)
+        # Also when dropped rollouts leave a number that does not divide: the schedule counts on every update.
+        bounds = [len(samples) * i // train.minibatches for i in range(train.minibatches + 1)]
         minibatches = []
         with self.spans("pack"):
-            for start in range(0, len(samples), size):
-                part = samples[start : start + size]
-                minibatches.append(parts.plan(part, parts.algorithm.loss_weights(part)))
+            for start, stop in itertools.pairwise(bounds):
+                if start < stop:
+                    part = samples[start:stop]
+                    minibatches.append(parts.plan(part, parts.algorithm.loss_weights(part)))
         if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
             minibatches = self._with_logprobs(minibatches, "old_logprobs", model="policy")
         if parts.algorithm.needs_ref:
@@ -201,8 +209,8 @@ def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the last learning
     rate, means of the rest."""
     combined = {}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
         if name.endswith("_max"):
             combined[name] = max(values)
         elif name == "lr":

@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,12 +18,14 @@ import torch
 import transformers
 
 import lockstep
+from lockstep import attention
 from lockstep.config.load import dump_toml, override
 from lockstep.config.run import RunConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.interrupt import Interrupt, Interrupted
+from lockstep.loop.metrics import gap_complaint
 from lockstep.models.load import LoadedModel
 from lockstep.observe.display import Display
 from lockstep.observe.files import write_atomic
@@ -62,7 +65,11 @@ class Session:
         self._started = time.monotonic()
         self._state: dict[str, Any] = {"wall_seconds": 0.0, "evaluations": {}, "trained_tokens": 0}
         self._metrics: MetricsLog | None = None
-        self._device = "cpu"
+        self._axes: Axes | None = None
+        self._saved: int | None = None
+        """The step of the checkpoint that was saved or loaded last."""
+        self._between: dict[str, float] = {}
+        """Seconds of evaluations and saves since the last step."""
 
     def __enter__(self) -> Session:
         self._interrupt.__enter__()
@@ -99,24 +106,63 @@ class Session:
         name = None if self._interrupt.signal is None else self._interrupt.signal.name
         return {"steps": steps, "signal": name, "resume": f"lockstep train --resume {self.dir.path}"}
 
-    def describe(self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any]) -> None:
-        """Write what was resolved to the manifest, and say it once."""
-        self._device = axes.device
+    def describe(
+        self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any], fingerprint: str | None
+    ) -> None:
+        """Write what was resolved to the manifest, and say it once.
+
+        Args:
+            data: counts of the data report.
+            fingerprint: of the training data; None for data that is made up as it is asked for.
+
+        Raises:
+            DataError: a resumed run finds other training data than it was started with.
+        """
+        self._axes = axes
         if axes.device.startswith("cuda"):
-            self.spans.synchronize = torch.cuda.synchronize
-        dtype = str(model.dtype).removeprefix("torch.")
+            self.spans.synchronize = partial(torch.cuda.synchronize, axes.device)
+        if self._resumed:
+            self._compare_manifest(fingerprint)
         self.dir.update_manifest(
-            {"axes": asdict(axes) | {"dtype": dtype}, "model": model.name, "data": dict(data)}
+            {
+                "axes": asdict(axes),
+                "model": model.name,
+                "data": dict(data),
+                "data_fingerprint": fingerprint,
+                "cpu_threads": torch.get_num_threads(),
+            }
         )
         engine = f", engine {axes.engine}" if axes.engine else ""
+        kernel = attention.label(axes.attention, torch.device(axes.device))
         self.display.note(
-            f"{model.name} on {axes.device} in {dtype}: {axes.backend} backend{engine}, {axes.attention} "
-            "attention, "
-            f"{axes.execution}, {axes.layout}"
+            f"{model.name} on {axes.device} in {axes.dtype}: {axes.backend} backend{engine}, {kernel} "
+            f"attention, {axes.execution}, {axes.layout}"
         )
+        if axes.support == "untested":
+            self.display.note(
+                f"untested combination: {axes.support_note} (`lockstep support` lists what is tested)"
+            )
         left_out = {name: count for name, count in data.items() if count}
         if left_out:
             self.display.note("data: " + ", ".join(f"{count} {name}" for name, count in left_out.items()))
+
+    def _compare_manifest(self, fingerprint: str | None) -> None:
+        manifest = self.dir.read_manifest()
+        before = manifest.get("data_fingerprint")
+        if before is not None and before != fingerprint:
+            raise DataError(
+                f"the training data changed since {str(self.dir.path)!r} was started (fingerprint {before}, "
+                f"now {fingerprint}), so the run cannot go on as it was; restore data.source, or start "
+                "a new run"
+            )
+        now = _manifest()
+        for name in ("lockstep", "torch", "transformers", "python", "cuda_device"):
+            if manifest.get(name) != now[name]:
+                self.display.note(
+                    f"the run was started with {name} {manifest.get(name)} and goes on with {now[name]}: its "
+                    "numbers may differ from those of a run that was not interrupted"
+                )
+        self.dir.update_manifest({"resumed": [*manifest.get("resumed", []), now]})
 
     def restore(self, backend: TrainBackend, checkpoint: int | None) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
@@ -124,8 +170,8 @@ class Session:
         if self._resumed:
             path = self._checkpoints.find(checkpoint)
             if path is not None:
-                self._state = self._checkpoints.load(path, backend)
-                done = int(self._state["step"])
+                self._state = _checked(self._checkpoints.load(path, backend), path)
+                done = self._saved = int(self._state["step"])
             self._check_steps(done)
             if done < self.run.steps:  # of a run that went on further than it was first asked to
                 self._state["evaluations"].pop("after", None)
@@ -168,7 +214,8 @@ class Session:
     def begin_step(self, step: int) -> None:
         """`step` counts from 0."""
         self.display.begin(step)
-        self.spans.start()
+        times = self.spans.flush()
+        self._between = {name: times[name] for name in ("time/evaluate", "time/save") if name in times}
 
     @staticmethod
     def is_due(every: int, done: int) -> bool:
@@ -180,8 +227,11 @@ class Session:
         return bool(self._state["evaluations"].get(name, {}).get("step") == done)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl, with times, throughput and memory added."""
-        times = self.spans.flush()
+        """One line of metrics.jsonl, with times, throughput and memory added.
+
+        time/evaluate and time/save are of what happened just before the step and are no part of time/step.
+        """
+        times = self.spans.flush() | self._between
         seconds = times["time/step"]
         tokens = metrics.get("input/tokens", 0.0)
         self._state["trained_tokens"] += int(metrics.get("input/trained_tokens", 0.0))
@@ -189,17 +239,37 @@ class Session:
             **metrics,
             **times,
             "throughput/tokens_per_second": tokens / seconds if seconds else 0.0,
-            **memory_metrics(self._device),
+            **memory_metrics("cpu" if self._axes is None else self._axes.device),
         }
         self._write(step, values)
         self.display.step(step, values, seconds=seconds)
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, shown: int) -> None:
-        """Keep the rollouts of a step; the first `shown` are displayed too."""
+    def check_gap(self, step: int, metrics: Mapping[str, float], *, temperature: float) -> dict[str, float]:
+        """The gate of a process's first step: engine and trainer hold the same weights, so their logprobs
+        must agree.
+
+        Returns:
+            logprob_gap_first_step_ok, 1 or 0; nothing without a logprob_gap_mean, nor when a resumed run is
+            checked again (its metrics are those of a run that was not interrupted).
+
+        Raises:
+            EngineError: they do not agree at all, see loop/metrics.py.
+        """
+        if "logprob_gap_mean" not in metrics or self._axes is None:
+            return {}
+        complaint = gap_complaint(metrics, dtype=self._axes.dtype, temperature=temperature)
+        if complaint is not None:
+            self.display.note(f"warning: {complaint}")
+        return {"logprob_gap_first_step_ok": float(complaint is None)} if step == 0 else {}
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, save: bool) -> None:
+        """Keep the rollouts of a step under `save`; the first `log.samples_per_step` are displayed."""
         with self.spans("log"):
-            self.dir.write_rollouts(step, rows)
-            for row in rows[:shown]:
-                self.display.note(f"    [{row['reward']:.2f}] {row['completion']!r}"[:200])
+            if save:
+                self.dir.write_rollouts(step, rows)
+            for row in rows[: self.run.log.samples_per_step]:
+                shown = row["token_ids"] if row["completion"] is None else row["completion"]
+                self.display.note(f"    [{row['reward']:.2f}] {shown!r}"[:200])
 
     def log_evaluation(
         self, name: str, done: int, numbers: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
@@ -225,7 +295,19 @@ class Session:
                 self._state | {"wall_seconds": self._wall()},
                 metric=current[0] if current else None,
             )
+        self._saved = done
         return path
+
+    @contextlib.contextmanager
+    def keeping(self, done: int, backend: TrainBackend) -> Iterator[None]:
+        """Around what leaves the weights alone (sampling, rewards, evaluation): when it fails, the steps
+        since the last checkpoint are saved before the error goes on."""
+        try:
+            yield
+        except Exception:
+            if done > 0 and self._saved != done:
+                self.display.note(f"failed after {done} steps; saved {self.save(done, backend)}")
+            raise
 
     def interrupted(self, done: int, backend: TrainBackend) -> dict[str, Any]:
         """Save after `done` steps and end the run for now."""
@@ -236,7 +318,7 @@ class Session:
     def finish(self, done: int, backend: TrainBackend) -> dict[str, Any]:
         """Save, export, and write the summary."""
         extra: dict[str, Any] = {"steps": done}
-        if self.run.checkpoint.save_at_end:
+        if self.run.checkpoint.save_at_end and self._saved != done:
             self.save(done, backend)
         if self.run.checkpoint.export_at_end:
             backend.export(self.dir.path / "export")
@@ -263,6 +345,15 @@ class Session:
         }
         self.dir.write_summary(summary)
         return summary
+
+
+def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A run_state whose fields are what `Session` wrote. Raises CheckpointError."""
+    fields = {"step": int, "wall_seconds": (int, float), "trained_tokens": int, "evaluations": dict}
+    for name, kind in fields.items():
+        if not isinstance(state.get(name), kind):  # type: ignore[arg-type]
+            raise CheckpointError(f"{path}: field {name!r} of run_state.json is {state.get(name)!r}")
+    return state
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:

@@ -106,9 +106,13 @@ class RunDir:
                 file.unlink()
         self.summary.unlink(missing_ok=True)
 
+    def read_manifest(self) -> dict[str, Any]:
+        """The values of manifest.json."""
+        return dict(json.loads(self.manifest.read_text(encoding="utf-8")))
+
     def update_manifest(self, values: Mapping[str, Any]) -> None:
         """Add or replace top-level keys of manifest.json."""
-        write_json(self.manifest, json.loads(self.manifest.read_text(encoding="utf-8")) | dict(values))
+        write_json(self.manifest, self.read_manifest() | dict(values))
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """All rollouts of one step, whole or not at all."""

@@ -1,0 +1,34 @@
+import math
+
+import pytest
+
+from lockstep.errors import EngineError
+from lockstep.loop.metrics import gap_complaint
+from lockstep.loop.online import _combine
+
+
+def gap(mean: float) -> dict[str, float]:
+    return {f"logprob_gap_{name}": mean for name in ("mean", "p99", "max", "k3")}
+
+
+def test_a_first_gap_that_rounding_explains_is_fine() -> None:
+    assert gap_complaint(gap(9e-4), dtype="float32", temperature=1.0) is None
+    assert gap_complaint(gap(0.04), dtype="bfloat16", temperature=1.5) is None
+    assert gap_complaint(gap(0.09), dtype="bfloat16", temperature=0.5) is None
+
+
+def test_a_larger_one_warns() -> None:
+    text = gap_complaint(gap(2e-3), dtype="float32", temperature=1.0)
+    assert text is not None and "mean 0.002, p99 0.002, max 0.002, k3 0.002 nats" in text
+    assert gap_complaint(gap(0.06), dtype="bfloat16", temperature=1.5) is not None
+
+
+@pytest.mark.parametrize("mean", [0.2, math.nan, math.inf])
+def test_other_weights_stop_the_run(mean: float) -> None:
+    with pytest.raises(EngineError, match="does not hold the trainer's weights"):
+        gap_complaint(gap(mean), dtype="float32", temperature=1.0)
+
+
+def test_updates_without_a_metric_do_not_count_in_its_mean() -> None:
+    updates = [{"lr": 1.0, "loss": 2.0}, {"lr": 0.5, "loss": 4.0, "entropy": 3.0, "logprob_gap_max": 1.0}]
+    assert _combine(updates) == {"lr": 0.5, "loss": 3.0, "entropy": 3.0, "logprob_gap_max": 1.0}

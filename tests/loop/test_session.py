@@ -1,0 +1,92 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.load import load_run
+from lockstep.config.run import GRPORun
+from lockstep.errors import DataError, RewardError
+from lockstep.loop.online import train_online
+from lockstep.loop.session import Session
+
+TINY = {
+    "steps": 3,
+    "rollout.prompts_per_step": 2,
+    "rollout.group_size": 2,
+    "rollout.sampling.max_tokens": 4,
+    "eval.before": False,
+    "eval.after": False,
+    "log.tensorboard": False,
+    "log.display": "plain",
+    "checkpoint.export_at_end": False,
+}
+
+
+def tiny(folder: Path, **settings: object) -> GRPORun:
+    run = load_run("tiny", overrides=TINY | {"run_dir": str(folder)} | settings)
+    assert isinstance(run, GRPORun)
+    return run
+
+
+def test_a_failing_reward_costs_no_finished_step(tmp_path: Path) -> None:
+    calls = 0
+
+    def reward(prompt: str, completion: str, row: dict[str, object]) -> float:
+        nonlocal calls
+        calls += 1
+        if calls > 8:  # two steps of four rollouts
+            raise ValueError("out of luck")
+        return float(calls % 2)
+
+    run = tiny(tmp_path / "run")
+    with pytest.raises(RewardError, match=r"row \d+ .*|out of luck"):
+        train_online(run, rewards=[reward])
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    summary = train_online(run, resume=tmp_path / "run", rewards=[lambda prompt, completion, row: 1.0])
+    assert (summary["outcome"], summary["steps"]) == ("finished", 3)
+
+
+def test_what_was_resolved_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_online(tiny(tmp_path / "run", **{"model.dtype": "bfloat16", "train.attention": "varlen"}))
+    out = capsys.readouterr().out
+    assert (
+        "on cpu in bfloat16: local backend, engine hf, varlen (cpu reference) attention, eager, packed" in out
+    )
+    axes = json.loads((tmp_path / "run" / "manifest.json").read_text())["axes"]
+    assert (axes["dtype"], axes["attention"], axes["support"]) == ("bfloat16", "varlen", "supported")
+    first, *rest = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert first["logprob_gap_first_step_ok"] == 1.0
+    assert not any("logprob_gap_first_step_ok" in line for line in rest)
+
+
+def test_an_untested_combination_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_online(
+        tiny(tmp_path / "run", **{"train.attention": "hf:eager", "model.dtype": "bfloat16", "steps": 1})
+    )
+    assert capsys.readouterr().out.count("untested combination: an implementation of transformers") == 1
+
+
+def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
+    run = tiny(tmp_path / "run", **{"data.size": 8})
+    train_online(run)
+    other = tiny(tmp_path / "run", **{"data.size": 8, "data.seed": 2, "steps": 4})
+    with pytest.raises(DataError, match="the training data changed"):
+        train_online(other, resume=tmp_path / "run")
+
+
+def test_times_between_steps_are_reported_with_the_next_step(tmp_path: Path) -> None:
+    train_online(tiny(tmp_path / "run", **{"checkpoint.every": 1}))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ["time/save" in line for line in lines] == [False, True, True]
+
+
+def test_a_due_last_checkpoint_is_not_saved_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+    save = Session.save
+    monkeypatch.setattr(
+        Session, "save", lambda self, done, backend: saved.append(done) or save(self, done, backend)
+    )
+    train_online(tiny(tmp_path / "run", **{"checkpoint.every": 3}))
+    assert saved == [3]
