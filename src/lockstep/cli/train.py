@@ -121,6 +121,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
     from lockstep.loop.preflight import preflight
 
     if (summary := preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)) is not None:
+        print(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
     try:
         return _train(command)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import logging
 import platform
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -104,7 +105,11 @@ class Session:
 
     def _how_to_go_on(self, steps: int) -> dict[str, Any]:
         name = None if self._interrupt.signal is None else self._interrupt.signal.name
-        return {"steps": steps, "signal": name, "resume": f"lockstep train --resume {self.dir.path}"}
+        return {
+            "steps": steps,
+            "signal": name,
+            "resume": f"lockstep train --resume {shlex.quote(str(self.dir.path))}",
+        }
 
     def describe(
         self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any], fingerprint: str | None

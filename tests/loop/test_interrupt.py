@@ -1,0 +1,147 @@
+"""Ctrl-C and SIGTERM at every stage: what was done is kept, the way on is told, and going on is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_runs import Commands, Ended, everything
+
+GENERATE = "lockstep.engine.generation:Generation._step"
+FORWARD = "lockstep.train.local:LocalBackend._hidden"
+OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
+FILE = "lockstep.train.files:_HashingFile.write"
+
+Straight = Callable[..., dict[str, Any]]
+
+
+def send(target: str, **order: Any) -> dict[str, Any]:
+    return {"target": target, "call": 1, "send": "SIGINT"} | order
+
+
+def goes_on_exactly(
+    lockstep: Commands, straight: Straight, ended: Ended, run: Path, *flags: str, toml: Path | None = None
+) -> None:
+    """The command that the interrupted run names brings it to the same end as an uninterrupted one."""
+    command = ended.verdict.rpartition("go on with: lockstep ")[2].split()
+    assert command == ["train", "--resume", str(run)], ended.out + ended.err
+    assert (run / "lock").read_text() == ""
+    resumed = lockstep(*command, cwd=run.parent)
+    assert resumed.code == 0, resumed.out + resumed.err
+    assert everything(run) == (straight(*flags) if toml is None else straight(*flags, toml=toml))
+
+
+@pytest.mark.parametrize(
+    ("orders", "code", "done", "told"),
+    [
+        pytest.param([send(GENERATE, call=3)], 130, 0, "saved", id="evaluation before"),
+        pytest.param([send(GENERATE, step=2, call=5)], 130, 2, "saved", id="generation"),
+        pytest.param([send(FORWARD, step=2, when="backward")], 130, 3, "saved", id="backward"),
+        pytest.param([send(GENERATE, step=1, call=20)], 130, 2, "saved", id="evaluation during"),
+        pytest.param([send(GENERATE, step=3, call=20)], 130, 4, "saved", id="evaluation after"),
+        pytest.param([send(OPTIMIZER, step=2, send="SIGTERM")], 143, 3, "saved", id="SIGTERM"),
+        pytest.param(
+            [send("lockstep.models.load:_eos_token_ids")],
+            *(130, 0, "stopped at once, without a checkpoint"),
+            id="start-up",
+        ),
+        pytest.param(
+            [send("lockstep.models.load:_eos_token_ids", send="SIGTERM")],
+            *(143, 0, "stopped at once, without a checkpoint"),
+            id="SIGTERM at start-up",
+        ),
+        pytest.param(
+            [send(FORWARD, step=2), send(OPTIMIZER, step=2)],
+            *(130, 2, "stopped at once; the last checkpoint is of step 2"),
+            id="twice, in training",
+        ),
+        pytest.param(
+            [send(GENERATE, step=3), send(FILE, step=3, call=4)],
+            *(130, 2, "stopped at once; the last checkpoint is of step 2"),
+            id="twice, in the save",
+        ),
+    ],
+)
+def test_an_interrupted_run_says_how_to_go_on_and_does(
+    orders: list[dict[str, Any]],
+    code: int,
+    done: int,
+    told: str,
+    lockstep: Commands,
+    straight: Straight,
+    tiny_toml: Path,
+    tmp_path: Path,
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "summary.json"
+    ended = lockstep("train", tiny_toml, "--run-dir", run, "--json", file, cwd=tmp_path, signals=orders)
+    assert ended.code == code, ended.out + ended.err
+    assert ended.err == ""
+    assert told in ended.out and ended.verdict.startswith(f"train: interrupted, {done} steps")
+    assert json.loads(file.read_text())["outcome"] == "interrupted"
+    goes_on_exactly(lockstep, straight, ended, run)
+
+
+def test_ctrl_c_in_the_last_save_lets_the_run_finish(
+    lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    orders = [send("lockstep.loop.session:Session.finish")]
+    ended = lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=orders)
+    assert ended.code == 0 and ended.verdict.startswith("train: finished, 4 steps")
+    assert everything(run) == straight()
+
+
+def test_a_child_process_of_a_reward_goes_with_the_run(
+    lockstep: Commands, tiny_toml: Path, tmp_path: Path
+) -> None:
+    """A reward that started a process of its own, as the verifiers do, on an interrupted run."""
+    (tmp_path / "spawning.py").write_text(
+        "import os\n"
+        "from lockstep.rollout.verifiers import VerifierProcess\n"
+        "process = VerifierProcess()\n"
+        "def reward(prompt, completion, row):\n"
+        "    score = process.math('4', '$4$', timeout=30)[0]\n"
+        "    open('children', 'w').write(f'{os.getpid()} {process._process.pid}')\n"
+        "    return score + len(completion) % 2\n"
+    )
+    orders = [send(FORWARD, step=0)]
+    argv = ("train", tiny_toml, "--run-dir", tmp_path / "run", "--rewards", "spawning:reward")
+    ended = lockstep(*argv, "--eval.no-before", cwd=tmp_path, signals=orders)
+    assert ended.code == 130, ended.out + ended.err
+    for pid in (tmp_path / "children").read_text().split():
+        deadline = time.monotonic() + 5
+        while Path("/proc", pid).exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path("/proc", pid).exists(), f"process {pid} was left behind"
+
+
+def test_a_running_run_is_not_resumed_or_started_twice(
+    lockstep: Commands, tiny_toml: Path, tmp_path: Path
+) -> None:
+    """The first process stops itself (SIGSTOP) in a generation; the others are refused; then it goes on."""
+    from lockstep.cli.main import main
+
+    run = tmp_path / "run"
+    refused: list[int] = []
+
+    def meanwhile(pid: int) -> None:
+        deadline = time.monotonic() + 60
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, "the run never got to its generation"
+            time.sleep(0.05)
+        refused.append(main(["train", "--resume", str(run)]))
+        refused.append(main(["train", str(tiny_toml), "--run-dir", str(run)]))
+        os.kill(pid, signal.SIGCONT)
+
+    orders = [send(GENERATE, step=1, send="SIGSTOP")]
+    argv = ("train", tiny_toml, "--run-dir", run, "--steps", "2", "--log.display", "off")
+    ended = lockstep(*argv, cwd=tmp_path, signals=orders, meanwhile=meanwhile)
+    assert ended.code == 0, ended.out + ended.err
+    assert refused == [2, 2]
+    assert ended.out.count("\n") == 1 and ended.verdict.startswith("train: finished, 2 steps")
