@@ -5,7 +5,7 @@ import pytest
 
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
-from lockstep.errors import DataError, RewardError
+from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.loop.online import train_online
 from lockstep.loop.session import Session
 
@@ -71,9 +71,17 @@ def test_an_untested_combination_says_so(tmp_path: Path, capsys: pytest.CaptureF
 def test_changed_data_is_not_resumed(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", **{"data.size": 8})
     train_online(run)
-    other = tiny(tmp_path / "run", **{"data.size": 8, "data.seed": 2, "steps": 4})
+    file = tmp_path / "run" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"data_fingerprint": "of other data"}))
     with pytest.raises(DataError, match="the training data changed"):
-        train_online(other, resume=tmp_path / "run")
+        train_online(tiny(tmp_path / "run", **{"data.size": 8, "steps": 4}), resume=tmp_path / "run")
+
+
+def test_other_settings_are_not_resumed_from_python_either(tmp_path: Path) -> None:
+    train_online(tiny(tmp_path / "run", steps=1))
+    with pytest.raises(ConfigError, match=r"train.lr: the run has 0.003, now 0.1"):
+        train_online(tiny(tmp_path / "run", **{"train.lr": 0.1, "steps": 2}), resume=tmp_path / "run")
 
 
 def test_times_between_steps_are_reported_with_the_next_step(tmp_path: Path) -> None:

@@ -81,16 +81,26 @@ def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None
             (everything outside RESUMABLE), naming each difference.
     """
     folder = Path(run_dir)
-    file = folder / "config.toml"
-    if not file.is_file():
-        raise ConfigError(
-            f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run"
-        )
-    saved = build(read_toml(file), origin=str(file))
-    changed = override(saved, overrides or {})
-    differences = list(_differences(to_values(saved), to_values(changed)))
+    changed = override(_saved_run(folder), overrides or {})
+    check_resumable(folder, changed)
+    return override(changed, {"run_dir": str(folder)})
+
+
+def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
+    """Whether `run` may go on with the run in `run_dir`; where the folder lies may differ.
+
+    Raises:
+        ConfigError: as `load_resumed`.
+    """
+    folder = Path(run_dir)
+    saved = _saved_run(folder)
+    old, new = to_values(saved), to_values(run)
+    if run.run_dir is None or run.run_dir.resolve() == folder.resolve():
+        old.pop("run_dir", None)
+        new.pop("run_dir", None)
+    differences = list(_differences(old, new))
     refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE]
-    if any(d[0] == "steps" for d in differences) and saved.train.schedule != "constant":
+    if run.train.schedule != "constant":
         refused += [d for d in differences if d[0] == "steps"]
     if refused:
         lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
@@ -99,7 +109,15 @@ def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None
             "steps only under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
             + "\n".join(lines)
         )
-    return override(changed, {"run_dir": str(folder)})
+
+
+def _saved_run(folder: Path) -> RunConfig:
+    file = folder / "config.toml"
+    if not file.is_file():
+        raise ConfigError(
+            f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run"
+        )
+    return build(read_toml(file), origin=str(file))
 
 
 def find(source: str | Path) -> Path:

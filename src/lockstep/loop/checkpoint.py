@@ -25,11 +25,11 @@ from typing import Any
 
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
+from lockstep.observe.files import sync_folder
 from lockstep.protocols.train import TrainBackend
 from lockstep.train.files import (
     FileRecord,
     check_record,
-    fsync_directory,
     is_out_of_space,
     read_json,
     sha256_of,
@@ -207,9 +207,9 @@ class CheckpointManager:
             "files": {name: asdict(record) for name, record in records.items()},
         }
         for directory in {file.parent for file in files}:
-            fsync_directory(directory)
+            sync_folder(directory)
         write_json(folder / COMPLETE, complete)
-        fsync_directory(folder)
+        sync_folder(folder)
 
     def _put(self, temporary: Path, path: Path) -> None:
         """The rename that makes it a checkpoint; one that is in the way steps aside first."""
@@ -217,7 +217,7 @@ class CheckpointManager:
         if path.exists():
             path.rename(aside)
         temporary.rename(path)
-        fsync_directory(self.directory)
+        sync_folder(self.directory)
         if aside.exists():
             shutil.rmtree(aside)
 
@@ -225,7 +225,7 @@ class CheckpointManager:
         """Rename first: a half-removed checkpoint must not look like a damaged one."""
         hidden = self._hidden("removing", path)
         path.rename(hidden)
-        fsync_directory(self.directory)
+        sync_folder(self.directory)
         shutil.rmtree(hidden)
 
     def _hidden(self, purpose: str, path: Path) -> Path:

@@ -20,7 +20,7 @@ import transformers
 
 import lockstep
 from lockstep import attention
-from lockstep.config.load import dump_toml, override
+from lockstep.config.load import check_resumable, dump_toml, override
 from lockstep.config.run import RunConfig
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.loop.axes import Axes
@@ -57,6 +57,7 @@ class Session:
             path = run.run_dir or _new_path(run.name)
             self.dir = RunDir.create(path, config_toml=dump_toml(run), manifest=_manifest())
         else:
+            check_resumable(resume, run)
             self.dir = RunDir.open(resume)
             # Another number of steps, say, must still hold when this process is killed and resumed again.
             write_atomic(self.dir.config, dump_toml(override(run, {"run_dir": None})))

@@ -176,15 +176,6 @@ def is_out_of_space(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make the names in a directory (new files, renames) survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class _HashingFile:
     """A new file whose bytes are hashed as they are written; closing it waits for the disk."""
 
