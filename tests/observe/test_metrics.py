@@ -1,54 +1,12 @@
 import builtins
 import json
-import math
 from pathlib import Path
 
 import pytest
-import torch
 
 from lockstep.errors import ConfigError
-from lockstep.observe.metrics import MetricAccumulator, MetricsLog, percentile, spread
+from lockstep.observe.metrics import MetricsLog
 from lockstep.observe.run_dir import RunDir
-
-
-def test_means_are_weighted_by_tokens_maxima_and_sums_are_not() -> None:
-    metrics = MetricAccumulator()
-    for value, tokens in ((1.0, 30), (4.0, 10)):
-        metrics.add("loss", torch.tensor(value), weight=tokens)
-        metrics.add("longest", value, kind="max")
-        metrics.add("tokens", tokens, kind="sum")
-    assert metrics.reduce() == {"loss": 1.75, "longest": 4.0, "tokens": 40.0}
-    assert metrics.reduce() == {}
-
-
-def test_nan_is_kept_and_a_micro_batch_without_tokens_does_not_spoil_a_mean() -> None:
-    metrics = MetricAccumulator()
-    metrics.add("loss", 2.0, weight=1)
-    metrics.add("loss", math.nan, weight=0)
-    metrics.add("bad", math.nan)
-    metrics.add("bad", 1.0)
-    metrics.add("max", 1.0, kind="max")
-    metrics.add("max", math.nan, kind="max")
-    metrics.add("none", 1.0, weight=0)
-    result = metrics.reduce()
-    assert result["loss"] == 2.0
-    assert all(math.isnan(result[name]) for name in ("bad", "max", "none"))
-
-
-def test_a_name_has_one_reduction() -> None:
-    metrics = MetricAccumulator()
-    metrics.add("x", 1.0)
-    with pytest.raises(ValueError, match="'x' was added as 'mean', now as 'sum'"):
-        metrics.add("x", 1.0, kind="sum")
-
-
-def test_percentile_is_the_nearest_rank() -> None:
-    values = [float(i) for i in range(1, 201)]  # 1 to 200: 198 values are at most 198
-    assert percentile(reversed(values), 99) == 198.0
-    assert percentile(values, 0) == 1.0
-    assert percentile([7.0], 99) == 7.0
-    assert math.isnan(percentile([], 99))
-    assert spread("gap", [1.0, -3.0]) == {"gap/mean": -1.0, "gap/p99": 3.0, "gap/max": 3.0}
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -56,7 +56,7 @@ def test_nothing_to_train_is_an_error() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_adamw_is_torchs(monkeypatch: pytest.MonkeyPatch, bucket: int, scale: float) -> None:
     """Whatever the buckets cut; bucket 7 splits every tensor of the net."""
-    monkeypatch.setitem(module_under_test._BUCKET_ELEMENTS, "cpu", bucket)
+    monkeypatch.setitem(module_under_test.BUCKET_ELEMENTS, "cpu", bucket)
     ours, theirs = small_net(), small_net()
     mine = optimizer_of(ours, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95))
     named = trained_parameters(theirs)

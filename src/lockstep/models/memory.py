@@ -30,14 +30,15 @@ from lockstep.config.run import GRPORun, RunConfig, SFTRun
 from lockstep.config.train import TrainConfig
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
+from lockstep.ops.logprobs import CHUNK_ELEMENTS
 
 GIB = 1024**3
 Phase = Literal["always", "generate", "train", "update", "host"]
 _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
-_CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27, "compiled": 2**29}
-"""Logits that are in memory together, as lockstep.ops.logprobs cuts them."""
-_BUCKET_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
-"""Elements that the optimizer updates together."""
+BUCKET_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
+"""Elements that an optimizer of lockstep.train updates together. CPU: the float32 gradient of one bucket
+stays in cache (SmolLM2-135M, 2 threads: 0.22 s against 0.30 s in one piece). GPU: bounds the float32 gradient
+copy to 1 GiB without adding launches that matter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +198,7 @@ def train_parts(
             _either(lora, summed and "train.grad_accum_dtype = 'model'", "model.name"),
         ),
         *_forward_sizes(shape, train, tokens=tokens, device=device),
-        ("optimizer step's buffer", 4 * min(trained, _BUCKET_ELEMENTS[device]), "update", optimizer),
+        ("optimizer step's buffer", 4 * min(trained, BUCKET_ELEMENTS[device]), "update", optimizer),
     ]
     if not (summed and device == "cpu"):
         sizes.append(("gradients in the update", sizes[4][1], "update", sizes[4][3]))
@@ -374,7 +375,7 @@ def _forward_sizes(
     # Gradients of the widest intermediate values, and the final hidden states with theirs.
     transient = b * (3 * shape.intermediate + 4 * shape.hidden)
     kind = "compiled" if train.execution != "eager" else device
-    rows = min(tokens, max(1, _CHUNK_ELEMENTS[kind] // shape.vocab))
+    rows = min(tokens, max(1, CHUNK_ELEMENTS[kind] // shape.vocab))
     per_logit = {"cpu": 2 * b, "cuda": b + 8, "compiled": 2 * b}[kind]
     sizes = [
         (how, tokens * (kept + transient), "train", budget),

@@ -1,93 +1,16 @@
-"""Numbers of a step: added up over micro-batches, then written to every place that wants them."""
+"""Where the numbers of a step go: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from lockstep.errors import ConfigError
 from lockstep.observe.files import json_lines
 from lockstep.observe.run_dir import EVALUATION, RunDir
-
-Reduction = Literal["mean", "max", "sum"]
-
-
-class MetricAccumulator:
-    """Adds values under names until `reduce`. A name keeps the reduction it was first added with.
-
-    Values may be 0-dim tensors: they are read (which waits for their device) only in `reduce`.
-
-    Example:
-        >>> metrics = MetricAccumulator()
-        >>> metrics.add("loss", 1.0, weight=3); metrics.add("loss", 5.0, weight=1)
-        >>> metrics.reduce()
-        {'loss': 2.0}
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[tuple[Any, float]]] = {}
-        self._kinds: dict[str, Reduction] = {}
-
-    def add(self, name: str, value: Any, *, kind: Reduction = "mean", weight: float = 1.0) -> None:
-        """One value. `weight` counts for means only, such as the number of tokens that it is the mean of.
-
-        Raises:
-            ValueError: another reduction than before, or a negative weight.
-        """
-        known = self._kinds.setdefault(name, kind)
-        if known != kind:
-            raise ValueError(f"metric {name!r} was added as {known!r}, now as {kind!r}; use two names")
-        if weight < 0:
-            raise ValueError(f"metric {name!r}: weight {weight} is negative")
-        self._values.setdefault(name, []).append((value, weight))
-
-    def reduce(self) -> dict[str, float]:
-        """One number per name, and start anew. NaN stays NaN; a mean of no weight at all is NaN."""
-        result = {name: _reduce(values, self._kinds[name]) for name, values in self._values.items()}
-        self._values.clear()
-        self._kinds.clear()
-        return result
-
-
-def _reduce(values: list[tuple[Any, float]], kind: Reduction) -> float:
-    numbers = [float(value) for value, _ in values]
-    if kind == "sum":
-        return math.fsum(numbers)
-    if kind == "max":
-        return math.nan if any(map(math.isnan, numbers)) else max(numbers)
-    pairs = [(number, weight) for number, (_, weight) in zip(numbers, values, strict=True) if weight > 0]
-    total = math.fsum(weight for _, weight in pairs)
-    return math.fsum(number * weight for number, weight in pairs) / total if pairs else math.nan
-
-
-def percentile(values: Iterable[Any], q: float) -> float:
-    """The smallest value that at least q percent of `values` do not exceed (nearest rank); NaN for no values.
-
-    Nearest rank gives a value that occurred, the same one whatever the order and the library.
-
-    Example:
-        >>> percentile([4.0, 1.0, 3.0, 2.0], 50)
-        2.0
-    """
-    ordered = sorted(float(value) for value in values)
-    if not ordered or any(map(math.isnan, ordered)):
-        return math.nan
-    return ordered[max(0, math.ceil(q / 100 * len(ordered)) - 1)]
-
-
-def spread(name: str, values: Iterable[Any]) -> dict[str, float]:
-    """name/mean, name/p99 and name/max; the latter two of absolute values: what a gap is judged by."""
-    numbers = [float(value) for value in values]
-    sizes = [abs(number) for number in numbers]
-    return {
-        f"{name}/mean": math.fsum(numbers) / len(numbers) if numbers else math.nan,
-        f"{name}/p99": percentile(sizes, 99),
-        f"{name}/max": percentile(sizes, 100),
-    }
 
 
 class Writer(Protocol):

@@ -31,7 +31,7 @@ from lockstep.errors import TrainError
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logprobs [r], entropy [r], rows) -> scalar; `rows` is where the chunk lies in the R rows."""
 
-_CHUNK_ELEMENTS = {"compiled": 2**29, "cuda": 2**27, "cpu": 2**26}
+CHUNK_ELEMENTS = {"compiled": 2**29, "cuda": 2**27, "cpu": 2**26}
 """Logits of one chunk. Compiled code holds them once, in the compute dtype; and large chunks keep the traffic
 of the float32 weight gradient, read and written once per chunk, small beside its matrix product."""
 _TILE_ELEMENTS = 2**19
@@ -253,7 +253,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _chunks(num_rows: int, weight: Tensor, head: HeadOptions) -> list[slice]:
     """Slices over the rows, equally long where they can be: compiled code makes one graph per length."""
     kind = "cpu" if weight.device.type == "cpu" else "compiled" if head.compiled else "cuda"
-    limit = head.chunk_rows or max(1, _CHUNK_ELEMENTS[kind] // weight.shape[0])
+    limit = head.chunk_rows or max(1, CHUNK_ELEMENTS[kind] // weight.shape[0])
     count = max(1, -(-num_rows // limit))
     count = next((n for n in range(count, 2 * count + 1) if num_rows % n == 0), count)
     size = max(1, -(-num_rows // count))

@@ -94,6 +94,8 @@ class VerifierProcess:
     def _exchange(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
+        # Written by us, read by our own child: nothing from outside is ever unpickled (replies are JSON).
+        # JSON would make lists of tuples and strings of integer keys, which some tasks' verifiers look at.
         data = pickle.dumps({**job, "timeout": timeout})
         line = b""
         try:
