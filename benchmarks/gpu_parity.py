@@ -104,7 +104,8 @@ def run_cell(job: dict) -> dict:
 
 
 def jobs(device: str, kernels: list[str]) -> list[dict]:
-    """Every cell; compiled ones for two architectures (one and two kinds of layer), since each takes seconds."""
+    """Every cell; compiled ones for two architectures (one and two kinds of layer), since each takes
+    seconds."""
     found = []
     for kernel in kernels:
         for dtype in ("float32", "bfloat16"):
