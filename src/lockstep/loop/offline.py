@@ -87,5 +87,6 @@ def train_offline(
                     stats = backend.forward_backward(batches, algorithm.loss())
                 with session.spans("optimizer"):
                     update = backend.optimizer_step()
-                session.log_step(done, shape_metrics(batches) | update | algorithm.metrics(batches, stats))
+                metrics = {"loss": float(sum(stats.losses)), **update, **algorithm.metrics(batches, stats)}
+                session.log_step(done, shape_metrics(batches) | metrics)
             return session.finish(run.steps, backend)
