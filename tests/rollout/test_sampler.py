@@ -186,3 +186,15 @@ def test_an_engine_that_mixes_samples_up_is_caught():
 
     with pytest.raises(EngineError, match="request 0"):
         sample(Swapped())
+
+
+def test_a_cancelled_step_does_not_start_another_round():
+    engine, rewards = FakeEngine(), FakeRewards()
+    sampler = GroupSampler(engine=engine, rewards=rewards, cancelled=lambda: len(rewards.inputs) > 0)
+    out = sampler.step(
+        Prompts(1000),
+        Draw(run_seed=0, step=0),
+        rollout=RolloutConfig(prompts_per_step=4, group_size=2),
+        resampling=Resampling(keep=lambda group: False, max_rounds=10),
+    )
+    assert out.aborted and not out.groups and len(rewards.inputs) == 8

@@ -53,7 +53,7 @@ def train_online(
         session.describe(
             axes=parts.axes, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
         )
-        trainer = OnlineTrainer(parts, spans=session.spans)
+        trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
         first_step = session.restore(parts.backend, checkpoint)
         trainer.push(policy_version=first_step)
         with session.interruptible(parts.engine.abort) as interrupt:
@@ -112,9 +112,16 @@ class OnlineTrainer:
     """The verbs of the RL loop over one set of parts: sample, update, push, evaluate. Write your own loop
     with them."""
 
-    def __init__(self, parts: OnlineParts, *, spans: Spans | None = None) -> None:
+    def __init__(
+        self,
+        parts: OnlineParts,
+        *,
+        spans: Spans | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
         self.parts = parts
         self.spans = spans or Spans()
+        self.cancelled = cancelled
 
     def sample(self, step: int) -> SampledStep:
         """Rollouts of step `step` with their rewards: a pure function of (run, step, weights)."""
@@ -124,7 +131,11 @@ class OnlineTrainer:
         if options.dynamic_sampling:
             resampling = Resampling(keep=parts.algorithm.keep, max_rounds=options.max_resample_rounds)
         sampler = GroupSampler(
-            engine=parts.engine, rewards=parts.rewards, on_progress=parts.on_progress, spans=self.spans
+            engine=parts.engine,
+            rewards=parts.rewards,
+            on_progress=parts.on_progress,
+            spans=self.spans,
+            cancelled=self.cancelled,
         )
         draw = Draw(run_seed=run.seed, step=step)
         with self.spans("generate"):

@@ -217,6 +217,10 @@ class Session:
         with self._interrupt.deferred(request) as interrupt:
             yield interrupt
 
+    def is_cancelled(self) -> bool:
+        """Whether the run was asked to end in good order."""
+        return self._interrupt.requested
+
     def begin_step(self, step: int) -> None:
         """`step` counts from 0."""
         self.display.begin(step)

@@ -84,6 +84,9 @@ class GroupSampler:
     on_progress: OnProgress | None = None
     spans: Spans | None = None
     """Times the rewards under the name "reward"."""
+    cancelled: Callable[[], bool] | None = None
+    """Asked before every generation: True counts as aborted. An engine's `abort` ends only what is running,
+    so by itself it would be lost while rewards are computed between the rounds of dynamic sampling."""
 
     def groups(
         self, prompts: Sequence[Prompt], draw: Draw, *, sampling: SamplingConfig, group_size: int
@@ -94,6 +97,8 @@ class GroupSampler:
             EngineError: from the engine, or when it returns something else than was asked for.
             RewardError: from a reward, or when no group is left.
         """
+        if self.cancelled is not None and self.cancelled():
+            return SampledStep(groups=(), counts={}, aborted=True)
         params = sampling_params(sampling)
         requests = [
             GenerationRequest(
