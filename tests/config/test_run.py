@@ -18,6 +18,7 @@ FILE = {"source": "rows.jsonl"}
         ({"data": {"source": "rows.jsonl", "task": {"size": 3}}}, r"data.task = .* means nothing"),
         ({"checkpoint": {"keep_best": 1, "metric": "eval/loss"}}, "set one of eval/strict_accuracy"),
         ({"checkpoint": {"keep_best": 1, "every": 10}, "eval": {"every": 4}}, "set both to the same number"),
+        ({"eval": {"samples_per_prompt": 4}}, "same completion every time"),
         ({"train": {"betas": (0.9, 1.0)}}, "below 1"),
         ({"train": {"lr": math.inf}}, "finite"),
         (
@@ -40,6 +41,11 @@ def test_an_rl_run_refuses(setting, message):
             {"data": FILE, "eval_data": {**FILE, "max_length": 9000}},
             "eval_data.max_length = 9000",
         ),
+        ({"data": FILE, "eval_every": 5}, "eval_every = 5 needs documents"),
+        (
+            {"data": FILE, "checkpoint": {"keep_best": 1, "metric": "eval/loss"}},
+            "keep_best = 1 needs documents",
+        ),
         ({"data": FILE, "checkpoint": {"keep_best": 1}}, "set one of eval/loss, eval/perplexity"),
     ],
 )
@@ -51,4 +57,5 @@ def test_an_sft_run_refuses(setting, message):
 def test_what_is_read_is_allowed():
     GRPORun(data={"source": "openai/gsm8k", "subset": "main", "split": "test", "columns": {"a": "b"}})
     GRPORun(checkpoint={"keep_best": 1, "every": 10}, eval={"every": 5})
-    SFTRun(data=FILE, checkpoint={"keep_best": 1, "metric": "eval/loss", "every": 5}, eval_every=5)
+    best = {"keep_best": 1, "metric": "eval/loss", "every": 5}
+    SFTRun(data=FILE, eval_data=FILE, checkpoint=best, eval_every=5)

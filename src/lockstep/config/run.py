@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from lockstep.config.algorithm import GRPOConfig, SFTConfig
 from lockstep.config.base import Config
@@ -132,12 +132,18 @@ class SFTRun(RunConfig):
     eval_data: DataConfig | None = None
     batch_size: PositiveInt = 32
     """Documents per optimizer step."""
-    eval_every: int = 0
+    eval_every: NonNegativeInt = 0
     """Steps between held-out losses; 0: before and after only, when there is eval_data."""
 
     @model_validator(mode="after")
     def _check(self) -> SFTRun:
         _check_best(self.checkpoint, every=self.eval_every, known=SFT_METRICS)
+        for setting, value in (
+            ("eval_every", self.eval_every),
+            ("checkpoint.keep_best", self.checkpoint.keep_best),
+        ):
+            if value and self.eval_data is None:
+                raise ValueError(f"{setting} = {value} needs documents to evaluate on; set eval_data")
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if data is not None and data.exclude is not None:
                 raise ValueError(

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from lockstep.config.base import Config
 
@@ -103,6 +111,15 @@ class EvalConfig(Config):
     before_max_tokens_factor: PositiveInt = 2
     """The run before training may use this many times the tokens, so that learning to stop does not count
     as learning."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EvalConfig:
+        if self.samples_per_prompt > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt = {self.samples_per_prompt} at temperature = 0 would sample one and the "
+                "same completion every time; set temperature above 0, or samples_per_prompt = 1"
+            )
+        return self
 
 
 class CheckpointConfig(Config):
