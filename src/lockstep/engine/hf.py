@@ -124,6 +124,7 @@ class HFEngine:
         Raises:
             EngineError: the update is not for this module, or its tensors do not fit; nothing was changed.
         """
+        self._require_open()
         if update.shared_module is None:
             copy_weights(self._skeleton.module, update.tensors, engine=NAME)
         elif update.shared_module is not self._model.module:
