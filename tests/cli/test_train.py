@@ -221,3 +221,29 @@ def test_resume_with_another_setting_is_refused(tmp_path: Path, capsys: pytest.C
     (tmp_path / "config.toml").write_text(dump_toml(load_run(kind="grpo")))
     assert main(["train", "--resume", str(tmp_path), "--train.lr", "0.1"]) == 2
     assert "train.lr: the run has 1e-06, now 0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        (("--eval.before", "false"), {"eval.before": False}),
+        (("--eval.before=False", "--eval.after", "true"), {"eval.before": False}),
+        (("--train.activation-checkpointing", "true"), {"train.activation_checkpointing": True}),
+        (("--train.activation_checkpointing=true",), {"train.activation_checkpointing": True}),
+        (("--train.static-capacity", "false"), {"train.static_capacity": False}),
+        (("--model.lora.rank", "16", "--eval.before", "false", "--log.tensorboard", "FALSE"), None),
+    ],
+)
+def test_booleans_may_be_spelt_out(flags: tuple[str, ...], changed: dict[str, Any] | None) -> None:
+    found = values("grpo", *flags)
+    if changed is None:
+        assert found.pop("model.lora")["rank"] == 16
+        changed = {"eval.before": False, "log.tensorboard": False}
+    assert found == changed
+
+
+def test_a_boolean_takes_no_other_word(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train.parse(["grpo", "--eval.before", "maybe"])
+    assert caught.value.code == 2
+    assert "maybe" in capsys.readouterr().err

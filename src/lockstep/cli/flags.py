@@ -42,10 +42,48 @@ def parse_flags(
     fields, defaults = _view(type(run), run)
     own = get_type_hints(general, include_extras=True)
     view = _typed_dict("Run", own | fields, description)
-    given = tyro.cli(view, args=list(argv), default=_unset(own) | defaults, prog=prog)
+    given = tyro.cli(
+        view, args=_spell_booleans(argv, _booleans(type(run), own)), default=_unset(own) | defaults, prog=prog
+    )
     values = cast(dict[str, Any], given)
     overrides = _overrides(values, defaults, type(run), saved=to_values(run))
     return {name: values[name] for name in own}, overrides
+
+
+def _booleans(model: type[BaseModel], own: Mapping[str, Any]) -> dict[str, bool]:
+    """Flags of booleans, without the dashes in front, and whether each may also be None."""
+    found = {name.replace("_", "-"): False for name, kind in own.items() if get_args(kind)[0] is bool}
+    for name, field in model.model_fields.items():
+        nested, many = model_of(field.annotation)
+        flag = name.replace("_", "-")
+        if nested is not None and not many:
+            found |= {f"{flag}.{inner}": none for inner, none in _booleans(nested, {}).items()}
+        elif field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}:
+            found[flag] = field.annotation is not bool
+    return found
+
+
+def _spell_booleans(argv: Sequence[str], booleans: Mapping[str, bool]) -> list[str]:
+    """`--eval.before false` and `--eval.before=false` as tyro spells them: `--eval.no-before`."""
+    spelt: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        path = flag.removeprefix("--").replace("_", "-")
+        if flag.startswith("--") and path in booleans and (equals or words):
+            text = (value if equals else words[0]).lower()
+            if text in ("true", "false"):
+                if not equals:
+                    words.pop(0)
+                table, dot, name = path.rpartition(".")
+                if booleans[path]:
+                    spelt += [flag, text.capitalize()]
+                else:
+                    spelt.append(flag if text == "true" else f"--{table}{dot}no-{name}")
+                continue
+        spelt.append(word)
+    return spelt
 
 
 def _unset(own: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class RolloutConfig(Config):
     """Keep every rollout as JSONL under rollouts/."""
 
 
+BUILTIN_REWARDS = ("format", "ids", "length", "math", "verifier")
+"""What `rewards.name` may be besides `module:attribute`."""
+
+
 class RewardConfig(Config):
     """One reward; several are added up with their weights."""
 

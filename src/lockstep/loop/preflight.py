@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig
+from lockstep.config.rollout import BUILTIN_REWARDS
 from lockstep.config.run import GRPORun, RunConfig, SFTRun
 from lockstep.data.generated import IdRows, reasoning_gym_dataset
 from lockstep.data.sources import check_source
@@ -32,6 +33,9 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
     _check_model(run.model.name)
     if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in ENGINES:
         raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, ENGINES))
+    for reward in run.rewards if isinstance(run, GRPORun) else ():
+        if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
+            raise ConfigError(unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]))
     for section, config in _data(run):
         _check_data(section, config, run)
     return None
