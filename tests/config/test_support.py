@@ -1,9 +1,17 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from lockstep.config.run import GRPORun, SFTRun
-from lockstep.config.support import AXES, TABLE, check_device_support, lookup, support_rows
+from lockstep.config.support import (
+    AXES,
+    TABLE,
+    cells_tested_by,
+    check_device_support,
+    lookup,
+    support_rows,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +28,16 @@ def test_supported_means_that_its_test_exists_and_unsupported_has_a_reason():
         for axis, values in AXES.items():
             for value in getattr(entry, axis):
                 assert value in values or value.startswith("hf:"), (axis, value)
+
+
+def test_a_gpu_result_holds_a_passed_row_for_every_cell_that_refers_to_it():
+    for tested in {entry.tested for entry in TABLE if entry.tested.startswith("gpu:")}:
+        rows = json.loads((ROOT / tested.removeprefix("gpu:")).read_text())["cells"]
+        cells = list(cells_tested_by(tested))
+        assert cells
+        for cell in cells:
+            found = [row for row in rows if all(row[axis] == value for axis, value in cell.items())]
+            assert found and all(row["passed"] for row in found), cell
 
 
 @pytest.mark.parametrize(
@@ -47,7 +65,9 @@ def test_impossible_runs_die_at_construction(setting, message):
 
 def test_auto_waits_until_start_up():
     run = GRPORun(train={"attention": "flex"})
-    assert check_device_support(run, attention="flex", device="cuda:0", dtype="bfloat16").status == "untested"
+    assert (
+        check_device_support(run, attention="flex", device="cuda:0", dtype="bfloat16").status == "supported"
+    )
     with pytest.raises(ValueError, match=r"train.attention = 'flex', train.device = 'cpu' is not supported"):
         check_device_support(run, attention="flex", device="cpu", dtype="float32")
     assert check_device_support(SFTRun(), attention="sdpa", device="cpu", dtype="bfloat16").tested
