@@ -221,7 +221,7 @@ def status_table() -> str:
             for name in ("supported", "untested", "refused")
         }
         lines.append((axis, *(", ".join(by[name]) for name in by)))
-    return table(("axis", "supported (parity-tested on CPU)", "usable, untested", "refused"), iter(lines))
+    return table(("axis", "supported (parity-tested)", "usable, untested", "refused"), iter(lines))
 
 
 def published_table() -> str:

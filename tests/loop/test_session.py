@@ -1,13 +1,18 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError, DataError, RewardError
+from lockstep.loop.build import OnlineParts
+from lockstep.loop.evaluate import score
 from lockstep.loop.online import train_online
 from lockstep.loop.session import Session
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
 
 TINY = {
     "steps": 3,
@@ -88,6 +93,41 @@ def test_times_between_steps_are_reported_with_the_next_step(tmp_path: Path) -> 
     train_online(tiny(tmp_path / "run", **{"checkpoint.every": 1}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert ["time/save" in line for line in lines] == [False, True, True]
+
+
+def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Path) -> None:
+    class Counting:
+        """Stands for the rewards; a verifier that finds no answer counts it, also when it is asked again."""
+
+        counts = 0
+
+        def strict(self, row: object, completion: str) -> bool:
+            self.counts += 1
+            return False
+
+        def take_counts(self) -> dict[str, int]:
+            taken, self.counts = self.counts, 0
+            return {"verifier/no_answer": taken}
+
+    completion = Completion(
+        prompt_token_ids=(1,),
+        token_ids=(2,),
+        logprobs=(-1.0,),
+        finish_reason="stop",
+        stop_reason=2,
+        text="none",
+        seed=0,
+        engine="test",
+        policy_version=0,
+    )
+    group = RolloutGroup(
+        prompt=Prompt(index=0, token_ids=(1,), text="1 + 1", row={"answer": "2"}),
+        rollouts=(Rollout(completion=completion, reward=0.0, rewards={}),),
+    )
+    rewards = Counting()
+    result = score(cast(OnlineParts, SimpleNamespace(rewards=rewards)), [group])
+    assert (result.strict_accuracy, result.lenient_accuracy) == (0.0, 0.0)
+    assert rewards.take_counts() == {"verifier/no_answer": 0}
 
 
 def test_a_due_last_checkpoint_is_not_saved_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -56,10 +57,11 @@ class OnlineParts:
     on_progress: OnProgress | None = None
 
     def close(self) -> None:
-        """Engine first: it reads the backend's Parameters."""
-        self.engine.close()
-        self.rewards.close()
-        self.backend.close()
+        """Engine first: it reads the backend's Parameters. One that fails to close does not keep the others
+        from it."""
+        with contextlib.ExitStack() as stack:
+            for part in (self.backend, self.rewards, self.engine):
+                stack.callback(part.close)
 
 
 def build_online(
