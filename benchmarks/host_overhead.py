@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_run(run_dir: Path, *, steps: int, threads: int) -> Path:
-    """The demo recipe for a few steps, with everything logged that is logged by default; its metrics.jsonl."""
+    """The demo recipe for a few steps, logging what it logs by default; its metrics.jsonl."""
     from lockstep import load_run, train_online
 
     run = load_run(
