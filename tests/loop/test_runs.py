@@ -82,6 +82,13 @@ def test_another_learning_rate_and_another_loss_are_seen(train: Run) -> None:
             compare(train(), train(changed), names=NUMBERS, rel=2e-4)
 
 
+def test_the_seed_decides_dropout_too(train: Run) -> None:
+    """Two runs of one process: the second finds generators that the first has moved on."""
+    dropout = {"model.lora.rank": 4, "model.lora.dropout": 0.5}
+    first, second = (metrics_of(train(dropout | {"name": name})) for name in ("first", "second"))
+    assert first == second
+
+
 @pytest.mark.slow
 def test_a_compiled_run_gives_the_same_numbers(train: Run) -> None:
     compare(train(), train({"train.execution": "compile"}), names=NUMBERS, rel=1e-3)

@@ -1,7 +1,7 @@
 """`lockstep COMMAND ...`: picks the command's module, and turns errors into one message and an exit status.
 
 Exit status: 0 when what was asked for holds, 1 when it does not or the run failed, 2 for a wrong setting or
-argument, 130 for Ctrl-C.
+argument, 130 for Ctrl-C, 143 for SIGTERM.
 """
 
 from __future__ import annotations
