@@ -104,8 +104,7 @@ class Chat:
         if len(ids) >= self._max_positions:
             raise ConfigError(
                 f"the conversation has {len(ids)} tokens and the model {self._max_positions} positions; "
-                f"start anew "
-                "with /reset"
+                "start anew with /reset"
             )
         request = GenerationRequest(
             prompt_token_ids=tuple(ids),

@@ -88,9 +88,8 @@ class GRPORun(RunConfig):
         ):
             raise ValueError(
                 "rollout.group_size = 1 gives every advantage 0 under algorithm.name = "
-                f"{self.algorithm.name!r}, which "
-                "compares the samples of a group; set rollout.group_size >= 2 or algorithm.name = "
-                "'reinforce++'"
+                f"{self.algorithm.name!r}, which compares the samples of a group; set rollout.group_size >= "
+                "2 or algorithm.name = 'reinforce++'"
             )
         if self.rollout.sampling.temperature == 0:
             raise ValueError(
@@ -107,16 +106,14 @@ class GRPORun(RunConfig):
         if longest > self.train.token_budget:
             raise ValueError(
                 f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one "
-                "micro-batch of "
-                f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower one "
-                "of the two"
+                f"micro-batch of train.token_budget = {self.train.token_budget}; raise train.token_budget or "
+                "lower one of the two"
             )
         samples = self.rollout.prompts_per_step * self.rollout.group_size
         if samples % self.train.minibatches:
             raise ValueError(
-                f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of "
-                "a step "
-                "(rollout.prompts_per_step * rollout.group_size)"
+                f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of a "
+                "step (rollout.prompts_per_step * rollout.group_size)"
             )
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, such as rewards = [{name = 'verifier'}]")

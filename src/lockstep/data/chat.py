@@ -95,8 +95,7 @@ class ChatFormat:
             if self.template is not None and name not in self.template:
                 raise ConfigError(
                     f"data.chat_template_kwargs.{name}: the chat template never reads {name!r}; correct the "
-                    f"name or "
-                    "remove it"
+                    "name or remove it"
                 )
         self.bos = [] if self.template is not None else _leading_ids(tokenizer)
         """Ids in front of every text: the tokenizer's for plain text, none where a template writes its
@@ -120,8 +119,7 @@ class ChatFormat:
             if len(messages) != 1 or messages[0]["role"] != "user":
                 raise DataError(
                     f"{where}: a conversation of {len(messages)} messages needs a chat template, and there "
-                    f"is none; "
-                    "set data.chat_template to a jinja template"
+                    "is none; set data.chat_template to a jinja template"
                 )
             return str(messages[0]["content"])
         from jinja2 import TemplateError
@@ -156,8 +154,7 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
     if not path.is_file():
         raise ConfigError(
             f"data.chat_template = {setting!r} is neither auto, none, a jinja template (no '{{{{' or '{{%' "
-            f"in it) nor "
-            "a file"
+            "in it) nor a file"
         )
     return path.read_text(encoding="utf-8")
 

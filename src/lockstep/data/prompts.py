@@ -73,8 +73,8 @@ class PromptMaker:
         if tokenizer is None and not self.ids_only:
             raise ConfigError(
                 f"data.source = {config.source!r} is text, but the model has no tokenizer (shape: models "
-                f"have none); set "
-                "data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model with a tokenizer"
+                "have none); set data.source = 'ids' with rewards = [{name = 'ids'}], or choose a model with "
+                "a tokenizer"
             )
         self.chat = None if self.ids_only else ChatFormat(config, tokenizer)
         # Keyed by row, so that looking at a row twice does not count it twice.
@@ -152,8 +152,7 @@ class PromptMaker:
         if self.config.overlong_prompts == "error":
             raise DataError(
                 f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens = {limit}; raise it, or "
-                f"set "
-                "data.overlong_prompts = 'drop' or 'truncate_left'"
+                "set data.overlong_prompts = 'drop' or 'truncate_left'"
             )
         if self.config.overlong_prompts == "drop":
             self._left_out[key] = "dropped_overlong"
@@ -301,8 +300,8 @@ def load_prompts(
     if not len(loaded):
         raise DataError(
             f"no prompts left of data.source = {config.source!r}: {loaded.report}. The held-out prompts may "
-            f"be all there "
-            "are (set eval_data, or lower eval.num_prompts), or all are longer than data.max_prompt_tokens"
+            "be all there are (set eval_data, or lower eval.num_prompts), or all are longer than "
+            "data.max_prompt_tokens"
         )
     return loaded
 
@@ -328,8 +327,8 @@ def _distinct(rows: RowGenerator, maker: PromptMaker, config: DataConfig) -> lis
         else:
             raise DataError(
                 f"{config.source} gave only {len(prompts)} distinct questions that are allowed, data.size = "
-                f"{config.size} "
-                f"were asked for ({maker.report}); lower data.size, or widen the task with data.task"
+                f"{config.size} were asked for ({maker.report}); lower data.size, or widen the task with "
+                "data.task"
             )
         taken.add(prompt.text)
         prompts.append(prompt)

@@ -131,8 +131,7 @@ def _sample(document: Document, config: DataConfig, counts: Counter[str], where:
         if config.overlong_documents == "error":
             raise DataError(
                 f"{where}: the document has {len(ids)} tokens, data.max_length = {config.max_length}; raise "
-                f"it, or set "
-                "data.overlong_documents = 'truncate' or 'drop'"
+                "it, or set data.overlong_documents = 'truncate' or 'drop'"
             )
         counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
         if config.overlong_documents == "drop":
@@ -143,9 +142,8 @@ def _sample(document: Document, config: DataConfig, counts: Counter[str], where:
         if config.untrained_documents == "error":
             raise DataError(
                 f"{where}: no token of the document is trained on (no assistant turn, an empty one, or one "
-                f"beyond "
-                f"data.max_length = {config.max_length}); correct the row, or set data.untrained_documents "
-                f"= 'drop'"
+                f"beyond data.max_length = {config.max_length}); correct the row, or set "
+                "data.untrained_documents = 'drop'"
             )
         counts["dropped_untrained"] += 1
         return None

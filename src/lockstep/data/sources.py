@@ -161,8 +161,7 @@ def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
     except FileNotFoundError as error:
         raise DataError(
             f"data.source = {str(path)!r} is a folder, but not one written by datasets' save_to_disk "
-            f"({error}); "
-            "name a .jsonl, .json or .parquet file in it instead"
+            f"({error}); name a .jsonl, .json or .parquet file in it instead"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if config.split not in loaded:
@@ -179,12 +178,9 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
         loaded = datasets.load_dataset(config.source, config.subset, split=config.split)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"cannot load data.source = {config.source!r} (subset {config.subset!r}, split "
-            f"{config.split!r}) from the "
-            f"Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. Check the name, data.subset and "
-            f"data.split "
-            "and the network (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), or download it elsewhere, write it "
-            "with "
-            "datasets' save_to_disk, and set data.source to that folder"
+            f"cannot load data.source = {config.source!r} (subset {config.subset!r}, split {config.split!r}) "
+            f"from the Hugging Face hub: {type(error).__name__}: {str(error)[:300]}. Check the name, "
+            "data.subset and data.split and the network (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), or download "
+            "it elsewhere, write it with datasets' save_to_disk, and set data.source to that folder"
         ) from error
     return iter(loaded)

@@ -95,9 +95,8 @@ def _turn_span(
             return start, _after_special(chat.tokenizer, text, found + len(content))
     raise DataError(
         f"{where}: message {number} is not found in the rendered conversation, because the chat template "
-        f"rewrites "
-        "earlier turns; use a template with {% generation %} around the assistant's text, or data.train_on "
-        "= 'all'"
+        "rewrites earlier turns; use a template with {% generation %} around the assistant's text, or "
+        "data.train_on = 'all'"
     )
 
 

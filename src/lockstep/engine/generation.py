@@ -249,8 +249,8 @@ class Generation:
             if logprob != logprob:
                 raise EngineError(
                     f"request {row.group.index}: the logits of token {len(row.state.token_ids)} of sample "
-                    f"{row.sample} "
-                    "are not finite; the weights have diverged or the compute dtype overflows (model.dtype)"
+                    f"{row.sample} are not finite; the weights have diverged or the compute dtype overflows "
+                    "(model.dtype)"
                 )
             row.state.token_ids.append(token)
             row.logprobs.append(logprob)

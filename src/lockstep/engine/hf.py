@@ -129,9 +129,8 @@ class HFEngine:
             copy_weights(self._skeleton.module, update.tensors, engine=NAME)
         elif update.shared_module is not self._model.module:
             raise EngineError(
-                f"engine {NAME} reads the Parameters of the module it was built with, and the update "
-                f"names another "
-                "module; build the engine with the trainer's model, or send tensors"
+                f"engine {NAME} reads the Parameters of the module it was built with, and the update names "
+                "another module; build the engine with the trainer's model, or send tensors"
             )
         self._cache.clear()
         self._skeleton.linears.clear()

@@ -33,16 +33,14 @@ def _check_prompt(index: int, ids: tuple[int, ...], *, vocab_size: int, max_posi
         )
     if len(ids) >= max_positions:
         raise EngineError(
-            f"request {index}: a prompt of {len(ids)} tokens leaves no room in the model's "
-            f"{max_positions} positions "
-            "(max_position_embeddings); lower data.max_prompt_tokens"
+            f"request {index}: a prompt of {len(ids)} tokens leaves no room in the model's {max_positions} "
+            "positions (max_position_embeddings); lower data.max_prompt_tokens"
         )
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab_size:
         raise EngineError(
-            f"request {index}: token id {low if low < 0 else high} is outside the vocabulary of "
-            f"{vocab_size} entries; "
-            "the prompt was made with another tokenizer"
+            f"request {index}: token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} "
+            "entries; the prompt was made with another tokenizer"
         )
 
 

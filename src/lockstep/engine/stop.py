@@ -78,6 +78,5 @@ def check_stop_strings(tokenizer: Any | None, stop: Sequence[str]) -> None:
         if text in tokenizer.all_special_tokens:
             raise EngineError(
                 f"sampling.stop holds the special token {text!r}, and special tokens are not part of the "
-                f"text; set "
-                f"sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]"
+                f"text; set sampling.stop_token_ids = [{tokenizer.convert_tokens_to_ids(text)}]"
             )

@@ -26,8 +26,7 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     if unknown or missing:
         raise EngineError(
             f"engine {engine}: the weight update does not fit the model: {len(unknown)} unknown names "
-            f"{unknown[:5]}, "
-            f"{len(missing)} missing names {missing[:5]}; weights were left as they are"
+            f"{unknown[:5]}, {len(missing)} missing names {missing[:5]}; weights were left as they are"
         )
     first_name: dict[int, str] = {}
     for name, tensor in new.items():

@@ -49,14 +49,12 @@ def check_architecture(config: Any) -> None:
     if getattr(config, "attention_dropout", 0.0):
         raise ModelError(
             f"attention_dropout = {config.attention_dropout} in the model's config.json: no attention kernel "
-            "here has "
-            "dropout; set it to 0.0 there"
+            "here has dropout; set it to 0.0 there"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ModelError(
             f"attn_logit_softcapping = {config.attn_logit_softcapping} in the model's config.json: flash "
-            "kernels cannot "
-            "soft-cap scores"
+            "kernels cannot soft-cap scores"
         )
     if getattr(config, "use_bidirectional_attention", None):
         raise ModelError("use_bidirectional_attention in the model's config.json: attention here is causal")

@@ -87,8 +87,8 @@ def bundled_folder(name: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(
-            f"the model cache {folder.parent} cannot be made ({error}); "
-            "set LOCKSTEP_CACHE to a folder you can write"
+            f"the model cache {folder.parent} cannot be made ({error}); set LOCKSTEP_CACHE to a folder you "
+            "can write"
         ) from error
     with _locked(folder.parent / f".{name}.lock"):
         if not _is_intact(folder):

@@ -42,8 +42,7 @@ def balance(
         if not 0 < length <= token_budget:
             raise DataError(
                 f"document {index} has {length} tokens, but a micro-batch holds 1 to train.token_budget = "
-                f"{token_budget}; "
-                "raise train.token_budget or drop the document"
+                f"{token_budget}; raise train.token_budget or drop the document"
             )
     if not lengths:
         return []

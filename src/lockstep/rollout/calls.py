@@ -84,9 +84,8 @@ class LoopThread:
             if isinstance(error, TimeoutError):
                 self._loop = None
                 raise TimeoutError(
-                    f"blocks the event loop: {len(calls)} calls were not done after "
-                    f"{limit:g} s; "
-                    "await inside it, or make it a plain function"
+                    f"blocks the event loop: {len(calls)} calls were not done after {limit:g} s; await "
+                    "inside it, or make it a plain function"
                 ) from None
             raise
 

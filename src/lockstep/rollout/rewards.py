@@ -150,9 +150,8 @@ class RewardSet:
             self.counts[f"{name}/failed"] += 1
             return None
         raise RewardError(
-            f"reward {name!r} on {where}: {problem}. Correct the reward or the row, or set on_error = "
-            f"'drop' to leave such "
-            "rollouts out"
+            f"reward {name!r} on {where}: {problem}. Correct the reward or the row, or set on_error = 'drop' "
+            "to leave such rollouts out"
         ) from cause
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
@@ -190,9 +189,8 @@ class RewardSet:
         verifier = str(row.get("verifier", ""))
         if not verifier.startswith("reasoning_gym:"):
             raise ConfigError(
-                f"reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier "
-                f"{verifier!r} "
-                f"(columns: {', '.join(row)}); use reward 'math' or 'module:function'"
+                "reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier "
+                f"{verifier!r} (columns: {', '.join(row)}); use reward 'math' or 'module:function'"
             )
         return self._process.reasoning_gym(row, answer, timeout=config.timeout_seconds)
 
@@ -356,10 +354,9 @@ def _bind(config: RewardConfig, value: Any) -> Callable[[RewardInput], Any]:
         inspect.signature(value).bind(prompt="", completion="", row={}, **config.kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"reward {config.name!r} is called with keyword arguments prompt, completion, row"
-            f"{''.join(', ' + name for name in config.kwargs)}, which its signature "
-            f"{inspect.signature(value)} does not "
-            f"take: {error}"
+            f"reward {config.name!r} is called with keyword arguments prompt, completion, "
+            f"row{''.join(', ' + name for name in config.kwargs)}, which its signature "
+            f"{inspect.signature(value)} does not take: {error}"
         ) from error
     return _KeywordCall(value, dict(config.kwargs))
 
