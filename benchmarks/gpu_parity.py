@@ -1,18 +1,14 @@
-"""The parity tests' comparisons on a GPU: a document's logprobs and gradients alone, packed, reordered,
-padded.
+"""The parity tests' comparisons on a GPU: a document's logprobs and gradients, however it is batched.
 
     python benchmarks/gpu_parity.py --out benchmarks/results/parity-h200.json
 
 Every architecture of tests/parity (head dim 32 here: flash and flex kernels want at least 16), for sdpa,
-varlen and
-flex, float32 and bfloat16, eager and compiled, packed and padded. The truth is transformers' eager
-attention in float32,
-each document alone.
+varlen and flex, float32 and bfloat16, eager and compiled, packed and padded. The truth is transformers' eager
+attention in float32, each document alone.
 
     float32    logprobs within 5e-6 nats of the truth, gradients within 1e-5 (relative, Frobenius)
-    bfloat16   RMS logprob error and gradient error at most 1.5 times those of transformers' eager
-    attention in
-               bfloat16, each document alone
+    bfloat16   RMS logprob error and gradient error at most 1.5 times those of transformers' eager attention
+               in bfloat16, each document alone
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How much of a step the loop itself takes: everything that is not generation, forward, backward, optimizer,
-reward or weight transfer, by the spans of a run's metrics.jsonl.
+"""How much of a step the loop itself takes: everything that is not generation, reward, forward, backward or
+optimizer, by the spans of a run's metrics.jsonl.
 
     python benchmarks/host_overhead.py --json results/host_overhead.json      a GRPO run of SmolLM2-135M, then
     python benchmarks/host_overhead.py --metrics runs/demo/metrics.jsonl      a run that is there already

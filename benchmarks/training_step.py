@@ -1,20 +1,15 @@
 """How fast is one policy-gradient training step (forward + backward) against a hand-written one?
 
-    python benchmarks/training_step.py --shape llama-3.2-3b --token-budget 10112 --out
-    benchmarks/results/NAME.json
+    python benchmarks/training_step.py --shape llama-3.2-3b --token-budget 10112 --out results/NAME.json
 
 Both sides train on `rl_32` of lengths.json with every token but a document's last sampled. They run in one
-process,
-in alternation, on one GPU.
+process, in alternation, on one GPU.
 
 ours      LocalBackend.forward_backward: clipped token-level GRPO loss at temperature 0.7 with stored old
-logprobs,
-          entropy as a metric, varlen attention, per-block compile, static capacity.
-baseline  About 60 lines of plain PyTorch over the same transformers model: balanced packs, varlen
-attention, per-block
-          compile, a linear-logprob that makes its gradients in forward (a plain weighted logprob sum at
-          temperature 1,
-          no clipping, no entropy).
+          logprobs, entropy as a metric, varlen attention, per-block compile, static capacity.
+baseline  About 60 lines of plain PyTorch over the same transformers model: balanced packs, varlen attention,
+          per-block compile, a linear-logprob that makes its gradients in forward (a plain weighted logprob
+          sum at temperature 1, no clipping, no entropy).
 
 MFU = (6 N sum(L) + 3 A) / seconds / 989e12, with A and N as lengths.json says. Padding does not count as
 work.

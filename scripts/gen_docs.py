@@ -94,7 +94,7 @@ def sections(model: type[BaseModel], *, only: set[str], prefix: str = "") -> Ite
     """A table of the plain fields, then one section per nested config."""
     plain, nested = [], []
     for name, field in model.model_fields.items():
-        if name not in only or name == "kind":
+        if name not in only or f"{prefix}{name}" == "kind":
             continue
         inner = nested_model(field.annotation)
         (nested if inner else plain).append((name, field, inner))

@@ -1,4 +1,4 @@
-"""Lockstep: RLHF post-training whose parts are interchangeable and proven to agree.
+"""Lockstep: RL post-training whose parts are interchangeable and proven to agree.
 
     >>> from lockstep import load_run, train_online
     >>> run = load_run("demo", overrides={"train.lr": 2e-5})

@@ -59,7 +59,7 @@ def leaves(model: Any, prefix: str = "") -> list[str]:
     for name, field in model.model_fields.items():
         inner = gen_docs.nested_model(field.annotation)
         if inner is None:
-            found += [] if name == "kind" else [prefix + name]
+            found += [] if prefix + name == "kind" else [prefix + name]
         else:
             many = "[]" if name == "rewards" else ""
             found += leaves(inner, f"{prefix}{name}{many}.")

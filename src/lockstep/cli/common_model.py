@@ -66,7 +66,7 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
 
     Raises:
         ConfigError: --checkpoint was given for something that is no run, or is neither a number, last nor
-        export.
+            export.
         CheckpointError: the run has no such checkpoint, or it is damaged.
         ModelError: the model cannot be loaded.
     """

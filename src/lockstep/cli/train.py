@@ -66,8 +66,8 @@ class TrainCommand:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 when the run reached its last step, 130 when Ctrl-C
-    interrupted it, 143 when SIGTERM did."""
+    """Exit status: 0 when the run reached its last step, 130 when Ctrl-C interrupted it, 143 when SIGTERM
+    did."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2

@@ -86,7 +86,7 @@ class EngineConfig(Config):
     """Which inference engine samples."""
 
     name: str = "hf"
-    """hf; vllm and sglang come with their own packages; `module:Class` for your own."""
+    """hf, or `module:Class` for your own; native, vllm and sglang come with later versions."""
     max_batch: PositiveInt = 256
     """Samples decoded together."""
 
