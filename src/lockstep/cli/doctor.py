@@ -143,7 +143,7 @@ def python_and_torch() -> list[Finding]:
         ),
         Finding(group="software", name="lockstep", status="ok", detail=__version__),
     ]
-    for name, least in (("torch", (2, 11)), ("transformers", (5, 0))):
+    for name, least in (("torch", (2, 11)), ("transformers", (5, 17))):
         installed = _version(name)
         if installed is None:
             found.append(
