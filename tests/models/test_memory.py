@@ -172,12 +172,13 @@ def test_a_cgroup_limit_counts(files: dict[str, str], expected: int | None, tmp_
 
 
 MEASURE = """
-import json, resource, sys, torch
+import json, sys, torch
 from lockstep.config.run import SFTRun
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model
 from lockstep.models.memory import plan_memory
+from lockstep.observe.memory import peak_rss_bytes
 from lockstep.packing import pack
 from lockstep.schema.batch import TrainSample
 from lockstep.train.local import LocalBackend
@@ -201,8 +202,7 @@ batch = pack(samples, [torch.ones(length) / length] * per, bucket=None)
 for _ in range(2):
     backend.forward_backward([batch] * (count // per), Loss())
     backend.optimizer_step()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps([peak, plan_memory(run, device=device).peak_bytes]))
+print(json.dumps([peak_rss_bytes(), plan_memory(run, device=device).peak_bytes]))
 """
 
 

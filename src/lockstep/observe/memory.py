@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 GIB = 1024**3
 
@@ -15,9 +16,7 @@ def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, floa
     Args:
         device: "cpu", "cuda" or "cuda:N".
     """
-    # Linux reports kibibytes, macOS bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    metrics = {"memory/rss_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+    metrics = {"memory/rss_peak_gib": peak_rss_bytes() / GIB}
     if device.startswith("cuda"):
         import torch
 
@@ -26,3 +25,17 @@ def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, floa
         if reset:
             torch.cuda.reset_peak_memory_stats(device)
     return metrics
+
+
+def peak_rss_bytes() -> int:
+    """Highest resident size of this process.
+
+    Linux keeps ru_maxrss across exec, so a process that a larger one started would report the larger one's; VmHWM is
+    the process's own.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        found = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(found.split()[1]) * 1024
+    # macOS reports bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
