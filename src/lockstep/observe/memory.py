@@ -30,8 +30,8 @@ def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, floa
 def peak_rss_bytes() -> int:
     """Highest resident size of this process.
 
-    Linux keeps ru_maxrss across exec, so a process that a larger one started would report the larger one's; VmHWM is
-    the process's own.
+    Linux keeps ru_maxrss across exec, so a process that a larger one started would report the larger one's;
+    VmHWM is the process's own.
     """
     status = Path("/proc/self/status")
     if status.exists():
