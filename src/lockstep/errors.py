@@ -2,7 +2,7 @@
 
     LockstepError
     ├── ConfigError(ValueError)      a setting is wrong or impossible; raised before any model is loaded
-    ├── DataError(ValueError)        a dataset, row, prompt or recording is not what it must be
+    ├── DataError(ValueError)        a dataset, row or prompt is not what it must be
     ├── RewardError(RuntimeError)    a reward raised or returned something that is not a finite number
     ├── ModelError(ValueError)       a model cannot be loaded, or its architecture is not supported
     ├── EngineError(RuntimeError)    an inference engine failed or returned something inconsistent
@@ -28,7 +28,7 @@ class ConfigError(LockstepError, ValueError):
 
 
 class DataError(LockstepError, ValueError):
-    """A dataset, a row, a prompt or a recording is not what it must be."""
+    """A dataset, a row or a prompt is not what it must be."""
 
 
 class RewardError(LockstepError, RuntimeError):

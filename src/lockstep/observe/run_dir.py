@@ -6,6 +6,7 @@
     summary.json     written at the end
     rollouts/        step-000012.jsonl, evaluation-NAME.jsonl
     checkpoints/     written by the loop
+    export/          a Hugging Face folder of the final policy, written by the loop
     logs/            tensorboard/, and whatever else is logged
 
 Steps count from 0. After `n` steps, steps 0 to n - 1 are done: a checkpoint named n holds the weights after n

@@ -7,8 +7,9 @@ from lockstep.protocols.train import TrainBackend
 
 
 class WeightTransfer(Protocol):
-    """Carries the trainer's weights to an engine, all of them, in one session."""
+    """Carries the trainer's weights to an engine, all of them, in one push."""
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
-        """Afterwards `target` samples from `source`'s weights; any failure leaves the engine marked dirty."""
+        """Afterwards `target` samples from `source`'s weights. Raises EngineError; a push that failed must not
+        leave an engine that samples from half an update."""
         ...
