@@ -10,6 +10,6 @@ class WeightTransfer(Protocol):
     """Carries the trainer's weights to an engine, all of them, in one push."""
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
-        """Afterwards `target` samples from `source`'s weights. Raises EngineError; a push that failed must not
-        leave an engine that samples from half an update."""
+        """Afterwards `target` samples from `source`'s weights. Raises EngineError; after a push that failed
+        the engine must not sample from half an update."""
         ...
