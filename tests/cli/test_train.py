@@ -43,6 +43,9 @@ def test_flags_change_what_they_name_and_nothing_else() -> None:
         "train.static_capacity": True,
     }
     assert values("grpo", "--run-dir", "x/y") == {"run_dir": Path("x/y")}
+    assert values("grpo", "--algorithm.rollout-correction.kind", "tis") == {
+        "algorithm.rollout_correction.kind": "tis"
+    }
 
 
 def test_a_table_that_is_off_comes_on_with_its_first_flag() -> None:

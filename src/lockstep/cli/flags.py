@@ -101,7 +101,7 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
     fields: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if name == "kind":
+        if name == "kind" and issubclass(model, RunConfig):  # a word of its own: lockstep train grpo
             continue
         nested, many = model_of(field.annotation)
         current = None if value is None else getattr(value, name)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -268,9 +269,7 @@ def _read_module(
             f"model.name = {config.name!r}: {folder} holds no readable safetensors weights ({error}); "
             "pickled weights are not read, convert them with save_pretrained(safe_serialization=True)"
         ) from error
-    except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except SafetensorError as error:
         raise ModelError(
             f"model.name = {config.name!r}: a weight file in {folder} is damaged ({error}); fetch it again"
         ) from error
