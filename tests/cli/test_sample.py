@@ -44,7 +44,7 @@ def sampled(run_dir, *flags):
 def test_completions_of_held_out_prompts_come_from_the_chosen_checkpoint(run_dir, capsys):
     last = sampled(run_dir, "--n", "2")
     assert [len(p["completions"]) for p in last["prompts"]] == [2, 2]
-    assert capsys.readouterr().out.splitlines()[-1].startswith("4 completions, ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("sample: 4 completions, ")
     first = sampled(run_dir, "--n", "2", "--checkpoint", "10")
     assert first["prompts"] == last["prompts"]  # step 10 was saved last
     other = sampled(run_dir, "--n", "2", "--checkpoint", "20")

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         result = {"model": opened.source, "sampling": sampling.model_dump(), "prompts": rows}
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     total = sum(len(c.token_ids) for group in completions for c in group)
-    print(f"{len(prompts) * args.n} completions, {total} tokens, of {opened.source}")
+    print(f"sample: {len(prompts) * args.n} completions, {total} tokens, of {opened.source}")
     return 0
 
 

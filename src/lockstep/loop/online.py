@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.algorithms.samples import rollout_samples
@@ -147,7 +149,7 @@ class OnlineTrainer:
         ref_logprobs = self._ref_logprobs(groups) if parts.algorithm.ref_in_reward else None
         groups = parts.algorithm.shape(groups, ref_logprobs=ref_logprobs)
         samples = parts.algorithm.samples(groups, ref_logprobs=ref_logprobs)
-        minibatches = self._minibatches(samples)
+        minibatches = self._minibatches(samples, ref_logprobs)
         loss = parts.algorithm.loss()
         updates: list[dict[str, float]] = []
         for _ in range(train.epochs_per_batch):
@@ -171,8 +173,11 @@ class OnlineTrainer:
         with self.spans("evaluate"):
             return evaluate(self.parts, max_tokens_factor=max_tokens_factor)
 
-    def _minibatches(self, samples: Sequence[TrainSample]) -> list[list[PackedBatch]]:
-        """One list of micro-batches per optimizer step, with the logprobs that the loss needs."""
+    def _minibatches(
+        self, samples: Sequence[TrainSample], ref_logprobs: Sequence[Tensor] | None
+    ) -> list[list[PackedBatch]]:
+        """One list of micro-batches per optimizer step, with the logprobs that the loss needs; `ref_logprobs`,
+        [L] per sample, if they were needed before."""
         parts, train = self.parts, self.parts.run.train
         # Also when dropped rollouts leave a number that does not divide: the schedule counts on every update.
         bounds = [len(samples) * i // train.minibatches for i in range(train.minibatches + 1)]
@@ -184,7 +189,12 @@ class OnlineTrainer:
                     minibatches.append(parts.plan(part, parts.algorithm.loss_weights(part)))
         if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
             minibatches = self._with_logprobs(minibatches, "old_logprobs", model="policy")
-        if parts.algorithm.needs_ref:
+        if ref_logprobs is not None:
+            minibatches = [
+                [dataclasses.replace(b, ref_logprobs=_packed(b, ref_logprobs)) for b in batches]  # type: ignore
+                for batches in minibatches
+            ]
+        elif parts.algorithm.needs_ref:
             minibatches = self._with_logprobs(minibatches, "ref_logprobs", model="ref")
         return minibatches
 
@@ -214,6 +224,13 @@ class OnlineTrainer:
                 ]
                 for batches in minibatches
             ]
+
+
+def _packed(batch: PackedBatch, per_sample: Sequence[Tensor]) -> Tensor:
+    """[T]: the inverse of `PackedBatch.split`, 0 in the padded tail; entry i of `per_sample` is of sample_id
+    i."""
+    values = torch.cat([per_sample[i] for i in batch.sample_ids])
+    return F.pad(values, (0, batch.num_slots - values.shape[0]))
 
 
 def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
