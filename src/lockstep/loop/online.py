@@ -176,8 +176,11 @@ class OnlineTrainer:
     def _minibatches(
         self, samples: Sequence[TrainSample], ref_logprobs: Sequence[Tensor] | None
     ) -> list[list[PackedBatch]]:
-        """One list of micro-batches per optimizer step, with the logprobs that the loss needs; `ref_logprobs`,
-        [L] per sample, if they were needed before."""
+        """One list of micro-batches per optimizer step, with the logprobs that the loss needs.
+
+        Args:
+            ref_logprobs: [L] per sample, where they were needed before; None: not computed yet.
+        """
         parts, train = self.parts, self.parts.run.train
         # Also when dropped rollouts leave a number that does not divide: the schedule counts on every update.
         bounds = [len(samples) * i // train.minibatches for i in range(train.minibatches + 1)]
