@@ -95,6 +95,7 @@ VARIANTS = {
         *("--train.optimizer-device", "cpu", "--train.activation-checkpointing", "--train.layout", "padded"),
         *("--train.grad-accum-dtype", "model"),
     ),
+    "8-bit states": ("--train.optimizer", "adamw8bit"),
     "dapo": ("--algorithm.name", "dapo"),
     "KL in the reward": ("--algorithm.kl.coef", "0.1", "--algorithm.kl.place", "reward"),
     "KL in the loss, LoRA": ("--algorithm.kl.coef", "0.1", "--model.lora.rank", "4"),
