@@ -82,7 +82,7 @@ def test_sample_ends_with_what_it_did_and_chat_is_refused_without_a_tokenizer(
     _, folder = plain
     ended = lockstep("sample", folder / "run", "--num-prompts", "2", "--n", "2", cwd=folder)
     assert ended.code == 0, ended.err
-    assert ended.verdict.startswith("4 completions, ")
+    assert ended.verdict.startswith("sample: 4 completions, ")
     ended = lockstep("chat", folder / "run", cwd=folder)
     assert ended.code == 2 and "tokenizer" in ended.err
 
