@@ -53,7 +53,7 @@ def _per_document(
 ) -> Tensor:
     dtype = q.dtype
     if q.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        # torch's CPU kernel is 2 to 5 times slower in half precision, most of it in the backward.
+        # torch's CPU kernel is slower in half precision than in float32, most of it in the backward.
         q, k, v = q.float(), k.float(), v.float()
     outputs = []
     for one_q, one_k, one_v in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):

@@ -130,6 +130,13 @@ def attend(
             q, k, v, attn_mask=mask, scale=scaling
         )
         return out, lse
+    return attend_plainly(q, k, v, mask, scaling)
+
+
+def attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` by matrix products: for devices without a fused kernel that returns the log-sum-exp."""
     scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if mask is not None:
         scores = scores + mask

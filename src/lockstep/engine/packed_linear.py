@@ -1,9 +1,8 @@
 """Linears with pre-arranged weights, for bfloat16 generation on x86 CPUs.
 
-Symptom: `F.linear` on CPU rearranges a bfloat16 weight into oneDNN's blocked layout at every call. For the
-few rows of a decode step that is up to half of its time (`benchmarks` of SmolLM2: 64 rows 1.5 times, 16 rows
-2 times faster with arranged weights, and the same bits). torch has the operators (`torch.ops.mkldnn`, used by
-Inductor's freezing pass, torch/_inductor/fx_passes/mkldnn_fusion.py) but no public call.
+Symptom: `F.linear` on CPU rearranges a bfloat16 weight into oneDNN's blocked layout at every call, which for
+the few rows of a decode step is a large part of its time. torch has the operators (`torch.ops.mkldnn`, used
+by Inductor's freezing pass, torch/_inductor/fx_passes/mkldnn_fusion.py) but no public call.
 Remove when torch caches the layout itself, or has a public packed linear.
 
 The arranged copy costs the memory of the weights once more. It is made anew when a weight has changed.

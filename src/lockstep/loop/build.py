@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.train import BACKENDS
 from lockstep.transfer.inprocess import InProcessTransfer
-
-log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]
 """Called with (samples finished, samples in all) during generation."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import platform
 import shlex
 import time
@@ -36,8 +35,6 @@ from lockstep.observe.run_dir import EVALUATIONS, RunDir
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TrainBackend
 from lockstep.schema.rollout import RolloutGroup
-
-log = logging.getLogger(__name__)
 
 
 class Session:

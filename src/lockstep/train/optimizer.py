@@ -7,6 +7,7 @@ float32 Parameter on the optimizer's device is its own master and costs nothing 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ class Piece:
     stop: int
 
 
-class MasterOptimizer:
+class MasterOptimizer(ABC):
     """Base: masters, buckets, the cast back. A subclass updates the masters of one bucket."""
 
     splits = True
@@ -167,9 +168,10 @@ class MasterOptimizer:
         it."""
         return {}
 
-    def _begin(self, index: int) -> None:
+    def _begin(self, index: int) -> None:  # noqa: B027 (a hook: SGD has nothing to count)
         """Called once per step for every parameter that is updated, before its first piece."""
 
+    @abstractmethod
     def _update(
         self,
         bucket: Sequence[Piece],
@@ -179,7 +181,12 @@ class MasterOptimizer:
         weight_decay: float,
         scale: float,
     ) -> None:
-        raise NotImplementedError
+        """Update the masters of one bucket.
+
+        Args:
+            gradients: one per piece, flat, not clipped.
+            scale: what gradients are multiplied by: the clip coefficient, at most 1.
+        """
 
 
 class AdamW(MasterOptimizer):
@@ -240,7 +247,7 @@ class AdamW(MasterOptimizer):
 
 
 class SGD(MasterOptimizer):
-    """Plain gradient descent, no momentum, decoupled-free L2 decay as torch.optim.SGD has it."""
+    """Plain gradient descent, no momentum; weight decay is added to the gradient, as in torch.optim.SGD."""
 
     def _update(
         self,
