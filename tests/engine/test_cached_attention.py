@@ -1,4 +1,4 @@
-"""Both forms of decode attention: the fused one of the CPU, and the one by matrix products that a GPU takes."""
+"""Decode attention in both forms: the fused one of the CPU, and the matrix products that a GPU takes."""
 
 import pytest
 import torch
