@@ -8,6 +8,7 @@
     ├── EngineError(RuntimeError)    an inference engine failed or returned something inconsistent
     ├── TrainError(RuntimeError)     a train step cannot go on (non-finite loss, out of memory, ...)
     ├── CheckpointError(ValueError)  a checkpoint is missing, damaged or belongs to something else
+    ├── RecordingError(ValueError)   a recording is missing, damaged or does not fit what it is replayed on
     └── ParityError(AssertionError)  two things that must agree do not
 
 A message names the value, the reason and what to set instead.
@@ -49,6 +50,10 @@ class TrainError(LockstepError, RuntimeError):
 
 class CheckpointError(LockstepError, ValueError):
     """A checkpoint is missing, damaged, or belongs to something else."""
+
+
+class RecordingError(LockstepError, ValueError):
+    """A recording is missing, damaged, hostile, or does not fit the model it is replayed on."""
 
 
 class ParityError(LockstepError, AssertionError):

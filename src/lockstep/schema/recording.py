@@ -1,0 +1,136 @@
+"""What a recording holds: the policy's inputs, what it made of them, and the settings of the run.
+
+A recording is a directory:
+
+    recording.json                     RecordingHeader
+    rank-0000/
+      shard-000000.safetensors         many inputs, concatenated; what is known of each is in the file's metadata
+      open-000064.safetensors          inputs of steps that no shard holds yet; the last one may be unfinished
+    weights/step-000000/               weights that inputs need (see InputMeta.checkpoint)
+
+safetensors and JSON only, nothing is ever unpickled. lockstep.recording reads and writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from lockstep.schema.batch import PackedBatch
+
+FORMAT = "lockstep-recording"
+VERSION = 1
+
+Outcome = Literal["finished", "pending", "failed"]
+
+
+class InputKey(NamedTuple):
+    """Which input it is; inputs of a recording are in this order."""
+
+    update: int
+    """Optimizer step since the run's start, from 0."""
+    micro_batch: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputMeta:
+    """Where an input comes from."""
+
+    step: int
+    """The loop's step (rollout batch, or SFT step), from 0."""
+    update: int
+    """Optimizer step since the run's start, from 0: step x updates per step + its number."""
+    micro_batch: int
+    """Position in the rank's list of micro-batches of this optimizer step."""
+    num_micro_batches: int
+    """Length of that list: micro-batches of one optimizer step on this rank."""
+    rank: int = 0
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Mesh axis -> coordinate of this rank, such as {"dp": 1}."""
+    time: float = 0.0
+    """Unix time, seconds."""
+    weights: str | None = None
+    """Fingerprint of the weights that saw this input (lockstep.recording.fingerprint); None: not computed."""
+    checkpoint: str | None = None
+    """A folder with these weights: "weights/step-000000" in the recording, or "../checkpoints/step-000010" of
+    the run that the recording is in; None: not stored."""
+    outcome: Outcome = "finished"
+    """pending: the run ended before this input's step did. failed: the step raised; `error` says what."""
+    error: str | None = None
+    documents: tuple[Mapping[str, Any], ...] = ()
+    """What else is known of each real document, in the order of sample_ids: reward, rewards by name,
+    prompt_index, finish_reason, ...; may be empty."""
+
+    @property
+    def key(self) -> InputKey:
+        return InputKey(self.update, self.micro_batch, self.rank)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedOutputs:
+    """What the policy made of an input."""
+
+    loss: float | None
+    """This micro-batch's share of the loss of the step; None: the loss was not seen (foreign modules)."""
+    logprobs: Tensor | None
+    """[T] float32, nats, 0 where loss_mask is False."""
+    entropy: Tensor | None = None
+    """[T] float32, nats, 0 where loss_mask is False."""
+    grad_norm: float | None = None
+    """Of the whole optimizer step, before clipping."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Output name -> fingerprint of its bits: tensors too large to keep, such as logits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedInput:
+    """One micro-batch that the policy was fed."""
+
+    meta: InputMeta
+    batch: PackedBatch
+    """On the host. A PolicyBatch for RL."""
+    outputs: RecordedOutputs | None
+    """None: the run ended before there were any."""
+    rng: Tensor | None = None
+    """torch's CPU generator state [5056] uint8 before the step's first micro-batch; only there, and only if
+    the forward draws random numbers (dropout)."""
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other tensors that a foreign module was called with, by argument name, as they were."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingHeader:
+    """What all inputs of a recording share. JSON values only."""
+
+    created: str
+    """ISO 8601, UTC."""
+    framework: str
+    """lockstep, or what else fed the policy: "trl", "torch", "import:pickle"."""
+    versions: Mapping[str, str]
+    """Library -> version."""
+    model: Mapping[str, Any]
+    """lockstep.config.model.ModelConfig as a dict, with dtype resolved."""
+    vocab_size: int
+    algorithm: Mapping[str, Any]
+    """GRPOConfig or SFTConfig as a dict, resolved; its "name" says which algorithm (SFT: {"name": "sft", ...}).
+    {"name": "surrogate"}: loss_weights hold -dL/dlogprob of a foreign loss, so that SFT's sum
+    -loss_weights * logprobs has its gradients."""
+    temperature: float
+    max_tokens: int | None
+    """Longest completion, which the constant aggregation divides by; None for SFT and foreign modules."""
+    axes: Mapping[str, Any]
+    """backend, engine, attention, execution, layout, padding_side, device, dtype, static_capacity,
+    activation_checkpointing: what the policy ran with."""
+    capacity: Mapping[str, int]
+    """token_budget, max_seqlen, max_documents: what static capacities are made for."""
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Mesh axis -> size."""
+    device_name: str = ""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Free: how the recording was made."""
