@@ -1,10 +1,12 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError
-from lockstep.packing import Bucket, PackLimits, buckets_for, pack, plan_micro_batches
+from lockstep.packing import Bucket, PackLimits, buckets_for, pack, plan_micro_batches, repack
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, TrainSample
 
 
@@ -122,3 +124,39 @@ def test_plan_refuses_a_document_beyond_the_runs_longest():
     limits = PackLimits(token_budget=64, static_capacity=True, max_seqlen=8)
     with pytest.raises(DataError, match="sample 1 has 9 tokens, more than max_seqlen = 8"):
         plan_micro_batches(samples, ones(samples), limits)
+
+
+@pytest.mark.parametrize("kind", ["sft", "policy"])
+def test_repack_is_the_pack_of_the_same_documents_with_another_tail(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples, weights = [], []
+    for index, length in enumerate((5, 2, 7)):
+        ids = torch.randint(3, 90, (length,), generator=generator)
+        mask = torch.arange(length) < length - 1
+        floats = torch.rand(3, length, generator=generator) * mask
+        fields = {"token_ids": ids, "loss_mask": mask, "sample_id": index + 4}
+        if kind == "policy":
+            extra = {"rollout_logprobs": floats[0], "advantages": floats[1], "policy_version": index}
+            samples.append(PolicySample(**fields, **extra))
+        else:
+            samples.append(TrainSample(**fields))
+        weights.append(floats[2])
+    small = Bucket(tokens=20, documents=6, max_seqlen=8)
+    large = Bucket(tokens=64, documents=20, max_seqlen=8)
+    packed = pack(samples, weights, bucket=small)
+    for bucket in (None, small, large):
+        expected, found = pack(samples, weights, bucket=bucket), repack(packed, bucket)
+        assert type(found) is type(expected)
+        for field in dataclasses.fields(expected):
+            a, b = getattr(expected, field.name), getattr(found, field.name)
+            if isinstance(a, torch.Tensor):
+                assert a.dtype == b.dtype and torch.equal(a, b), field.name
+            else:
+                assert a == b, field.name
+
+
+def test_repack_refuses_what_the_bucket_does_not_hold() -> None:
+    sample = TrainSample(token_ids=torch.arange(9), loss_mask=torch.zeros(9, dtype=torch.bool))
+    packed = pack([sample], [torch.zeros(9)])
+    with pytest.raises(DataError, match="9 tokens exceed the capacity"):
+        repack(packed, Bucket(tokens=8, documents=4, max_seqlen=16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -95,6 +96,39 @@ def pack(
     policy_samples = [sample for sample in samples if isinstance(sample, PolicySample)]
     fields["policy_versions"] = tuple(sample.policy_version for sample in policy_samples)
     return PolicyBatch(**fields)
+
+
+def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
+    """The same documents with another padded tail; the type of the batch stays.
+
+    Args:
+        batch: on the host.
+        bucket: the capacity to pad to. None: exactly the documents, no tail.
+
+    Raises:
+        DataError: more than the bucket holds.
+    """
+    used, documents = batch.num_tokens, len(batch.sample_ids)
+    lengths = list(batch.lengths[:documents])
+    if bucket is None:
+        bucket = Bucket(tokens=used, documents=documents, max_seqlen=max(lengths))
+    tail = _tail(lengths, bucket)
+    tails = [torch.arange(length) for length in tail]
+    fields: dict[str, Any] = {
+        "token_ids": _fill([batch.token_ids[:used]], bucket.tokens, 0),
+        "positions": torch.cat([batch.positions[:used], *tails]),
+        "cu_seqlens": _cu_seqlens(lengths + tail, bucket.documents),
+        "max_seqlen": bucket.max_seqlen,
+        "labels": _fill([batch.labels[:used]], bucket.tokens, IGNORE_LABEL),
+        "loss_mask": _fill([batch.loss_mask[:used]], bucket.tokens, False),
+        "loss_weights": _fill([batch.loss_weights[:used]], bucket.tokens, 0.0),
+        "lengths": tuple(lengths + tail),
+    }
+    for name in ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"):
+        values = getattr(batch, name, None)
+        if values is not None:
+            fields[name] = _fill([values[:used]], bucket.tokens, 0.0)
+    return dataclasses.replace(batch, **fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,12 +21,13 @@ from lockstep.models.forward import head_of, hidden_states
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
 from lockstep.models.memory import advice
+from lockstep.observe.spans import Spans
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.gradients import GradientStore, global_norm
-from lockstep.train.optimizer import make_optimizer, trained_parameters
+from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
 from lockstep.train.schedule import lr_at
 from lockstep.train.state import load_state, model_tensors, read_progress, save_state
 
@@ -39,9 +40,11 @@ class LocalBackend:
     Args:
         config: the train settings; `backend` and `attention` were acted on by whoever loaded the model.
         model: the policy. Its module is used, not copied.
-        total_steps: optimizer steps of the whole run: where the schedule ends.
+        total_steps: optimizer steps of the whole run: where the schedule ends. 0: there will be none, so
+            neither master weights nor optimizer states are made.
         temperature: logprobs are of logits divided by it; 0 counts as 1.
         ref: keep the policy as it is now as frozen reference: a copy, or with LoRA the base weights.
+        spans: times "forward" (loss and gradients of the head included) and "backward" of every micro-batch.
 
     Raises:
         ConfigError: nothing to train, a missing package, or an execution mode that this backend does not
@@ -56,6 +59,7 @@ class LocalBackend:
         total_steps: int,
         temperature: float = 1.0,
         ref: bool = False,
+        spans: Spans | None = None,
     ) -> None:
         if config.execution not in ("eager", "compile"):
             raise ConfigError(
@@ -65,6 +69,7 @@ class LocalBackend:
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
         self.temperature = temperature
+        self.spans = spans
         self.steps_done = 0
         self.device = next(self.module.parameters()).device
         self._lora = has_lora(self.module)
@@ -78,7 +83,7 @@ class LocalBackend:
         self._gradients = GradientStore(
             [p.parameter for p in named], float32=config.grad_accum_dtype == "float32"
         )
-        self._optimizer = make_optimizer(named, config=config)
+        self._made_optimizer = make_optimizer(named, config=config) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         if config.activation_checkpointing:
             # Only in train mode, so neither logprobs nor an engine that shares the module is checkpointed.
@@ -87,6 +92,14 @@ class LocalBackend:
             enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
             enable({"use_reentrant": False})
         self._compile_watch = self._compile() if config.execution == "compile" else None
+
+    @property
+    def _optimizer(self) -> MasterOptimizer:
+        if self._made_optimizer is None:
+            raise ConfigError(
+                "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
+            )
+        return self._made_optimizer
 
     def _frozen_copy(self) -> nn.Module:
         return copy.deepcopy(self.module).requires_grad_(False)
@@ -149,26 +162,36 @@ class LocalBackend:
             zeros = torch.zeros(batch.num_slots, device=self.device)
             value, logprobs, entropy = zeros.sum(), zeros, zeros
         else:
-            hidden = self._hidden(self.module, moved, rows)
-            weight = head_of(self.module).weight
-            head = self._head(self.module, entropy_grad=loss.entropy_grad)
-            if loss.separable:
-                value, logprobs, entropy = linear_logprob_loss(
-                    hidden,
-                    weight,
-                    labels,
-                    lambda lp, ent, part: loss(lp, ent, moved, _part(rows, part)),
-                    head=head,
-                )
-            else:
-                logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
-                value = loss(logprobs, entropy, moved, rows)
-            value.backward()
+            with self._timed("forward"):
+                value, logprobs, entropy = self._forward(moved, rows, labels, loss)
+            with self._timed("backward"):
+                value.backward()
             logprobs = _scatter(logprobs.detach(), rows, batch.num_slots)
             entropy = _scatter(entropy.detach(), rows, batch.num_slots)
         stats.losses.append(value.detach())
         stats.logprobs.append(logprobs)
         stats.entropy.append(entropy)
+
+    def _forward(
+        self, batch: PackedBatch, rows: Tensor | slice, labels: Tensor, loss: TokenLoss
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, logprobs [R], entropy [R]) of a batch on the device."""
+        hidden = self._hidden(self.module, batch, rows)
+        weight = head_of(self.module).weight
+        head = self._head(self.module, entropy_grad=loss.entropy_grad)
+        if loss.separable:
+            return linear_logprob_loss(
+                hidden,
+                weight,
+                labels,
+                lambda lp, ent, part: loss(lp, ent, batch, _part(rows, part)),
+                head=head,
+            )
+        logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
+        return loss(logprobs, entropy, batch, rows), logprobs, entropy
+
+    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
     def _rows(self, batch: PackedBatch) -> tuple[Tensor | slice, Tensor]:
         """Which slots the head sees, and their labels. Static shapes: all of them, masked ones labelled -100.
@@ -265,6 +288,17 @@ class LocalBackend:
         """Forget every gradient since the last optimizer step."""
         self._gradients.clear()
         self._pending = []
+
+    def live_gradients(self) -> dict[str, Tensor]:
+        """The gradients since the last optimizer step by Parameter name, where and as they are: neither
+        clipped nor copied. Parameters that took no part are left out."""
+        pairs = zip(self._names, self._gradients.collect(), strict=True)
+        return {name: gradient for name, gradient in pairs if gradient is not None}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The same as float32 copies on the host."""
+        found = self.live_gradients()
+        return {name: g.detach().to("cpu", torch.float32, copy=True) for name, g in found.items()}
 
     # --- update ---------------------------------------------------------------------------------------------
 
