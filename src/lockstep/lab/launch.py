@@ -1,0 +1,380 @@
+"""Several ranks of one command on this machine: started, watched, and all ended when one of them dies.
+
+    launch_ranks(["replay", "--ranks", "2"], ranks=2, timeout=None, log_dir=Path("out/logs"))
+
+runs `python -m lockstep replay --ranks 2` twice, with the environment that torchrun gives its workers, so
+that the same command works unchanged under torchrun and under the deepspeed launcher: `in_launcher` says that
+somebody has started the ranks already. The processes are those of torch.distributed.elastic; their store is
+hosted here, so what each rank was doing is known even after rank 0 has died.
+
+This module loads torch only when it starts something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
+"""In the environment of ranks that `launch_ranks` started: whose death ends them."""
+
+POSITION_KEY = "lockstep/position/{rank}"
+"""Store: what a rank is about to do, JSON (lockstep.lab.collectives.Position)."""
+ERROR_KEY = "lockstep/error/{rank}"
+"""Store: {"time": unix seconds, "type", "text", "peer": bool} of the error that ends a rank."""
+
+INTERRUPTED, TIMED_OUT = 130, 124
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+"""After the first rank died, the others have so long to notice, say so and end by themselves."""
+_CLOSE_SECONDS = 8
+"""Then so long after SIGTERM (or Ctrl-C) before SIGKILL."""
+_TRACEBACK_LINES = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    status: int
+    """Exit status; negative: the number of the signal that ended it."""
+    stopped: bool = False
+    """The launcher ended it, because another rank had died or for Ctrl-C."""
+    error: Mapping[str, Any] | None = None
+    """What it told the store, see ERROR_KEY."""
+    position: Mapping[str, Any] | None = None
+    """What it was about to do, see POSITION_KEY."""
+
+    def how(self) -> str:
+        """`was killed by SIGKILL`, `exited with status 1`, ..."""
+        if self.stopped:
+            return "was stopped"
+        if self.status < 0:
+            return f"was killed by {signal.Signals(-self.status).name}"
+        return f"exited with status {self.status}"
+
+    def where(self) -> str:
+        """`; last seen at step 3, before gradients (all_reduce)`, or nothing."""
+        return f"; last seen at {self.position['text']}" if self.position else ""
+
+
+def in_launcher(environ: Mapping[str, str] | None = None) -> bool:
+    """True in a process that torchrun, the deepspeed launcher or `launch_ranks` started."""
+    environ = os.environ if environ is None else environ
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def without_local_rank(argv: Sequence[str]) -> list[str]:
+    """argv without the `--local_rank=N` that the deepspeed launcher puts before all other arguments; the
+    environment's LOCAL_RANK says the same.
+
+    Example:
+        >>> without_local_rank(["--local_rank=1", "replay", "--ranks", "2"])
+        ['replay', '--ranks', '2']
+    """
+    rest = list(argv)
+    while rest and rest[0].partition("=")[0] in ("--local_rank", "--local-rank"):
+        del rest[: 1 if "=" in rest[0] else 2]
+    return rest
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Cores that this process may use, shared out; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def launch_ranks(argv: Sequence[str], *, ranks: int, timeout: float | None, log_dir: Path) -> int:
+    """Run `python -m lockstep ARGV` on every rank and wait for all.
+
+    Rank 0's output is shown as it comes; everything a rank prints is in log_dir/rank-N.log and, for stderr,
+    rank-N.err.log. When a rank dies all others end within 30 seconds, and what happened is printed: the rank
+    that died first, its traceback, where every rank was. Ctrl-C and SIGTERM are passed on. No process is left
+    behind, not even when this one is killed (see lockstep.lab.ranks.init_ranks).
+
+    Args:
+        argv: without the program's name.
+        timeout: seconds for the whole; None: as long as the ranks take (their collectives have deadlines of
+            their own).
+
+    Returns:
+        0; or the status of the rank that failed first (128 + N for signal N); 124 after the timeout; 130
+        after Ctrl-C, 143 after SIGTERM.
+
+    Raises:
+        ConfigError: fewer than 1 rank, or this process is a rank itself.
+    """
+    return launch_command(
+        [sys.executable, "-u", "-m", "lockstep", *argv], ranks=ranks, timeout=timeout, log_dir=log_dir
+    )
+
+
+def launch_command(command: Sequence[str], *, ranks: int, timeout: float | None, log_dir: Path) -> int:
+    """`launch_ranks` for any program; `command[0]` is an executable."""
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: at least 1 rank is needed")
+    if in_launcher():
+        raise ConfigError(
+            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already (RANK and "
+            "WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset them"
+        )
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with _quiet_elastic(), _signals_restored():
+        return _Launch(command, ranks=ranks, log_dir=log_dir).run(timeout)
+
+
+class _Launch:
+    """One set of processes."""
+
+    def __init__(self, command: Sequence[str], *, ranks: int, log_dir: Path) -> None:
+        from datetime import timedelta
+
+        from torch._C._distributed_c10d import TCPStore
+
+        self.command, self.ranks, self.log_dir = list(command), ranks, log_dir
+        self.store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+        )
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self.stopped: set[int] = set()
+        self._closed = False
+
+    def run(self, timeout: float | None) -> int:
+        from torch.distributed.elastic.multiprocessing import SignalException, start_processes
+
+        deadline = None if timeout is None else time.monotonic() + timeout
+        context = None
+        try:
+            context = start_processes(
+                name="rank",
+                entrypoint=self.command[0],
+                args={rank: tuple(self.command[1:]) for rank in range(self.ranks)},
+                envs={rank: self._environment(rank) for rank in range(self.ranks)},
+                logs_specs=_one_file_each(self.log_dir),
+                log_line_prefixes=dict.fromkeys(range(self.ranks), ""),
+            )
+            self.pids = dict(context.pids())
+            return self._watch(context, deadline)
+        except (SignalException, KeyboardInterrupt) as error:
+            number = signal.Signals(getattr(error, "sigval", signal.SIGINT))
+            if context is not None:
+                self._stop(context, number)
+            print(f"lockstep: {number.name}: all {self.ranks} ranks ended", file=sys.stderr)
+            return 128 + number
+        finally:
+            if context is not None:
+                self._stop(context, signal.SIGTERM)
+
+    def _watch(self, context: Any, deadline: float | None) -> int:
+        """Until all have ended, or one of them failed."""
+        while len(self.ended) < self.ranks:
+            self._look()
+            if any(self.ended.values()):
+                self._grace(_GRACE_SECONDS)
+                self._stop(context, signal.SIGTERM)
+                return self._explain_failure()
+            if deadline is not None and time.monotonic() > deadline:
+                self._stop(context, signal.SIGTERM)
+                return self._explain_timeout()
+            time.sleep(_POLL_SECONDS)
+        return 0
+
+    def _look(self) -> None:
+        """Who has ended; WNOWAIT leaves the process for its owner to reap, so its pid stays its own."""
+        for rank, pid in self.pids.items():
+            if rank in self.ended:
+                continue
+            try:
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # reaped by close()
+                self.ended[rank] = 0
+                continue
+            if found is not None:
+                exited = found.si_code == os.CLD_EXITED
+                self.ended[rank] = found.si_status if exited else -found.si_status
+
+    def _grace(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while len(self.ended) < self.ranks and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            self._look()
+
+    def _stop(self, context: Any, number: signal.Signals) -> None:
+        """End what still runs, its children too, and read the logs to their end."""
+        if self._closed:
+            return
+        self._closed = True
+        self._look()
+        self.stopped |= set(self.pids) - set(self.ended)
+        for rank in self.ended:  # what a dead rank left behind is in its session still
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pids[rank], signal.SIGKILL)
+        try:
+            context.close(number, timeout=_CLOSE_SECONDS)
+        except BaseException:  # a second Ctrl-C: no more patience
+            context.close(signal.SIGKILL, timeout=_CLOSE_SECONDS)
+            raise
+        finally:
+            self.ended |= dict.fromkeys(self.stopped, -number)
+            sys.stdout.flush()
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            # every rank connects to the store above instead of rank 0 opening one
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            LAUNCHER_PID: str(os.getpid()),
+        }
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(threads_per_rank(self.ranks))
+        if "GLOO_SOCKET_IFNAME" not in os.environ and Path("/sys/class/net/lo").exists():
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: the host's name need not resolve
+        return environment
+
+    # --- what is said ---------------------------------------------------------------------------------------
+
+    def ends(self) -> list[RankEnd]:
+        """All ranks, the one to blame first: one that a signal killed (it could not say a word), then by the
+        time of their errors, those that only lost a peer behind the others."""
+        ends = [
+            RankEnd(
+                rank=rank,
+                status=self.ended.get(rank, 0),
+                stopped=rank in self.stopped,
+                error=self._read(ERROR_KEY, rank),
+                position=self._read(POSITION_KEY, rank),
+            )
+            for rank in range(self.ranks)
+        ]
+
+        def blame(end: RankEnd) -> tuple[bool, bool, bool, bool, float, int]:
+            error = end.error or {}
+            killed = end.status < 0
+            when = float(error.get("time", 0.0))
+            return (end.stopped, end.status == 0, not killed, bool(error.get("peer")), when, end.rank)
+
+        return sorted(ends, key=blame)
+
+    def _read(self, key: str, rank: int) -> Mapping[str, Any] | None:
+        name = key.format(rank=rank)
+        try:
+            if not self.store.check([name]):
+                return None
+            value = json.loads(self.store.get(name))
+        except (RuntimeError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def _explain_failure(self) -> int:
+        first, *others = self.ends()
+        lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
+        if first.status > 0 and first.error is None and first.rank == 0:
+            # It ended in order and its message has been shown already: a wrong flag, a verdict that failed.
+            return first.status
+        lines += [f"  | {line}" for line in self._last_words(first)]
+        lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in others]
+        lines.append(f"logs: {self.log_dir}/rank-*.log")
+        print("\n".join(lines), file=sys.stderr)
+        return first.status if first.status > 0 else 128 - first.status
+
+    def _explain_timeout(self) -> int:
+        lines = [f"lockstep: the {self.ranks} ranks were stopped at the deadline"]
+        lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in sorted(self.ends(), key=_rank)]
+        lines.append(f"logs: {self.log_dir}/rank-*.log")
+        print("\n".join(lines), file=sys.stderr)
+        return TIMED_OUT
+
+    def _last_words(self, end: RankEnd) -> list[str]:
+        """Its traceback, else the end of what it wrote to stderr."""
+        if end.error is not None and end.error.get("text"):
+            text = str(end.error["text"])
+        else:
+            path = self.log_dir / f"rank-{end.rank}.err.log"
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        lines = ["".join(c if c.isprintable() or c == "\t" else "?" for c in x) for x in text.splitlines()]
+        return lines[-_TRACEBACK_LINES:]
+
+
+def _rank(end: RankEnd) -> int:
+    return end.rank
+
+
+def _one_file_each(log_dir: Path) -> Any:
+    """Where elastic writes to: LOG_DIR/rank-N.log and rank-N.err.log; rank 0 on the console as well."""
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+    class RankLogs(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            out = {rank: str(log_dir / f"rank-{rank}.log") for rank in envs}
+            err = {rank: str(log_dir / f"rank-{rank}.err.log") for rank in envs}
+            for path in (*out.values(), *err.values()):
+                Path(path).write_bytes(b"")  # the tail must not read an older run's
+            return LogsDest(
+                stdouts=out,
+                stderrs=err,
+                tee_stdouts={0: out[0]},
+                tee_stderrs={0: err[0]},
+                error_files=dict.fromkeys(envs, ""),
+            )
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(log_dir)
+
+    return RankLogs()
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """elastic reports each signal it sends as a warning; the launcher says the same in its own words."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    children = [
+        logging.getLogger(name)
+        for name in list(logging.root.manager.loggerDict)
+        if name.startswith("torch.distributed.elastic.")
+    ]
+    levels = [child.level for child in children]
+    try:
+        for child in children:
+            child.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        logger.setLevel(level)
+        for child, old in zip(children, levels, strict=True):
+            child.setLevel(old)
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """elastic installs handlers and never takes them back."""
+    previous: dict[signal.Signals, Any] = {}
+    for number in _SIGNALS:
+        previous[number] = signal.getsignal(number)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            with contextlib.suppress(ValueError):  # not the main thread: nothing was installed
+                signal.signal(number, handler)
