@@ -51,15 +51,18 @@ def parse_flags(
 
 
 def _booleans(model: type[BaseModel], own: Mapping[str, Any]) -> dict[str, bool]:
-    """Flags of booleans, without the dashes in front, and whether each may also be None."""
+    """Flags of booleans, without the dashes in front, and whether each may also be None. Those with dashes
+    are second spellings, which are the same however deep their table is."""
     found = {name.replace("_", "-"): False for name, kind in own.items() if get_args(kind)[0] is bool}
     for name, field in model.model_fields.items():
         nested, many = model_of(field.annotation)
         flag = name.replace("_", "-")
         if nested is not None and not many:
-            found |= {f"{flag}.{inner}": none for inner, none in _booleans(nested, {}).items()}
+            for inner, none in _booleans(nested, {}).items():
+                found[inner if inner.startswith("--") else f"{flag}.{inner}"] = none
         elif field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}:
             found[flag] = field.annotation is not bool
+            found |= dict.fromkeys(_aliases(field), found[flag])
     return found
 
 
@@ -71,12 +74,14 @@ def _spell_booleans(argv: Sequence[str], booleans: Mapping[str, bool]) -> list[s
         word = words.pop(0)
         flag, equals, value = word.partition("=")
         path = flag.removeprefix("--").replace("_", "-")
+        if flag in booleans:
+            path = flag
         if flag.startswith("--") and path in booleans and (equals or words):
             text = (value if equals else words[0]).lower()
             if text in ("true", "false"):
                 if not equals:
                     words.pop(0)
-                table, dot, name = path.rpartition(".")
+                table, dot, name = path.removeprefix("--").rpartition(".")
                 if booleans[path]:
                     spelt += [flag, text.capitalize()]
                 else:
@@ -122,7 +127,12 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
         metavar = PAIRS if _is_dict(field) else "NAME[=WEIGHT]" if many else None
         fields[name] = Annotated[
             kind,
-            tyro.conf.arg(help=_help(field, many=many), help_behavior_hint=hint, metavar=metavar),
+            tyro.conf.arg(
+                help=_help(field, many=many),
+                help_behavior_hint=hint,
+                metavar=metavar,
+                aliases=_aliases(field) or None,
+            ),
         ]
         if value is not None:
             defaults[name] = default
@@ -143,6 +153,12 @@ def _plain(annotation: Any) -> Any:
     if get_origin(annotation) in (Union, types.UnionType):
         return Union[tuple(_plain(a) for a in get_args(annotation))]  # noqa: UP007
     return annotation
+
+
+def _aliases(field: FieldInfo) -> tuple[str, ...]:
+    """A flag's second, shorter spelling: `alias` in the field's json_schema_extra."""
+    extra = field.json_schema_extra
+    return (str(extra["alias"]),) if isinstance(extra, dict) and "alias" in extra else ()
 
 
 def _is_dict(field: FieldInfo) -> bool:

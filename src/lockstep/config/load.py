@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError, unknown_name
 
 RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "sft": SFTRun}
 
-RESUMABLE = ("steps", "log", "checkpoint", "eval", "eval_every")
+RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every")
 """What may differ when a run is resumed: none of it changes what one step computes."""
 
 

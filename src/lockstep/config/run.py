@@ -11,6 +11,7 @@ from lockstep.config.algorithm import GRPOConfig, SFTConfig
 from lockstep.config.base import Config
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
+from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import CheckpointConfig, EngineConfig, EvalConfig, LogConfig, TrainConfig
@@ -30,6 +31,7 @@ class RunConfig(Config):
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
     log: LogConfig = LogConfig()
     if TYPE_CHECKING:
         # Each kind of run declares its own; here it would come before `algorithm` and the like in a dump.
@@ -38,6 +40,15 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check_support(self) -> RunConfig:
         check_support(self)
+        return self
+
+    @model_validator(mode="after")
+    def _check_record(self) -> RunConfig:
+        if self.record.enabled and self.record.first_step >= self.steps:
+            raise ValueError(
+                f"record.first_step = {self.record.first_step} is not below steps = {self.steps}, so nothing "
+                "would be recorded; lower it, or raise steps (they count from 0)"
+            )
         return self
 
 

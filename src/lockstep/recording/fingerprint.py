@@ -32,15 +32,17 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     Raises:
         ValueError: two tensors have one name, or one is on the meta device, where it has no bits.
     """
-    named = sorted(tensors, key=lambda item: item[0])
-    sums = [_sums(name, tensor) for name, tensor in named]
+    heads: list[tuple[str, bytes]] = []
+    sums: list[Tensor] = []
+    for name, tensor in tensors:  # one at a time: they may be read from a file
+        heads.append((name, json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()))
+        sums.append(_sums(name, tensor))
+    names = [name for name, _ in heads]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two tensors are called {twice!r}")
     digest = hashlib.blake2b(digest_size=16)
-    previous = None
-    for (name, tensor), part in zip(named, _on_host(sums), strict=True):
-        if name == previous:
-            raise ValueError(f"two tensors are called {name!r}")
-        previous = name
-        head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
+    for (_, head), part in sorted(zip(heads, _on_host(sums), strict=True), key=lambda item: item[0]):
         digest.update(len(head).to_bytes(8, "little"))
         digest.update(head)
         digest.update(part.numpy().data)

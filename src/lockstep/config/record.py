@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from lockstep.config.base import Config
+
+_EVERY = re.compile(r"every ([1-9]\d*)")
+
+
+class RecordConfig(Config):
+    """What the policy is fed in training, kept under recordings/ for `lockstep replay`."""
+
+    enabled: bool = Field(False, json_schema_extra={"alias": "--record"})
+    """Record inputs (micro-batches) and what the policy made of them. Also written `--record`."""
+    every: PositiveInt = 1
+    """Every k-th input of the run; 1: all of them."""
+    first_step: NonNegativeInt = 0
+    """The first step that is recorded; steps count from 0."""
+    last_step: NonNegativeInt | None = None
+    """The last step that is recorded; None: the run's last."""
+    weights: str = Field("first", json_schema_extra={"alias": "--record-weights"})
+    """Weights stored for replay. first: those that the first recorded input saw; `every K`: those of every
+    K-th step as well; none. Also written `--record-weights`."""
+
+    @field_validator("weights")
+    @classmethod
+    def _check_weights(cls, weights: str) -> str:
+        if weights not in ("first", "none") and not _EVERY.fullmatch(weights):
+            raise ValueError(
+                f"weights = {weights!r} must be 'first', 'none' or 'every K' with K at least 1, such as "
+                "'every 10'"
+            )
+        return weights
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> RecordConfig:
+        if self.last_step is not None and self.last_step < self.first_step:
+            raise ValueError(
+                f"last_step = {self.last_step} is before first_step = {self.first_step}, so nothing would be "
+                "recorded; raise last_step, or leave it out for the run's last step"
+            )
+        return self
+
+    @property
+    def weights_every(self) -> int | None:
+        """K of "every K"; None where weights are stored once or never."""
+        match = _EVERY.fullmatch(self.weights)
+        return None if match is None else int(match[1])
+
+    def covers(self, step: int) -> bool:
+        """Whether inputs of `step` are recorded."""
+        return step >= self.first_step and (self.last_step is None or step <= self.last_step)
