@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a policy: lockstep train grpo --recipe demo",
     "sample": "print completions of a run's checkpoint",
     "chat": "talk to a run's checkpoint",
+    "replay": "feed recorded inputs to the policy again, under any kernel, layout and backend",
     "plan": "parameters, memory and micro-batches of a run, before anything starts",
     "doctor": "what this machine can run, and the settings that usually bite",
     "support": "the table of what may be combined, and where it is tested",

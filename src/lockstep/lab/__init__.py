@@ -1,0 +1,1 @@
+"""Experiments on recordings: replay, the compatibility matrix, bisect."""

@@ -1,0 +1,361 @@
+"""`lockstep replay`: feed recorded inputs to the policy again, under any kernel, layout and backend.
+
+lockstep replay --max-inputs 5
+lockstep replay runs/demo --compile --flash-attn
+lockstep replay runs/demo --preset all-off --num-layers 2 --no-backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult
+    from lockstep.lab.results import ReplayFiles, ReplayRow
+    from lockstep.recording import Recording
+
+INTERRUPTED = 130
+_SWITCH = argparse.BooleanOptionalAction
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    made = argparse.ArgumentParser(
+        prog="lockstep replay",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
+    )
+    _input_flags(made.add_argument_group("which inputs"))
+    _cell_flags(made.add_argument_group("under what (default: as recorded, resolved for this device)"))
+    _work_flags(made.add_argument_group("what is done"))
+    _output_flags(made.add_argument_group("output"))
+    return made
+
+
+def _input_flags(group: Any) -> None:
+    group.add_argument("--max-inputs", type=_positive, metavar="N", help="at most N inputs")
+    group.add_argument("--inputs", type=_indices, metavar="LIST", help="these inputs, such as 3,7,10-20")
+    group.add_argument("--steps", type=_range, metavar="A:B", help="inputs of steps A to B - 1")
+    group.add_argument(
+        "--shuffle-inputs",
+        action="store_true",
+        help="in random order; several ranks get inputs of different lengths in the same step (2 simulated "
+        "ones unless --ranks says how many)",
+    )
+    group.add_argument("--random-seed", type=int, default=0, metavar="S", help="of that order (0)")
+
+
+def _cell_flags(group: Any) -> None:
+    group.add_argument(
+        "--preset", choices=["all-off"], help="all-off: padded, sdpa, eager; other flags still count"
+    )
+    group.add_argument("--flash-attn", action=_SWITCH, help="--attention varlen, or --attention sdpa")
+    group.add_argument("--attention", metavar="KERNEL", help="sdpa, varlen, flex or hf:NAME")
+    group.add_argument("--compile", action=_SWITCH, help="every block of layers by torch.compile")
+    group.add_argument("--deepcompile", action="store_true", help="DeepSpeed's compiler")
+    group.add_argument("--packing", action=_SWITCH, help="documents end to end, or one a row with pads")
+    group.add_argument("--padding-side", choices=["left", "right"], help="of --no-packing")
+    group.add_argument(
+        "--capacity", type=_positive, metavar="TOKENS", help="static capacity of compiled packs"
+    )
+    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the model")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="by DeepSpeed, at this stage")
+    group.add_argument("--num-layers", type=_positive, metavar="N", help="only the first N layers")
+    group.add_argument("--activation-checkpointing", action=_SWITCH, help="less memory, more time")
+    group.add_argument(
+        "--model", metavar="NAME", help="instead of the recorded one: folder, hub name, shape:NAME"
+    )
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with a hub model"
+    )
+    group.add_argument("--ranks", type=_positive, metavar="N", help="so many processes, started here (1)")
+    group.add_argument("--simulate", action="store_true", help="the ranks of --ranks in this one process")
+    group.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+
+
+def _work_flags(group: Any) -> None:
+    group.add_argument(
+        "--loss", choices=["recorded", "logprob-sum", "cross-entropy"], default="recorded", help="(recorded)"
+    )
+    group.add_argument("--backward", action=_SWITCH, default=True, help="compute gradients")
+    group.add_argument(
+        "--optimizer-step", action="store_true", help="a real one after each input: the weights move"
+    )
+    group.add_argument(
+        "--warmup", type=_count, default=0, metavar="N", help="first run N inputs unmeasured (0)"
+    )
+    group.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="end the replay when one input takes longer"
+    )
+
+
+def _output_flags(group: Any) -> None:
+    group.add_argument("--out", type=Path, metavar="DIR", help="new directory (runs/replay-TIME)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="the summary, once more")
+    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+    group.add_argument(
+        "--keep-outputs", action="store_true", help="write logprobs and gradients to DIR/outputs.safetensors"
+    )
+    group.add_argument(
+        "--gradient-inputs",
+        type=_count,
+        default=1,
+        metavar="G",
+        help="of how many inputs gradients are kept (1)",
+    )
+    group.add_argument(
+        "--gradient-entries",
+        type=_positive,
+        default=2**20,
+        metavar="N",
+        help="entries kept of one parameter's gradient (1048576)",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay; 0 when every input ran, 1 when one failed, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError, RecordingError, ModelError: before the first forward.
+    """
+    args = parser().parse_args(list(argv))
+    given = cell_fields(args)
+    from lockstep.lab.results import ReplayFiles, check_fresh
+    from lockstep.models.quiet import quiet_transformers
+    from lockstep.recording import Recording
+
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    out = args.out if args.out is not None else default_out()
+    check_fresh(out)
+    recording = Recording.open(args.recording)
+    options = make_options(args, recording, given)
+    if on_ranks(args, os.environ):
+        from lockstep.lab import ranks
+
+        return ranks.main(options, argv)
+    from lockstep.lab.replay import replay
+
+    files = ReplayFiles(out, echo=_nothing if args.quiet else print)
+    try:
+        with Progress(files, quiet=args.quiet) as progress, quiet_transformers():
+            result = replay(recording, options, files=files, on_ready=progress.ready, on_row=progress.row)
+        return conclude(result, files, copy=args.json, quiet=args.quiet)
+    finally:
+        files.close()
+
+
+def conclude(result: ReplayResult, files: ReplayFiles, *, copy: Path | None, quiet: bool) -> int:
+    """Print what came of it; the exit status."""
+    from lockstep.lab.summary import closing
+
+    if copy is not None:
+        files.summary(result.summary, copy=copy)
+    for line in closing(result.summary):
+        files.line(line, show=not quiet)
+    for row in result.rows:
+        if row.error is not None:
+            log = files.out / row.error["log"]
+            files.line(
+                f"input {row.index} {row.status}: {row.error['type']}: {row.error['line']} ({log})",
+                show=not quiet,
+            )
+    files.line(f"results: {files.out}", show=not quiet)
+    files.line(result.summary["verdict"], show=False)
+    print(result.summary["verdict"])
+    if result.interrupted:
+        return INTERRUPTED
+    return 0 if result.ok else 1
+
+
+def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of Cell that the flags set.
+
+    Raises:
+        ConfigError: flags that contradict each other.
+    """
+    if args.flash_attn is not None and args.attention is not None:
+        raise ConfigError("--flash-attn and --attention both choose the kernel; give one of them")
+    if args.deepcompile and args.compile is not None:
+        raise ConfigError("--compile and --deepcompile both choose the execution mode; give one of them")
+    if args.optimizer_step and not args.backward:
+        raise ConfigError("--optimizer-step needs gradients; leave --no-backward out")
+    given: dict[str, Any] = {}
+    if args.preset == "all-off":
+        from lockstep.lab.cell import ALL_OFF
+
+        given |= ALL_OFF
+    for name in (
+        "attention",
+        "padding_side",
+        "dtype",
+        "activation_checkpointing",
+        "zero_stage",
+        "num_layers",
+        "model",
+        "ranks",
+    ):
+        value = getattr(args, name)
+        given |= {} if value is None else {name: value}
+    if args.flash_attn is not None:
+        given["attention"] = "varlen" if args.flash_attn else "sdpa"
+    if args.compile is not None:
+        given["execution"] = "compile" if args.compile else "eager"
+    if args.deepcompile:
+        given["execution"] = "deepcompile"
+    if args.packing is not None:
+        given["layout"] = "packed" if args.packing else "padded"
+    return given
+
+
+def make_options(args: argparse.Namespace, recording: Recording, given: Mapping[str, Any]) -> ReplayOptions:
+    """The options of the flags, for this recording. Raises ConfigError, RecordingError."""
+    from lockstep.lab.cell import resolve_cell
+    from lockstep.lab.replay import ReplayOptions
+
+    cell, notes = resolve_cell(recording.header, device=args.device, given=given)
+    return ReplayOptions(
+        cell=cell,
+        notes=notes,
+        loss=args.loss,
+        backward=args.backward,
+        optimizer_step=args.optimizer_step,
+        max_inputs=args.max_inputs,
+        inputs=args.inputs,
+        steps=args.steps,
+        shuffle=args.shuffle_inputs,
+        seed=args.random_seed,
+        capacity=args.capacity,
+        warmup=args.warmup,
+        timeout=args.timeout,
+        keep_outputs=args.keep_outputs,
+        gradient_inputs=args.gradient_inputs,
+        gradient_entries=args.gradient_entries,
+        trust_remote_code=args.trust_remote_code,
+        simulate=args.simulate,
+        local_rank=args.local_rank,
+    )
+
+
+def on_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """Whether several ranks are asked for, or a launcher has started this process as one of them."""
+    launched = "RANK" in environ and "WORLD_SIZE" in environ
+    several = (args.ranks or 1) > 1
+    return launched or several or args.simulate or args.shuffle_inputs or args.local_rank is not None
+
+
+class Progress:
+    """A bar in a terminal, a plain line per input elsewhere (at most one a second), nothing with --quiet."""
+
+    def __init__(self, files: ReplayFiles, *, quiet: bool) -> None:
+        self._files, self._quiet = files, quiet
+        self._live = sys.stdout.isatty() and not quiet
+        self._bar: Any = None
+        self._task: Any = None
+        self._last = 0.0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def ready(self, replayer: Replayer) -> None:
+        """The first input comes next."""
+        if not self._live:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("replay"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[last]}"),
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("replay", total=len(replayer.order), last="")
+
+    def row(self, row: ReplayRow, done: int, total: int) -> None:
+        """An input is done."""
+        from lockstep.lab.results import printable, row_text
+
+        if self._quiet:
+            return
+        if self._bar is not None:
+            text = "" if row.forward_ms is None else f"forward {row.forward_ms:.0f} ms"
+            self._bar.update(self._task, completed=done, last=text if row.status == "ok" else row.status)
+            if row.error is not None:
+                self._bar.console.print(printable(row_text(row)), markup=False, highlight=False)
+            return
+        now = time.monotonic()
+        if row.error is not None or done == total or now - self._last >= 1.0:
+            self._last = now
+            print(f"[{done}/{total}] {printable(row_text(row))}", flush=True)
+
+
+def default_out() -> Path:
+    """runs/replay-TIMESTAMP, with a number when two start in one second."""
+    name = time.strftime("replay-%Y%m%d-%H%M%S")
+    candidates = (Path("runs", name if n == 0 else f"{name}-{n}") for n in range(1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must not be negative")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 seconds")
+    return value
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of inputs; write it like 3,7,10-20")
+        low, high = int(first), int(last) if dash else int(first)
+        if high < low or high - low >= 10**7:
+            raise argparse.ArgumentTypeError(f"{part!r} is no range of inputs; write it like 10-20")
+        found += range(low, high + 1)
+    return tuple(found)
+
+
+def _range(text: str) -> tuple[int | None, int | None]:
+    first, colon, last = text.partition(":")
+    if not colon or any(part and not part.isdecimal() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps; write it like 10:20, 10: or :20")
+    return int(first) if first else None, int(last) if last else None

@@ -1,0 +1,217 @@
+"""Under what an input is replayed: kernel, execution mode, layout, dtype, device, backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+
+from lockstep.config.model import ModelConfig
+from lockstep.config.run import RunConfig
+from lockstep.config.train import Execution, Layout, TrainConfig
+from lockstep.errors import ConfigError, RecordingError
+from lockstep.loop.axes import Axes, resolve_axes
+from lockstep.schema.recording import RecordingHeader
+
+_DEFAULTS: dict[str, Any] = {
+    "attention": "sdpa",
+    "execution": "eager",
+    "layout": "packed",
+    "padding_side": "right",
+    "dtype": "float32",
+    "device": "cpu",
+    "static_capacity": False,
+    "activation_checkpointing": False,
+}
+"""What a header without these axes means: a foreign module need not know all of them."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "execution": ("eager", "compile", "deepcompile"),
+    "layout": ("packed", "padded"),
+    "padding_side": ("left", "right"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "static_capacity": (True, False),
+    "activation_checkpointing": (True, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One combination of everything that must not change what the policy computes."""
+
+    attention: str
+    """sdpa, varlen, flex, hf:NAME."""
+    execution: Execution
+    """eager, compile (every block of layers), deepcompile (DeepSpeed's)."""
+    layout: Layout
+    padding_side: Literal["left", "right"] = "right"
+    """Of layout padded."""
+    dtype: str
+    """Of parameters and activations."""
+    device: str
+    """cpu, cuda, cuda:N."""
+    activation_checkpointing: bool = False
+    zero_stage: int | None = None
+    """DeepSpeed's; None: lockstep's own backend."""
+    num_layers: int | None = None
+    """Only the first N layers: another model, which nothing recorded is comparable with."""
+    model: str | None = None
+    """Instead of the recorded one."""
+    ranks: int = 1
+
+    @classmethod
+    def of_recording(cls, header: RecordingHeader, *, device: str = "auto") -> Cell:
+        """The recorded configuration, resolved for `device`. Raises RecordingError, ConfigError."""
+        return resolve_cell(header, device=device)[0]
+
+    @classmethod
+    def all_off(cls, header: RecordingHeader, *, device: str = "auto") -> Cell:
+        """Padded, sdpa, eager: the most conservative choice. Raises RecordingError, ConfigError."""
+        return resolve_cell(header, device=device, given=ALL_OFF)[0]
+
+    @property
+    def deepspeed(self) -> bool:
+        """Whether DeepSpeed's engine runs it."""
+        return self.zero_stage is not None or self.execution == "deepcompile"
+
+    def label(self) -> str:
+        """Such as "varlen + compile + packed"."""
+        parts = [self.attention, self.execution, self.layout]
+        if self.layout == "padded" and self.padding_side == "left":
+            parts[-1] = "padded left"
+        if self.zero_stage is not None:
+            parts.append(f"ZeRO {self.zero_stage}")
+        if self.activation_checkpointing:
+            parts.append("checkpointing")
+        if self.num_layers is not None:
+            parts.append(f"{self.num_layers} layer{'' if self.num_layers == 1 else 's'}")
+        if self.ranks > 1:
+            parts.append(f"{self.ranks} ranks")
+        return " + ".join(parts)
+
+    def flags(self) -> list[str]:
+        """The flags of `lockstep replay` that give this cell, whatever the recording."""
+        compiled = {"eager": "--no-compile", "compile": "--compile", "deepcompile": "--deepcompile"}
+        checkpointing = "" if self.activation_checkpointing else "no-"
+        flags = ["--attention", self.attention, compiled[self.execution]]
+        flags += ["--packing" if self.layout == "packed" else "--no-packing"]
+        flags += ["--padding-side", self.padding_side, "--dtype", self.dtype, "--device", self.device]
+        flags += [f"--{checkpointing}activation-checkpointing"]
+        for name, value in (
+            ("zero-stage", self.zero_stage),
+            ("num-layers", self.num_layers),
+            ("model", self.model),
+        ):
+            flags += [] if value is None else [f"--{name}", str(value)]
+        return flags + (["--ranks", str(self.ranks)] if self.ranks > 1 else [])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self) | {"label": self.label(), "flags": self.flags()}
+
+
+ALL_OFF: Mapping[str, Any] = {
+    "attention": "sdpa",
+    "execution": "eager",
+    "layout": "padded",
+    "padding_side": "right",
+    "activation_checkpointing": False,
+}
+"""`--preset all-off`."""
+
+
+def recorded_axes(header: RecordingHeader) -> dict[str, Any]:
+    """header.axes with what is missing filled in and every value checked.
+
+    Raises:
+        RecordingError: a value is none that there is.
+    """
+    axes = _DEFAULTS | {k: v for k, v in header.axes.items() if k in _DEFAULTS and v is not None}
+    for name, value in axes.items():
+        allowed = _CHOICES.get(name)
+        if not isinstance(value, type(_DEFAULTS[name])) or (allowed and value not in allowed):
+            choices = f"one of {list(allowed)}" if allowed else "text"
+            raise RecordingError(f"recording.json: field 'axes.{name}' is {value!r}; it must be {choices}")
+    return axes
+
+
+def resolve_cell(
+    header: RecordingHeader, *, device: str = "auto", given: Mapping[str, Any] | None = None
+) -> tuple[Cell, tuple[str, ...]]:
+    """The recorded configuration on `device`, with what `given` sets instead.
+
+    A recording of another kind of device is replayed with what this one is good at. What was resolved to
+    what, and why, is said in the notes.
+
+    Args:
+        given: fields of Cell; they are taken as they are.
+
+    Raises:
+        RecordingError: the header names what does not exist.
+        ConfigError: this machine does not have `device`, or the combination is not supported.
+    """
+    axes, given = recorded_axes(header), dict(given or {})
+    kind = axes["device"].partition(":")[0]
+    target = _device(device)
+    notes = []
+    if target.partition(":")[0] != kind:
+        notes.append(f"device: recorded on {axes['device']!r}, replayed on {target!r}")
+        resolved = {name: axes[name] for name in ("attention", "dtype")}
+        if target == "cpu":
+            if axes["attention"] in ("varlen", "flex") or axes["attention"].startswith("hf:flash"):
+                resolved["attention"] = "sdpa"
+                why = "its kernels need a GPU; on a CPU there are only slow reference kernels"
+                notes.append(f"attention: {axes['attention']!r} -> 'sdpa' ({why})")
+            resolved["dtype"] = "float32"
+            if axes["dtype"] != "float32":
+                notes.append(f"dtype: {axes['dtype']!r} -> 'float32' (exact, and as fast on a CPU)")
+        elif axes["attention"] == "varlen" and axes["dtype"] == "float32":
+            resolved["attention"] = "sdpa"
+            notes.append("attention: 'varlen' -> 'sdpa' (CUDA flash kernels have no float32)")
+        axes |= resolved
+        notes = [note for note in notes if note.partition(":")[0] not in given]
+    names = {field.name for field in dataclasses.fields(Cell)}
+    values = {name: value for name, value in axes.items() if name in names} | given | {"device": target}
+    cell = Cell(**values)
+    checked = check_cell(cell)
+    if checked.support == "untested" and not cell.deepspeed:
+        notes.append(f"support: untested combination ({checked.support_note})")
+    elif checked.support_note:
+        notes.append(f"support: {checked.support_note}")
+    return cell, tuple(notes)
+
+
+def _device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def check_cell(cell: Cell) -> Axes:
+    """What the support table says about the cell. Raises ConfigError with its refusal."""
+    execution = "compile" if cell.execution == "deepcompile" else cell.execution
+    train = train_config(cell, static_capacity=False).model_copy(update={"execution": execution})
+    run = RunConfig.model_construct(model=ModelConfig(dtype=cast(Any, cell.dtype)), train=train)
+    try:
+        return resolve_axes(run, engine=None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. Replay sets these with --attention, --compile, --packing, --device and --dtype"
+        ) from error
+
+
+def train_config(cell: Cell, *, static_capacity: bool, token_budget: int = 4096) -> TrainConfig:
+    """The settings of a train backend that runs the cell."""
+    return TrainConfig(
+        attention=cell.attention,
+        execution=cell.execution,
+        layout=cell.layout,
+        padding_side=cell.padding_side,
+        device=cell.device,
+        token_budget=token_budget,
+        static_capacity=static_capacity,
+        activation_checkpointing=cell.activation_checkpointing,
+    )

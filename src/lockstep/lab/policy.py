@@ -1,0 +1,333 @@
+"""The policy of a replay: its module, the backend that runs it, and whose weights it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from lockstep.config.model import ModelConfig
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError, RecordingError
+from lockstep.lab.capacity import Capacities
+from lockstep.lab.cell import recorded_axes, train_config
+from lockstep.models.causal_lm import text_config
+from lockstep.models.dtypes import DTYPES
+from lockstep.models.load import LoadedModel, load_model, meta_module
+from lockstep.observe.spans import Spans
+from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.schema.batch import PackedBatch
+from lockstep.schema.recording import InputMeta, RecordingHeader
+
+if TYPE_CHECKING:
+    from lockstep.lab.replay import ReplayOptions
+    from lockstep.recording import Recording
+
+Match = Literal["match", "mismatch", "unknown"]
+
+
+class ReplayBackend(Protocol):
+    """What a replay asks of a train backend."""
+
+    def logprobs(
+        self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
+    ) -> list[Tensor]: ...
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats: ...
+    def optimizer_step(self) -> dict[str, float]: ...
+    def gradients(self) -> dict[str, Tensor]: ...
+    def drop_gradients(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """What the model has and what it would have."""
+
+    vocab_size: int
+    max_positions: int
+    num_layers: int
+    num_layers_full: int
+    parameter_bytes: int
+    parameter_bytes_full: int
+    """With all its layers."""
+
+
+def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig:
+    """The recorded model, or the one that was asked for.
+
+    A recording cannot make its reader run code: `trust_remote_code` is what the options say.
+
+    Raises:
+        RecordingError: header.model is no model.
+    """
+    cell = options.cell
+    try:
+        config = ModelConfig.model_validate(dict(header.model))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(("model", *map(str, first["loc"])))
+        if cell.model is None:
+            raise RecordingError(
+                f"recording.json: field {where!r}: {first['msg']}; name a model with --model"
+            ) from error
+        config = ModelConfig()
+    update: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if cell.model is not None:
+        update |= {
+            "name": cell.model,
+            "revision": None,
+            "lora": None,
+            "num_layers": None,
+            "dtype": cell.dtype,
+        }
+    if cell.num_layers is not None:
+        update["num_layers"] = cell.num_layers
+    return config.model_copy(update=update)
+
+
+def model_size(config: ModelConfig, *, dtype: torch.dtype) -> ModelSize:
+    """Sizes, before any weight is loaded. Raises ModelError."""
+    module = meta_module(config, dtype=dtype)
+    whole = module
+    if config.num_layers is not None:
+        whole = meta_module(config.model_copy(update={"num_layers": None}), dtype=dtype)
+    text, full = text_config(module), text_config(whole)
+    return ModelSize(
+        vocab_size=int(text.vocab_size),
+        max_positions=int(text.max_position_embeddings),
+        num_layers=int(text.num_hidden_layers),
+        num_layers_full=int(full.num_hidden_layers),
+        parameter_bytes=_bytes(module),
+        parameter_bytes_full=_bytes(whole),
+    )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def check_inputs_fit(recording: Recording, order: Sequence[int], size: ModelSize, *, name: str) -> None:
+    """Refuse a model that cannot be fed the selected inputs.
+
+    Raises:
+        RecordingError: fewer positions, or a smaller vocabulary, than an input needs.
+    """
+    for index in order:
+        longest = max(recording.lengths[index], default=0)
+        if longest > size.max_positions:
+            raise RecordingError(
+                f"input {index}, field 'positions': its longest document has {longest} tokens, but {name} "
+                f"has {size.max_positions} positions; replay with the recorded model, with one of at least "
+                f"{longest} positions (--model), or leave this input out (--inputs)"
+            )
+    if recording.header.vocab_size <= size.vocab_size:
+        return
+    for index in order:  # a larger vocabulary need not have been used
+        check_ids(recording[index].batch, index=index, vocab_size=size.vocab_size, name=name)
+
+
+def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> None:
+    """Raises RecordingError for a token id that the model does not have; a GPU would only abort."""
+    low, high = (int(x) for x in batch.token_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise RecordingError(
+            f"input {index}, field 'token_ids': it holds id {low if low < 0 else high}, but {name} has a "
+            f"vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded model or with one "
+            "of its vocabulary (--model), or leave this input out (--inputs)"
+        )
+
+
+class Policy:
+    """The module, its backend, and the weights that are in it.
+
+    Args:
+        spans: what the backend times its halves with.
+
+    Raises:
+        ModelError, RecordingError, ConfigError: the model or the weights cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        options: ReplayOptions,
+        *,
+        order: Sequence[int],
+        capacities: Capacities,
+        spans: Spans,
+    ) -> None:
+        self.recording, self.options = recording, options
+        self.config = model_config(recording.header, options)
+        self._device = torch.device(options.cell.device)
+        self._checkpoint: Path | None = None
+        self._found: dict[tuple[str | None, str | None, int], Path | None] = {}
+        self._fixed = options.optimizer_step or options.cell.deepspeed
+        self.model = self._load_base()
+        self.fingerprint = ""
+        first = recording.metas[order[0]]
+        if self._stored(first) is None:
+            self.fingerprint = self._fingerprint(self.model.module)
+        self._cast()
+        self._place(first)
+        self.backend = self._build(capacities, len(order), spans)
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def use(self, meta: InputMeta) -> Match:
+        """Put the weights in place that saw this input, as far as they are stored, and say whether they are
+        these."""
+        if not self._fixed:
+            self._place(meta)
+        return self.match(meta)
+
+    def match(self, meta: InputMeta) -> Match:
+        """Whether the weights in place are those that saw this input, by fingerprint."""
+        if meta.weights is None:
+            return "unknown"
+        same = meta.weights == self.fingerprint and self.config.num_layers == self._recorded_layers()
+        return "match" if same else "mismatch"
+
+    def statement(self, meta: InputMeta) -> str:
+        """One line about where the weights come from, and whether they are the recorded ones."""
+        source = self.config.name if self._checkpoint is None else f"{self.config.name}, {self._checkpoint}"
+        cast = "" if self._loaded_dtype == self._cell_dtype else f", converted to {self.options.cell.dtype}"
+        about = f"weights of {source}{cast}: fingerprint {self.fingerprint}"
+        if self.config.num_layers != self._recorded_layers():
+            return f"{about}; with --num-layers this is another model: nothing recorded is comparable with it"
+        match self.match(meta):
+            case "match":
+                return f"{about}, the recorded one"
+            case "mismatch":
+                stored = "" if meta.checkpoint else " (the recording stores none for this input)"
+                return f"{about}, NOT the recorded {meta.weights}{stored}: differences are of the weights too"
+        return f"{about}; the recording names none, so nobody knows whether these are the recorded weights"
+
+    def _recorded_layers(self) -> Any:
+        return self.recording.header.model.get("num_layers")
+
+    @property
+    def _cell_dtype(self) -> torch.dtype:
+        return DTYPES[self.options.cell.dtype]
+
+    @property
+    def _loaded_dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def _load_base(self) -> LoadedModel:
+        """In the recorded dtype: weights are those that were recorded before they are converted."""
+        dtype = self.options.cell.dtype
+        if self.options.cell.model is None:
+            dtype = recorded_axes(self.recording.header)["dtype"]
+        config = self.config.model_copy(update={"dtype": cast(Any, dtype)})
+        return load_model(config, attention=self.options.cell.attention, device=self._device)
+
+    @staticmethod
+    def _fingerprint(module: nn.Module) -> str:
+        from lockstep.recording.fingerprint import fingerprint, module_tensors
+
+        return fingerprint(module_tensors(module).items())
+
+    def _place(self, meta: InputMeta) -> None:
+        wanted = self._stored(meta)
+        if wanted == self._checkpoint:
+            return
+        from lockstep.recording.weights import load_weights
+
+        if wanted is None:
+            base = self._load_base().module
+            self.fingerprint = self._fingerprint(base)
+            self._copy(base)
+        else:
+            fewer = self.options.cell.num_layers is not None
+            self.fingerprint = load_weights(self.model.module, wanted, cast=True, partial=fewer)
+        self._checkpoint = wanted
+
+    def _stored(self, meta: InputMeta) -> Path | None:
+        """Where the weights of an input are; None: nowhere, or another model is asked for."""
+        if self.options.cell.model is not None:
+            return None
+        key = (meta.checkpoint, meta.weights, meta.step)
+        if key not in self._found:
+            from lockstep.recording.weights import find_weights
+
+            self._found[key] = find_weights(self.recording.path, meta)
+        return self._found[key]
+
+    @torch.no_grad()
+    def _copy(self, source: nn.Module) -> None:
+        from lockstep.recording.fingerprint import module_tensors
+
+        found = module_tensors(source)
+        for name, tensor in module_tensors(self.model.module).items():
+            tensor.copy_(found[name])
+
+    def _cast(self) -> None:
+        """Parameters only: buffers such as rotary frequencies have a dtype of their own."""
+        for parameter in self.model.module.parameters():
+            if parameter.dtype != self._cell_dtype:
+                parameter.data = parameter.data.to(self._cell_dtype)
+
+    # --- backend --------------------------------------------------------------------------------------------
+
+    def _build(self, capacities: Capacities, inputs: int, spans: Spans) -> ReplayBackend:
+        cell = self.options.cell
+        tokens = self.recording.header.capacity.get("token_budget") or 4096
+        train = train_config(cell, static_capacity=capacities.static, token_budget=max(1, int(tokens)))
+        model = dataclasses.replace(self.model, dtype=self._cell_dtype)
+        temperature = self.recording.header.temperature
+        if cell.deepspeed:
+            return self._build_deepspeed(train, model, spans=spans, steps=inputs)
+        from lockstep.train.local import LocalBackend
+
+        steps = inputs if self.options.optimizer_step else 0
+        return LocalBackend(train, model=model, total_steps=steps, temperature=temperature, spans=spans)
+
+    def _build_deepspeed(
+        self, train: TrainConfig, model: LoadedModel, *, spans: Spans, steps: int
+    ) -> ReplayBackend:
+        cell = self.options.cell
+        try:
+            from lockstep.train.deepspeed import DeepSpeedBackend
+        except ModuleNotFoundError as error:
+            if error.name != "deepspeed":
+                raise
+            raise ConfigError(
+                "--zero-stage and --deepcompile need the package deepspeed, which is not installed; "
+                "pip install 'lockstep[deepspeed]'"
+            ) from error
+        backend: ReplayBackend = DeepSpeedBackend(
+            train,
+            model=model,
+            total_steps=max(1, steps),
+            temperature=self.recording.header.temperature,
+            zero_stage=1 if cell.zero_stage is None else cell.zero_stage,
+            deepcompile=cell.execution == "deepcompile",
+            spans=spans,
+        )
+        return backend
+
+    def close(self) -> None:
+        """Drop gradients."""
+        self.backend.close()
+
+
+def weights_summary(policy: Policy, matches: Mapping[Match, int], statement: str) -> dict[str, Any]:
+    """For the summary."""
+    total = {name: matches.get(name, 0) for name in ("match", "mismatch", "unknown")}
+    if total["mismatch"]:
+        verdict: bool | None = False
+    else:
+        verdict = True if total["match"] and not total["unknown"] else None
+    return {
+        "model": policy.config.name,
+        "fingerprint": policy.fingerprint,
+        "matches": verdict,
+        "inputs": total,
+        "statement": statement,
+    }

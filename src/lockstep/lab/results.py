@@ -1,0 +1,249 @@
+"""What a replay says: a row per input, and a summary of them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.observe.files import jsonable, write_atomic, write_json
+
+Status = Literal["ok", "failed", "oom", "skipped"]
+_LINE = 400
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayRow:
+    """One input's result: a line of OUT/results.jsonl."""
+
+    index: int
+    """In the recording."""
+    step: int
+    update: int
+    micro_batch: int
+    rank: int
+    status: Status
+    """failed: it raised. oom: memory ran out. skipped: not tried, because an earlier one broke the device."""
+    documents: int
+    tokens: int
+    """Of real documents."""
+    longest: int
+    shortest: int
+    weights: str = "unknown"
+    """match, mismatch or unknown: whether the weights are those that saw this input."""
+    first_call: bool = False
+    """The first input of its shape (eager: of the replay), which pays for compilation and warm-up."""
+    shape: tuple[int, int, int] | None = None
+    """Slots, entries of cu_seqlens, longest document allowed."""
+    computed_slots: int = 0
+    """Rows that every layer computed: T, or B x L when padded."""
+    forward_ms: float | None = None
+    """With the loss; device-synchronised."""
+    backward_ms: float | None = None
+    tokens_per_second: float | None = None
+    """Real tokens over forward and backward."""
+    slots_per_second: float | None = None
+    """Computed ones."""
+    peak_memory_bytes: int | None = None
+    loss: float | None = None
+    loss_recorded: float | None = None
+    loss_difference: float | None = None
+    """loss - loss_recorded."""
+    logprob_max_difference: float | None = None
+    """Largest |logprob - recorded| of a trained token, nats."""
+    logprob_mean_difference: float | None = None
+    grad_norm: float | None = None
+    """Of this input alone, before clipping."""
+    new_graphs: int = 0
+    """Graphs that torch compiled during it."""
+    error: Mapping[str, str] | None = None
+    """type, line (the one that matters) and log (the traceback's file in OUT)."""
+
+
+def error_line(error: BaseException) -> str:
+    """The first line of the message that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    line = next((line for line in lines if line), "")
+    return line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory running out is what it came from."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@dataclass(slots=True)
+class ReplayFiles:
+    """OUT: results.jsonl, replay.log, tracebacks/, summary.json.
+
+    Args:
+        out: a directory that holds no earlier replay.
+        echo: called with every line of the log that is also for the terminal.
+    """
+
+    out: Path
+    echo: Callable[[str], None] = print
+    suffix: str = ""
+    """Of results and log: a rank's own, such as "-rank-0001"."""
+    _results: TextIO = field(init=False)
+    _log: TextIO = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_fresh(self.out) if not self.suffix else None
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._results = (self.out / f"results{self.suffix}.jsonl").open("w", encoding="utf-8")
+        self._log = (self.out / f"replay{self.suffix}.log").open("w", encoding="utf-8")
+
+    def line(self, text: str, *, show: bool = True) -> None:
+        """One line of the log."""
+        self._log.write(printable(text) + "\n")
+        self._log.flush()
+        if show:
+            self.echo(printable(text))
+
+    def row(self, row: ReplayRow) -> None:
+        """One input is done."""
+        text = json.dumps(jsonable(dataclasses.asdict(row)), ensure_ascii=False, allow_nan=False)
+        self._results.write(text + "\n")
+        self._results.flush()
+        self.line(row_text(row), show=False)
+
+    def traceback(self, index: int, error: BaseException) -> str:
+        """Keep an error's traceback; its path below OUT."""
+        text = "".join(traceback.format_exception(error))
+        name = f"tracebacks/{index:06d}{self.suffix}.txt"
+        (self.out / "tracebacks").mkdir(exist_ok=True)
+        (self.out / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        return name
+
+    def summary(self, summary: Mapping[str, Any], *, copy: Path | None = None) -> None:
+        """summary.json, and the same in `copy`."""
+        write_json(self.out / "summary.json", summary)
+        if copy is not None:
+            write_atomic(copy, (self.out / "summary.json").read_text(encoding="utf-8"))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._results.close()
+        self._log.close()
+
+
+def check_fresh(out: Path) -> None:
+    """Raises ConfigError when OUT holds a replay, or is no directory."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; name a directory that is not there yet")
+    found = [n for n in ("results.jsonl", "summary.json", "replay.log") if (out / n).exists()]
+    if found:
+        raise ConfigError(
+            f"--out {out} holds a replay already ({found[0]}); name another directory, or remove this one"
+        )
+
+
+def printable(text: str) -> str:
+    """Without control characters: what recordings and models say must not drive a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def row_text(row: ReplayRow) -> str:
+    """A row as one line for people."""
+    head = (
+        f"input {row.index}: step {row.step} micro-batch {row.micro_batch} rank {row.rank}, {row.documents} "
+        f"documents of {row.shortest} to {row.longest}, {row.tokens} tokens"
+    )
+    if row.error is not None:
+        return f"{head}: {row.status.upper()}: {row.error['type']}: {row.error['line']} ({row.error['log']})"
+    if row.status != "ok":
+        return f"{head}: {row.status}"
+    parts = [f"forward {_ms(row.forward_ms)}"]
+    if row.backward_ms is not None:
+        parts.append(f"backward {_ms(row.backward_ms)}")
+    if row.tokens_per_second is not None:
+        parts.append(f"{row.tokens_per_second:,.0f} tok/s")
+    if row.peak_memory_bytes is not None:
+        parts.append(f"{row.peak_memory_bytes / 1024**2:,.0f} MiB")
+    if row.loss is not None:
+        parts.append(f"loss {row.loss:.6g}")
+    if row.loss_difference is not None:
+        parts.append(f"loss diff {row.loss_difference:.2g}")
+    if row.logprob_max_difference is not None:
+        parts.append(f"logprob diff max {row.logprob_max_difference:.2g}")
+    if row.weights != "match":
+        parts.append(f"weights {row.weights}")
+    if row.new_graphs:
+        parts.append(f"{row.new_graphs} new graphs")
+    return f"{head}: " + ", ".join(parts)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def aggregate(rows: Sequence[ReplayRow]) -> dict[str, Any]:
+    """Counts, totals, percentiles, first calls and steady ones, differences: what the rows say together."""
+    done = [row for row in rows if row.status == "ok"]
+    steady = [row for row in done if not row.first_call] or done
+    counts = Counter(row.status for row in rows)
+    columns = {
+        name: [value for row in steady if (value := getattr(row, name)) is not None]
+        for name in ("forward_ms", "backward_ms", "tokens_per_second")
+    }
+    seconds = sum((row.forward_ms or 0.0) + (row.backward_ms or 0.0) for row in steady) / 1000
+    steady_tokens = sum(row.tokens for row in steady)
+    differences = [r.logprob_max_difference for r in done if r.logprob_max_difference is not None]
+    means = [r.logprob_mean_difference for r in done if r.logprob_mean_difference is not None]
+    losses = [abs(r.loss_difference) for r in done if r.loss_difference is not None]
+    return {
+        "counts": {name: counts.get(name, 0) for name in ("ok", "failed", "oom", "skipped")}
+        | {"inputs": len(rows)},
+        "totals": {
+            "documents": sum(row.documents for row in done),
+            "tokens": sum(row.tokens for row in done),
+            "computed_slots": sum(row.computed_slots for row in done),
+            "seconds": sum((row.forward_ms or 0.0) + (row.backward_ms or 0.0) for row in done) / 1000,
+            "tokens_per_second": steady_tokens / seconds if seconds else None,
+            "slots_per_second": sum(r.computed_slots for r in steady) / seconds if seconds else None,
+        },
+        "percentiles": {name: percentiles(values) for name, values in columns.items()},
+        "first_call_ms": [
+            {"shape": row.shape, "forward": row.forward_ms, "backward": row.backward_ms}
+            for row in done
+            if row.first_call
+        ],
+        "steady_ms": {
+            name: statistics.median(columns[f"{name}_ms"]) if columns[f"{name}_ms"] else None
+            for name in ("forward", "backward")
+        },
+        "differences": {
+            "compared": len(differences),
+            "logprob_max": max(differences, default=None),
+            "logprob_mean": statistics.fmean(means) if means else None,
+            "loss_max": max(losses, default=None),
+        },
+        "errors": dict(Counter(row.error["type"] for row in rows if row.error is not None)),
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """min, p10, p50, p90, p99, max (nearest rank) and mean; None of nothing."""
+    names = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    if not values:
+        return dict.fromkeys((*names, "mean"))
+    ordered = sorted(values)
+    found: dict[str, float | None] = {
+        name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in names.items()
+    }
+    return found | {"mean": statistics.fmean(values)}
