@@ -19,7 +19,15 @@ from lockstep.models.heads import Head, head_of
 from lockstep.ops.masks import document_ids
 from lockstep.schema.batch import PackedBatch
 
-__all__ = ["Head", "dense_shape", "head_of", "hidden_states"]
+__all__ = [
+    "DecoderInputs",
+    "Head",
+    "decoder_inputs",
+    "dense_shape",
+    "head_of",
+    "hidden_states",
+    "run_decoder",
+]
 
 
 def hidden_states(
@@ -38,18 +46,71 @@ def hidden_states(
         module: a transformers causal LM with an attention kernel of lockstep.attention, or transformers' own.
         batch: on the module's device.
     """
+    inputs = decoder_inputs(module, batch, layout=layout, padding_side=padding_side)
+    return run_decoder(module, inputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderInputs:
+    """What the decoder is called with for one batch: tensors and ints, made on the host before any graph."""
+
+    token_ids: Tensor
+    """[1, T] packed, [B, L] padded, int64."""
+    positions: Tensor
+    """The same shape, int64."""
+    cells: Tensor | None
+    """Padded: [num_tokens] int64, the index into [B * L] of every real slot in pack order. Packed: None."""
+    num_slots: int
+    """T."""
+    kwargs: dict[str, Any]
+    """What the attention implementation needs to know."""
+
+
+def decoder_inputs(
+    module: nn.Module,
+    batch: PackedBatch,
+    *,
+    layout: Literal["packed", "padded"] = "packed",
+    padding_side: Literal["left", "right"] = "right",
+    compiled: bool | None = None,
+) -> DecoderInputs:
+    """The first half of `hidden_states`.
+
+    Args:
+        compiled: whether a compiled graph will read them; None: as the module says.
+    """
     base = getattr(module, causal_lm(module).base_model_prefix)
     kernel = attention.kernel_of(base.config._attn_implementation)
+    compiled = is_compiled(module) if compiled is None else compiled
     if kernel == "varlen" and batch.token_ids.device.type == "cpu":
         attention.enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops
     if layout == "packed":
-        kwargs = _packed_kwargs(kernel, batch, base.config, compiled=is_compiled(module))
-        return _run(base, batch.token_ids[None], batch.positions[None], kwargs)[0]
+        return DecoderInputs(
+            token_ids=batch.token_ids[None],
+            positions=batch.positions[None],
+            cells=None,
+            num_slots=batch.num_slots,
+            kwargs=_packed_kwargs(kernel, batch, base.config, compiled=compiled),
+        )
     rows = _dense_rows(batch, padding_side)
-    kwargs = _padded_kwargs(kernel, rows, base.config, compiled=is_compiled(module))
-    hidden = _run(base, rows.token_ids, rows.positions, kwargs).flatten(0, 1)
-    real = hidden.index_select(0, rows.cells)
-    return F.pad(real, (0, 0, 0, batch.num_slots - real.shape[0]))
+    return DecoderInputs(
+        token_ids=rows.token_ids,
+        positions=rows.positions,
+        cells=rows.cells,
+        num_slots=batch.num_slots,
+        kwargs=_padded_kwargs(kernel, rows, base.config, compiled=compiled),
+    )
+
+
+def run_decoder(module: nn.Module, inputs: DecoderInputs) -> Tensor:
+    """[T, C]: the second half of `hidden_states`, nothing but tensor operations."""
+    base = getattr(module, causal_lm(module).base_model_prefix)
+    output = base(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, **inputs.kwargs)
+    hidden: Tensor = output.last_hidden_state
+    if inputs.cells is None:
+        return hidden[0]
+    real = hidden.flatten(0, 1).index_select(0, inputs.cells)
+    return F.pad(real, (0, 0, 0, inputs.num_slots - real.shape[0]))
 
 
 def dense_shape(batch: PackedBatch) -> tuple[int, int]:
@@ -59,12 +120,6 @@ def dense_shape(batch: PackedBatch) -> tuple[int, int]:
     documents: so packs of one bucket have one shape.
     """
     return max(len(batch.sample_ids), batch.num_slots // batch.max_seqlen), batch.max_seqlen
-
-
-def _run(base: nn.Module, token_ids: Tensor, positions: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    output = base(input_ids=token_ids, position_ids=positions, use_cache=False, **kwargs)
-    hidden: Tensor = output.last_hidden_state
-    return hidden
 
 
 def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bool) -> dict[str, Any]:
