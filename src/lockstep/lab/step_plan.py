@@ -349,7 +349,8 @@ def _lengths_differ(steps: Sequence[StepReport]) -> Finding | None:
         what=(
             "each rank pads to its own longest document. Whatever is gathered across ranks as [B, L] "
             "(logprobs, masks, rewards per token) has another shape on every rank: all_gather of gloo "
-            "raises; NCCL compares no shapes, so it hangs, or values land in other ranks' places; torch.compile sees a new shape on one rank and recompiles there while the others wait"
+            "raises; NCCL compares no shapes, so it hangs, or values land in other ranks' places; "
+            "torch.compile sees a new shape on one rank and recompiles there while the others wait"
         ),
         fix=(
             f"gather the lengths first, pad to the longest of all ranks before gathering (here up to "

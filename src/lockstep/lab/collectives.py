@@ -1,0 +1,261 @@
+"""Collectives that cannot hang: before each one a rank says where it is, and every wait has a deadline.
+
+Positions are kept in the store that all ranks share, so that a rank that waits in vain can say for whom, and
+where that one was last seen; the launcher reads them too when a rank has died.
+
+    guard = Guard(ranks)
+    guard.agree(3, {"input": 7}, what="step 3")        # all ranks are about to do step 3
+    guard.add_up([gradient], step=3)                    # summed over ranks, in place
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.lab.launch import ERROR_KEY, POSITION_KEY
+from lockstep.lab.ranks import RankContext, RankError, lost_peer
+
+_SLICE_SECONDS = 0.5
+"""How often a waiting rank looks whether the one it waits for has died."""
+_SETTLE_SECONDS = 2.0
+"""After a failed collective: until the others have said where they are."""
+_CHUNK = 1 << 24
+"""Elements of one all-reduce of gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """What a rank is about to enter."""
+
+    rank: int
+    step: int
+    """-1: before the first."""
+    what: str
+    """Such as "all_reduce of gradients, [4096] float32"."""
+    time: float
+    """Unix seconds."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        where = f"step {self.step}" if self.step >= 0 else "the start"
+        return f"{where}: {self.what}"
+
+
+class Desync(RankError):
+    """Ranks are out of step: one waits for another that does something else, or has gone."""
+
+    def __init__(self, message: str, *, step: int, positions: Mapping[int, Position | None]) -> None:
+        super().__init__(message)
+        self.step = step
+        """Of the rank that noticed."""
+        self.positions = dict(positions)
+        """Of every rank; None: it never said anything."""
+
+
+class Guard:
+    """The collectives of one rank.
+
+    Args:
+        checked: False: `agree` asks nobody, so that a step that does not fit is really entered.
+        seconds: deadline of every wait; None: that of `ranks`.
+    """
+
+    def __init__(self, ranks: RankContext, *, checked: bool = True, seconds: float | None = None) -> None:
+        self.ranks, self.checked = ranks, checked
+        self.seconds = ranks.seconds if seconds is None else seconds
+        self._round = 0
+        self.position: Position | None = None
+
+    def at(self, step: int, what: str) -> None:
+        """Say what this rank is about to do."""
+        rank = self.ranks.rank
+        self.position = Position(rank=rank, step=step, what=what, time=time.time())
+        value = asdict(self.position) | {"text": self.position.text}
+        self.ranks.store.set(POSITION_KEY.format(rank=rank), json.dumps(value))
+
+    def positions(self) -> dict[int, Position | None]:
+        """Where every rank was last seen."""
+        return {rank: self._read(rank) for rank in range(self.ranks.world_size)}
+
+    def _read(self, rank: int) -> Position | None:
+        key = POSITION_KEY.format(rank=rank)
+        if not self.ranks.store.check([key]):
+            return None
+        found = json.loads(self.ranks.store.get(key))
+        return Position(rank=rank, step=found["step"], what=found["what"], time=found["time"])
+
+    # --- agreement ------------------------------------------------------------------------------------------
+
+    def agree(
+        self, step: int, intent: Mapping[str, Any], *, what: str, same: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Tell all ranks what this one is about to do, and hear the same from them. JSON values.
+
+        Args:
+            same: keys whose values must be equal on all ranks.
+
+        Returns:
+            Every rank's intent, by rank; only this rank's own with `checked=False`.
+
+        Raises:
+            Desync: a rank did not come, or is about to do something else.
+        """
+        self.at(step, what)
+        if not self.checked:
+            return [dict(intent)]
+        return self.exchange(step, intent, what=what, same=("step", *same))
+
+    def exchange(
+        self, step: int, intent: Mapping[str, Any], *, what: str, same: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        """`agree`, whether checked or not, and without a position of its own. Raises Desync."""
+        me, store = self.ranks.rank, self.ranks.store
+        prefix, self._round = f"lockstep/exchange/{self._round}", self._round + 1
+        store.set(f"{prefix}/{me}", json.dumps({"step": step} | dict(intent)))
+        if self._round > 2:  # everybody has read those: nobody is in this round before the one before it
+            store.delete_key(f"lockstep/exchange/{self._round - 3}/{me}")
+        found: list[dict[str, Any]] = []
+        deadline = time.monotonic() + self.seconds
+        for rank in range(self.ranks.world_size):
+            self._await(f"{prefix}/{rank}", rank, deadline=deadline, step=step, what=what)
+            found.append(json.loads(store.get(f"{prefix}/{rank}")))
+        for key in same:
+            if any(other.get(key) != found[me].get(key) for other in found):
+                values = ", ".join(f"rank {rank}: {other.get(key)!r}" for rank, other in enumerate(found))
+                raise self._desync(step, f"the ranks do not agree on {key!r} of {what} ({values})")
+        return found
+
+    def _await(self, key: str, rank: int, *, deadline: float, step: int, what: str) -> None:
+        """Until a rank has written its part of a round, has died, or the deadline has passed."""
+        store = self.ranks.store
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_SECONDS, left))))
+                return
+            except RuntimeError as error:
+                if isinstance(error, dist.DistNetworkError):
+                    raise RankError(f"rank {self.ranks.rank}: the store has gone ({error})") from error
+            if store.check([ERROR_KEY.format(rank=rank)]):
+                said = json.loads(store.get(ERROR_KEY.format(rank=rank)))
+                line = str(said["text"]).strip().splitlines()[-1]
+                raise self._desync(step, f"{what} waits for rank {rank}, which has failed: {line}")
+            if left <= 0:
+                raise self._desync(
+                    step, f"{what} waits for rank {rank}, which did not come within {self.seconds:g} s"
+                )
+
+    # --- collectives ----------------------------------------------------------------------------------------
+
+    def add_up(self, tensors: Sequence[Tensor], *, step: int, what: str = "gradients") -> list[int]:
+        """Sum tensors over all ranks, in place, in float32 whatever their dtype. A rank that has nothing to
+        add gives zeros.
+
+        Returns:
+            The step that each rank is at. It is not `step` where collectives of different steps have met:
+            their shapes are equal, so that nothing else would show it.
+
+        Raises:
+            Desync: a rank did not enter it.
+        """
+        total = sum(tensor.numel() for tensor in tensors)
+        device = tensors[0].device if tensors else self.ranks.device
+        steps = torch.zeros(self.ranks.world_size, dtype=torch.int64, device=device)
+        steps[self.ranks.rank] = step
+        self._reduce(steps, step=step, what=f"all_reduce of the step's number before {what}")
+        for part in _parts(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in part])
+            name = f"all_reduce of {what}, {flat.numel():,} of {total:,} float32"
+            self._reduce(flat, step=step, what=name)
+            sizes = [tensor.numel() for tensor in part]
+            for tensor, values in zip(part, flat.split(sizes), strict=True):
+                tensor.detach().copy_(values.view_as(tensor))
+        return [int(at) for at in steps.tolist()]
+
+    def _reduce(self, tensor: Tensor, *, step: int, what: str) -> None:
+        self.at(step, what)
+        with self.explained(step, what):
+            work = dist.all_reduce(tensor, async_op=True)
+            work.wait(timedelta(seconds=self.seconds))
+            if tensor.device.type == "cuda":
+                torch.cuda.synchronize(tensor.device)
+
+    def explained(self, step: int, what: str) -> _Explained:
+        """A context in which collectives run that this guard does not make itself: their timeouts and lost
+        connections become a Desync."""
+        return _Explained(self, step, what)
+
+    def _desync(self, step: int, reason: str) -> Desync:
+        positions = self.positions()
+        return Desync(describe_desync(self.ranks.rank, reason, positions), step=step, positions=positions)
+
+
+class _Explained:
+    def __init__(self, guard: Guard, step: int, what: str) -> None:
+        self.guard, self.step, self.what = guard, step, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, RankError) and collective_failed(error):
+            time.sleep(_SETTLE_SECONDS)
+            reason = (
+                f"{self.what}: another rank has gone"
+                if lost_peer(error)
+                else f"{self.what}: not all ranks entered it within {self.guard.seconds:g} s"
+            )
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise self.guard._desync(self.step, f"{reason} (torch says: {first})") from error
+
+
+def collective_failed(error: BaseException) -> bool:
+    """Whether a RuntimeError comes from a collective: a timeout, a mismatch or a lost connection."""
+    text = str(error).lower()
+    words = ("gloo", "nccl", "timed out", "timeout", "collective", "process group")
+    return lost_peer(error) or isinstance(error, dist.DistError) or any(word in text for word in words)
+
+
+def describe_desync(rank: int, reason: str, positions: Mapping[int, Position | None]) -> str:
+    """What a rank that waited in vain says: for whom, and where everyone is."""
+    lines = [f"ranks are out of step. Rank {rank} at {reason}"]
+    now = time.time()
+    for other, position in sorted(positions.items()):
+        if position is None:
+            lines.append(f"  rank {other}: has not said anything yet")
+        else:
+            lines.append(f"  rank {other}: {position.text} ({max(0.0, now - position.time):.0f} s ago)")
+    steps = {other: p.step for other, p in positions.items() if p is not None}
+    if len(set(steps.values())) > 1:
+        low, high = min(steps.values()), max(steps.values())
+        behind = ", ".join(str(other) for other, step in steps.items() if step == low)
+        ahead = ", ".join(str(other) for other, step in steps.items() if step == high)
+        lines.append(
+            f"rank {ahead} is {high - low} step{'s' if high - low > 1 else ''} ahead of rank {behind}. In a "
+            "job the number of micro-batches differs between ranks: agree on it before the step, and let ranks "
+            "that have fewer run an empty micro-batch"
+        )
+    return "\n".join(lines)
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors in order, cut where one all-reduce would exceed _CHUNK elements."""
+    parts: list[list[Tensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not parts or size + tensor.numel() > _CHUNK:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensor.numel()
+    return parts

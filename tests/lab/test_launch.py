@@ -1,0 +1,172 @@
+"""Real processes and real signals: what the launcher starts ends, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.lab.launch import (
+    in_launcher,
+    launch_command,
+    launch_ranks,
+    threads_per_rank,
+    without_local_rank,
+)
+
+WORKER = Path(__file__).with_name("rank_worker.py")
+SCRIPT = (
+    "import sys; from pathlib import Path; from lockstep.lab.launch import launch_command; "
+    "sys.exit(launch_command(sys.argv[2:], ranks=2, timeout=None, log_dir=Path(sys.argv[1])))"
+)
+
+
+@pytest.fixture(autouse=True)
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    return tmp_path
+
+
+def launch(mode: str, out: Path, *, timeout: float = 90) -> int:
+    return launch_command([sys.executable, str(WORKER), mode], ranks=2, timeout=timeout, log_dir=out / "logs")
+
+
+def alive(pid: int) -> bool:
+    """Zombies do not count: they are somebody else's to reap."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def wait_for(what: Callable[[], bool], *, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if what():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_rank_0_is_shown_and_every_rank_has_a_log(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    assert launch("sums", out) == 0
+    shown = capfd.readouterr()
+    assert "this is rank 0 of 2" in shown.out and "rank 1" not in shown.out
+    assert "stderr of rank 0" in shown.err and "stderr of rank 1" not in shown.err
+    for rank in range(2):
+        assert f"this is rank {rank} of 2" in (out / f"logs/rank-{rank}.log").read_text()
+        assert f"stderr of rank {rank}" in (out / f"logs/rank-{rank}.err.log").read_text()
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+    threads = json.loads((out / "rank-1.json").read_text())["threads"]
+    assert threads == os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(2)))
+
+
+def test_the_rank_that_failed_comes_first_with_its_traceback(
+    out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    assert launch("raises", out) == 1
+    assert time.monotonic() - start < 40  # two interpreters start, then at most 30 s
+    text = capfd.readouterr().err
+    said = text[text.index("lockstep: ") :].splitlines()
+    assert said[0] == (
+        "lockstep: rank 1 of 2 exited with status 1; last seen at step 3: forward and backward of input 7"
+    )
+    assert said[1] == "  | Traceback (most recent call last):"
+    assert any(
+        line == "  | ValueError: input 7 is ?[31m not for me" for line in said
+    )  # no control characters
+    assert any(line.startswith("rank 0 ") and "last seen at step 3" in line for line in said)
+
+
+def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert launch("killed", out) == 128 + 9
+    assert time.monotonic() - start < 40
+    text = capfd.readouterr().err
+    assert "lockstep: rank 1 of 2 was killed by SIGKILL; last seen at step 3: forward" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(out: Path) -> None:
+    start = time.monotonic()
+    assert launch("stubborn", out) == 3
+    assert time.monotonic() - start < 45
+    pids = [int(pid) for pid in (out / "pids").read_text().split()]
+    assert wait_for(lambda: not any(map(alive, pids)), seconds=5)
+
+
+@pytest.mark.slow
+def test_the_deadline_ends_all_and_says_where_they_were(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("waits", out, timeout=12) == 124
+    text = capfd.readouterr().err
+    assert "stopped at the deadline" in text
+    assert "rank 1 was stopped; last seen at step 0: a long wait" in text
+    assert not any(alive(int((out / f"pid-{rank}").read_text())) for rank in range(2))
+
+
+@pytest.fixture
+def launcher(out: Path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, whose ranks wait."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(out / "logs"), sys.executable, str(WORKER), "waits"],
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell without job control starts background processes with SIGINT ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.communicate(timeout=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_end_the_launcher_and_leave_no_process(
+    launcher: subprocess.Popen[str], out: Path, number: signal.Signals
+) -> None:
+    paths = [out / f"pid-{rank}" for rank in range(2)]
+    assert wait_for(lambda: all(p.exists() and p.read_text() for p in paths), seconds=60)
+    pids = [int(path.read_text()) for path in paths]
+    assert all(map(alive, pids))
+    launcher.send_signal(number)
+    _, text = launcher.communicate(timeout=30)
+    assert wait_for(lambda: not any(map(alive, pids)), seconds=10)
+    if number != signal.SIGKILL:  # then the kernel ends the ranks
+        assert launcher.returncode == 128 + number
+        assert f"{number.name}: all 2 ranks ended" in text
+
+
+def test_the_environment_says_whether_somebody_started_the_ranks() -> None:
+    assert in_launcher({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not in_launcher({"RANK": "0"}) and not in_launcher({})
+
+
+def test_ranks_do_not_start_ranks(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="rank 1 of 2 already"):
+        launch_ranks(["replay"], ranks=2, timeout=1, log_dir=out)
+
+
+def test_no_rank_is_refused(out: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 1 rank"):
+        launch_ranks(["replay"], ranks=0, timeout=1, log_dir=out)
+
+
+def test_deepspeeds_local_rank_is_taken_off_the_front() -> None:
+    assert without_local_rank(["--local_rank=1", "replay", "--ranks", "2"]) == ["replay", "--ranks", "2"]
+    assert without_local_rank(["--local-rank", "0", "replay"]) == ["replay"]
+    assert without_local_rank(["replay", "--local_rank=1"]) == ["replay", "--local_rank=1"]
+    assert without_local_rank([]) == []
