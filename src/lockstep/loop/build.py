@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import platform
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
+import lockstep
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
-from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.run import GRPORun, RunConfig, SFTRun
 from lockstep.config.train import TrainConfig
 from lockstep.data.held_out import load_train_and_held_out
 from lockstep.data.prompts import PromptSet
@@ -25,8 +30,10 @@ from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
+from lockstep.recording.recorder import NoRecorder, Recorder
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
 from lockstep.transfer.inprocess import InProcessTransfer
 
@@ -52,6 +59,7 @@ class OnlineParts:
     rewards: RewardSet
     plan: Planner
     on_progress: OnProgress | None = None
+    recorder: Recorder | NoRecorder = field(default_factory=NoRecorder)
 
     def close(self) -> None:
         """Engine first: it reads the backend's Parameters. One that fails to close does not keep the others
@@ -137,6 +145,51 @@ def build_backend(
         ref=ref,
     )
     return backend
+
+
+def recording_header(
+    run: RunConfig, *, axes: Axes, model: LoadedModel, plan: Planner, temperature: float = 1.0
+) -> RecordingHeader:
+    """What all inputs of this run's recording share."""
+    assert isinstance(run, GRPORun | SFTRun)
+    folder = Path(run.model.name)
+    settings = {"dtype": axes.dtype} | ({"name": str(folder.resolve())} if folder.is_dir() else {})
+    algorithm = run.algorithm.resolved() if isinstance(run, GRPORun) else run.algorithm
+    cuda = axes.device.startswith("cuda")
+    return RecordingHeader(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        framework="lockstep",
+        versions={
+            "lockstep": lockstep.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+        model=run.model.model_copy(update=settings).model_dump(mode="json"),
+        vocab_size=text_config(model.module).vocab_size,
+        algorithm=algorithm.model_dump(mode="json"),
+        temperature=temperature,
+        max_tokens=run.rollout.sampling.max_tokens if isinstance(run, GRPORun) else None,
+        axes={
+            "backend": axes.backend,
+            "engine": axes.engine,
+            "attention": axes.attention,
+            "execution": axes.execution,
+            "layout": axes.layout,
+            "padding_side": run.train.padding_side,
+            "device": axes.device,
+            "dtype": axes.dtype,
+            "static_capacity": axes.static_capacity,
+            "activation_checkpointing": run.train.activation_checkpointing,
+        },
+        capacity={
+            "token_budget": run.train.token_budget,
+            "max_seqlen": plan.max_seqlen,
+            "max_documents": plan.max_documents,
+        },
+        device_name=torch.cuda.get_device_name(axes.device) if cuda else platform.processor() or "cpu",
+    )
 
 
 def check_lengths(run: GRPORun, model: LoadedModel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.run import SFTRun
 from lockstep.data.sft import SFTSet, load_sft
-from lockstep.loop.build import Planner, build_backend, load_policy
+from lockstep.loop.build import Planner, build_backend, load_policy, recording_header
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
@@ -44,6 +44,8 @@ def train_offline(
         )
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
         first_step = session.restore(backend, checkpoint)
+        header = recording_header(run, axes=axes, model=model, plan=plan)
+        backend = session.recorder(header, first_step=first_step, model=model).around(backend)
 
         def packs(documents: SFTSet, step: int, n: int) -> list[PackedBatch]:
             samples = documents.batch(step, n, run.seed)

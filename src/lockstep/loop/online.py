@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
-from lockstep.loop.build import OnlineParts, build_online
+from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.metrics import rollout_metrics, shape_metrics
 from lockstep.loop.preflight import preflight
@@ -55,8 +55,9 @@ def train_online(
         session.describe(
             axes=parts.axes, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
         )
-        trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
         first_step = session.restore(parts.backend, checkpoint)
+        parts = _recorded(parts, session, first_step)
+        trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
         trainer.push(policy_version=first_step)
         with session.interruptible(parts.engine.abort) as interrupt:
             for done in range(first_step, run.steps + 1):
@@ -81,6 +82,19 @@ def train_online(
                     metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
                 session.log_step(done, metrics)
             return session.finish(run.steps, parts.backend)
+
+
+def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:
+    """The same parts, with whatever the backend is fed going through the run's recorder, if it has one."""
+    run = parts.run
+    temperature = run.rollout.sampling.temperature
+    recorder = session.recorder(
+        recording_header(run, axes=parts.axes, model=parts.model, plan=parts.plan, temperature=temperature),
+        first_step=first_step,
+        model=parts.model,
+        updates_per_step=run.train.minibatches * run.train.epochs_per_batch,
+    )
+    return dataclasses.replace(parts, backend=recorder.around(parts.backend), recorder=recorder)
 
 
 def _evaluate(session: Session, trainer: OnlineTrainer, done: int) -> bool:
@@ -148,6 +162,7 @@ class OnlineTrainer:
         parts, train = self.parts, self.parts.run.train
         ref_logprobs = self._ref_logprobs(groups) if parts.algorithm.ref_in_reward else None
         groups = parts.algorithm.shape(groups, ref_logprobs=ref_logprobs)
+        parts.recorder.see(groups)
         samples = parts.algorithm.samples(groups, ref_logprobs=ref_logprobs)
         minibatches = self._minibatches(samples, ref_logprobs)
         loss = parts.algorithm.loss()

@@ -34,6 +34,8 @@ from lockstep.observe.metrics import MetricsLog
 from lockstep.observe.run_dir import EVALUATIONS, RunDir
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TrainBackend
+from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings
+from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
 
 
@@ -65,6 +67,7 @@ class Session:
         self._state: dict[str, Any] = {"wall_seconds": 0.0, "evaluations": {}, "trained_tokens": 0}
         self._metrics: MetricsLog | None = None
         self._axes: Axes | None = None
+        self._recorder: Recorder | NoRecorder = NoRecorder()
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
         self._between: dict[str, float] = {}
@@ -81,6 +84,7 @@ class Session:
     ) -> None:
         try:
             summary = None if error is None else self._broken_off(error)
+            self._recorder.close()
             if self._metrics is not None:
                 self._metrics.close()
         finally:
@@ -194,6 +198,22 @@ class Session:
         )
         return done
 
+    def recorder(
+        self, header: RecordingHeader, *, first_step: int, model: LoadedModel, updates_per_step: int = 1
+    ) -> Recorder | NoRecorder:
+        """What records the inputs of the run, if it is to: goes on behind the first `first_step` steps."""
+        if self.run.record.enabled:
+            settings = RecorderSettings(
+                config=self.run.record,
+                header=header,
+                updates_per_step=updates_per_step,
+                resume_at=first_step,
+                inputs_seen=int(self._state.get("inputs_seen", 0)),
+            )
+            directory = self.dir.path / "recordings"
+            self._recorder = Recorder(directory, settings, module=model.module, spans=self.spans)
+        return self._recorder
+
     def _check_steps(self, done: int) -> None:
         if done > self.run.steps:
             raise ConfigError(
@@ -221,6 +241,7 @@ class Session:
     def begin_step(self, step: int) -> None:
         """`step` counts from 0."""
         self.display.begin(step)
+        self._recorder.begin_step(step)
         times = self.spans.flush()
         self._between = {name: times[name] for name in ("time/evaluate", "time/save") if name in times}
 
@@ -299,7 +320,7 @@ class Session:
             path = self._checkpoints.save(
                 done,
                 backend,
-                self._state | {"wall_seconds": self._wall()},
+                self._state | {"wall_seconds": self._wall(), "inputs_seen": self._recorder.inputs_seen},
                 metric=current[0] if current else None,
             )
         self._saved = done
@@ -357,7 +378,8 @@ class Session:
 def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """A run_state whose fields are what `Session` wrote. Raises CheckpointError."""
     fields = {"step": int, "wall_seconds": (int, float), "trained_tokens": int, "evaluations": dict}
-    for name, kind in fields.items():
+    state.setdefault("inputs_seen", 0)  # of a run that an earlier version began
+    for name, kind in (fields | {"inputs_seen": int}).items():
         if not isinstance(state.get(name), kind):  # type: ignore[arg-type]
             raise CheckpointError(f"{path}: field {name!r} of run_state.json is {state.get(name)!r}")
     return state

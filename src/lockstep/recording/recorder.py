@@ -1,0 +1,354 @@
+"""Records what a train backend is fed, and what the policy made of it.
+
+    forward_backward ─► inputs on the disk ("pending") ─► the backend's forward_backward
+    optimizer_step   ─► the backend's optimizer_step    ─► the same inputs with their outputs ("finished")
+
+So whatever kills the process, the input that killed it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lockstep.config.record import RecordConfig
+from lockstep.observe.spans import Spans
+from lockstep.protocols.train import StepStats, TokenLoss, TrainBackend
+from lockstep.recording.fingerprint import fingerprint, module_tensors
+from lockstep.recording.weights import FILE, save_weights, stored_fingerprint
+from lockstep.schema.batch import PackedBatch, PolicyBatch
+from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
+from lockstep.schema.rollout import RolloutGroup
+from lockstep.schema.weights import WeightUpdate
+
+_ERROR_CHARACTERS = 2000
+_WEIGHTS = re.compile(r"step-(\d{6,12})")
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecorderSettings:
+    """What a recorder is told once."""
+
+    config: RecordConfig
+    header: RecordingHeader
+    updates_per_step: int = 1
+    """Optimizer steps per step of the loop."""
+    resume_at: int = 0
+    """The first step that will be done now: what an earlier process recorded of it and later ones goes."""
+    inputs_seen: int = 0
+    """Inputs of the steps before, recorded or not: where counting to `config.every` goes on."""
+    rank: int = 0
+    """Rank 0 writes the header and stores weights."""
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Mesh axis -> coordinate of this rank."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """One call of forward_backward."""
+
+    inputs: list[RecordedInput]
+    places: list[int]
+    """Which batches of the call they are."""
+    count: int
+    """Batches of the call."""
+    stats: StepStats | None = None
+
+
+class Recorder:
+    """Writes the inputs of one rank.
+
+    The loop says where it is (`begin_step`) and what it knows of the documents (`see`); the batches come by
+    themselves, through a RecordingBackend.
+
+    Args:
+        directory: of the recording; a run's recordings/, so that its checkpoints/ are found beside it.
+        module: the policy: what is fingerprinted and stored.
+        spans: times what the recorder does under "record".
+    """
+
+    def __init__(
+        self, directory: Path, settings: RecorderSettings, *, module: nn.Module, spans: Spans | None = None
+    ) -> None:
+        self.directory, self.settings = directory, settings
+        self.inputs_seen = settings.inputs_seen
+        self._module, self._spans = module, spans
+        self._draws = draws_random_numbers(module)
+        from lockstep.recording.writer import RecordingWriter
+
+        self._writer = RecordingWriter(
+            directory, settings.header, rank=settings.rank, resume_at=settings.resume_at
+        )
+        self._weights_stored = self._rewind_weights()
+        self._step, self._update = settings.resume_at, 0
+        self._documents: tuple[Mapping[str, Any], ...] = ()
+        self._parts: list[_Part] = []
+
+    def around(self, backend: TrainBackend) -> TrainBackend:
+        """The backend whose inputs are recorded."""
+        return RecordingBackend(backend, self)
+
+    def begin_step(self, step: int) -> None:
+        """The next inputs are of this step of the loop."""
+        self._step, self._update = step, 0
+        self._documents, self._parts = (), []
+
+    def see(self, groups: Iterable[RolloutGroup]) -> None:
+        """The step's rollouts; sample_id i of a batch is the i-th of them."""
+        if self.settings.config.covers(self._step):
+            self._documents = tuple(_documents(groups))
+
+    def before(self, batches: Sequence[PackedBatch]) -> None:
+        """Batches on their way to the backend: on the disk when this returns."""
+        first, self.inputs_seen = self.inputs_seen, self.inputs_seen + len(batches)
+        config, part = self.settings.config, _Part([], [], len(batches))
+        self._parts.append(part)
+        if not config.covers(self._step):
+            return
+        part.places = [i for i in range(len(batches)) if (first + i) % config.every == 0]
+        every = config.weights_every
+        is_due = every is not None and self._step % every == 0 and self._update == 0 and len(self._parts) == 1
+        if not part.places and not is_due:
+            return
+        with self._timed():
+            weights = fingerprint(module_tensors(self._module).items())
+            checkpoint = self._checkpoint(weights, is_due=is_due)
+            before = sum(other.count for other in self._parts[:-1])
+            for place in part.places:
+                number = before + place
+                documents = self._documents
+                ids = batches[place].sample_ids
+                meta = InputMeta(
+                    step=self._step,
+                    update=self._step * self.settings.updates_per_step + self._update,
+                    micro_batch=number,
+                    num_micro_batches=before + len(batches),
+                    rank=self.settings.rank,
+                    world_size=self.settings.world_size,
+                    mesh=self.settings.mesh,
+                    time=time.time(),
+                    weights=weights,
+                    checkpoint=checkpoint,
+                    outcome="pending",
+                    documents=tuple(documents[i] for i in ids) if documents else (),
+                )
+                rng = torch.get_rng_state() if self._draws and number == 0 else None
+                part.inputs.append(
+                    RecordedInput(meta=meta, batch=_on_host(batches[place]), outputs=None, rng=rng)
+                )
+            if part.inputs:
+                self._writer.begin(part.inputs)
+
+    def seen(self, stats: StepStats) -> None:
+        """What the batches of the last `before` gave."""
+        self._parts[-1].stats = stats
+
+    def finish(self, *, grad_norm: float | None) -> None:
+        """The optimizer step is done: outputs go to the disk."""
+        self._write("finished", grad_norm=grad_norm)
+        self._update += 1
+
+    def fail(self, error: Exception) -> None:
+        """The optimizer step is not done, and its inputs are on the disk as those that it failed on."""
+        self._write("failed", error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
+
+    def close(self) -> None:
+        """Everything is safe on the disk; inputs that never finished stay pending."""
+        self._writer.close()
+
+    def _write(
+        self,
+        outcome: Literal["finished", "failed"],
+        *,
+        grad_norm: float | None = None,
+        error: str | None = None,
+    ) -> None:
+        parts, self._parts = self._parts, []
+        if not any(part.inputs for part in parts):
+            return
+        total = sum(part.count for part in parts)
+        with self._timed():
+            inputs: list[RecordedInput] = []
+            for part in parts:
+                outputs: list[RecordedOutputs] | None = None
+                # After a failure the device may give nothing back any more; the error itself goes on.
+                with contextlib.suppress(RuntimeError) if error else contextlib.nullcontext():
+                    outputs = _outputs(part, grad_norm)
+                for i, each in enumerate(part.inputs):
+                    meta = dataclasses.replace(
+                        each.meta, outcome=outcome, error=error, num_micro_batches=total
+                    )
+                    made = outputs[i] if outputs else None
+                    inputs.append(dataclasses.replace(each, meta=meta, outputs=made))
+            self._writer.finish(inputs)
+
+    def _timed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._spans is None else self._spans("record")
+
+    def _checkpoint(self, weights: str, *, is_due: bool) -> str | None:
+        """Store the weights if it is time to, and name where they lie."""
+        name, of_run = f"weights/step-{self._step:06d}", f"../checkpoints/step-{self._step:06d}"
+        folder = self.directory / name
+        is_first = self.settings.config.weights != "none" and not self._weights_stored
+        if self.settings.rank == 0 and (is_due or is_first):
+            save_weights(self._module, folder, known=weights)
+            self._weights_stored = True
+        if (folder / FILE).is_file() and stored_fingerprint(folder) == weights:
+            return name
+        # A checkpoint is of the weights that the step starts from.
+        if self._update == 0 and (self.directory / of_run / "complete.json").is_file():
+            return of_run
+        return None
+
+    def _rewind_weights(self) -> bool:
+        """Remove the weights of steps that will be done again; whether any are left."""
+        left = False
+        for folder in sorted((self.directory / "weights").glob("step-*")):
+            match = _WEIGHTS.fullmatch(folder.name)
+            if match is None:
+                continue
+            if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
+                shutil.rmtree(folder)
+            else:
+                left = True
+        return left
+
+
+class NoRecorder:
+    """What stands in a recorder's place when nothing is recorded."""
+
+    inputs_seen = 0
+
+    def around(self, backend: TrainBackend) -> TrainBackend:
+        """The backend itself."""
+        return backend
+
+    def begin_step(self, step: int) -> None:
+        """Nothing."""
+
+    def see(self, groups: Iterable[RolloutGroup]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class RecordingBackend:
+    """A TrainBackend around another one: what goes in and what comes out is recorded, and not changed."""
+
+    def __init__(self, backend: TrainBackend, recorder: Recorder) -> None:
+        self.inner, self.recorder = backend, recorder
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """Not recorded: the same documents are, on their way to `forward_backward`."""
+        return self.inner.logprobs(batches, model=model)
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """See protocols.TrainBackend; the batches are on the disk before it begins."""
+        self.recorder.before(batches)
+        with self._failing():
+            stats = self.inner.forward_backward(batches, loss)
+        self.recorder.seen(stats)
+        return stats
+
+    def optimizer_step(self) -> dict[str, float]:
+        """See protocols.TrainBackend."""
+        with self._failing():
+            update = self.inner.optimizer_step()
+        self.recorder.finish(grad_norm=update.get("grad_norm"))
+        return update
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error is recorded and goes on; Ctrl-C is none, and leaves the inputs pending."""
+        try:
+            yield
+        except Exception as error:
+            self.recorder.fail(error)
+            raise
+
+    def weights(self, *, policy_version: int) -> WeightUpdate:
+        """See protocols.TrainBackend."""
+        return self.inner.weights(policy_version=policy_version)
+
+    def save(self, directory: Path) -> dict[str, str]:
+        """See protocols.TrainBackend."""
+        return self.inner.save(directory)
+
+    def load(self, directory: Path, *, verified: bool = False) -> None:
+        """See protocols.TrainBackend."""
+        self.inner.load(directory, verified=verified)
+
+    def export(self, directory: Path) -> None:
+        """See protocols.TrainBackend."""
+        self.inner.export(directory)
+
+    def close(self) -> None:
+        """Closes the inner backend; the recorder is closed by whoever made it."""
+        self.inner.close()
+
+
+def draws_random_numbers(module: nn.Module) -> bool:
+    """Whether a forward pass in train mode has dropout, in a module or inside attention."""
+    if any(isinstance(m, _DropoutNd) and m.p > 0 for m in module.modules()):
+        return True
+    config = getattr(module, "config", None)
+    if config is None:
+        return False
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return any((getattr(config, name, None) or 0) > 0 for name in _ATTENTION_DROPOUT)
+
+
+def _documents(groups: Iterable[RolloutGroup]) -> Iterable[Mapping[str, Any]]:
+    """One per rollout, in the order of sample ids. JSON values."""
+    for group in groups:
+        for number, rollout in enumerate(group.rollouts):
+            yield {
+                "prompt_index": group.prompt.index,
+                "sample": number,
+                "reward": float(rollout.reward),
+                "rewards": {name: float(value) for name, value in rollout.rewards.items()},
+                "finish_reason": rollout.completion.finish_reason,
+                "seed": rollout.completion.seed,
+            }
+
+
+def _on_host(batch: PackedBatch) -> PackedBatch:
+    """Batches are on the host but for what `logprobs` left on a device."""
+    moved = {
+        name: value.cpu()
+        for name in ("old_logprobs", "ref_logprobs")
+        if isinstance(batch, PolicyBatch) and (value := getattr(batch, name)) is not None
+    }
+    return dataclasses.replace(batch, **moved) if moved else batch
+
+
+def _outputs(part: _Part, grad_norm: float | None) -> list[RecordedOutputs] | None:
+    """Of the recorded batches of one call, copied from the device at once; None: it gave none."""
+    stats = part.stats
+    if stats is None or not part.places:
+        return None
+    sizes = [stats.logprobs[i].shape[0] for i in part.places]
+    columns = [torch.stack([stats.losses[i] for i in part.places])]
+    columns += [stats.logprobs[i] for i in part.places] + [stats.entropy[i] for i in part.places]
+    losses, *rest = torch.cat(columns).cpu().split([len(sizes), *sizes, *sizes])
+    return [
+        RecordedOutputs(loss=loss, logprobs=logprobs, entropy=entropy, grad_norm=grad_norm)
+        for loss, logprobs, entropy in zip(
+            losses.tolist(), rest[: len(sizes)], rest[len(sizes) :], strict=True
+        )
+    ]
