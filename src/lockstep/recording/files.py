@@ -1,0 +1,367 @@
+"""One file of a recording: read with bounded memory and checked before it is believed, written whole or not at all.
+
+Two kinds: a safetensors file (shards, open inputs) and a JSON object that carries its own sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.errors import RecordingError
+from lockstep.observe.files import jsonable, sync_folder, write_atomic
+
+JSON_BYTES = 16 * 2**20
+"""Largest JSON document that is read or written: recording.json, index.json, the header of a safetensors file."""
+JSON_VALUES = 1_000_000
+"""Most values in one document; with JSON_BYTES it bounds what parsing may take to some hundred MB."""
+
+_CHUNK = 2**20
+_ZEROS = "0" * 64
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Name in a safetensors header -> torch's dtype."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies in a safetensors file."""
+
+    dtype: str
+    """As in the file's header, such as "U16"."""
+    shape: tuple[int, ...]
+    start: int
+    """Bytes from the file's beginning."""
+    nbytes: int
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.dtype].itemsize
+
+
+def check_inside(path: Path, root: Path) -> None:
+    """Refuse what is missing, no plain file, or a link that leads out of `root`.
+
+    Raises:
+        RecordingError: names the file.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path}: cannot be read ({error}); the recording is incomplete") from error
+    if not stat.S_ISREG(mode):
+        raise RecordingError(f"{path}: is no plain file; a recording holds files and folders only")
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise RecordingError(f"{path}: is a link that leads out of the recording; copy the file itself there")
+
+
+def parse_json(raw: bytes, where: str) -> Any:
+    """JSON without NaN, infinities, duplicate keys, or more values than JSON_VALUES.
+
+    Raises:
+        RecordingError: names `where`.
+    """
+    if len(raw) > JSON_BYTES or sum(map(raw.count, (b",", b"[", b"{"))) > JSON_VALUES:
+        raise RecordingError(
+            f"{where}: {len(raw):,} bytes of JSON are more than a recording has (at most {JSON_BYTES:,} "
+            "bytes "
+            f"and {JSON_VALUES:,} values)"
+        )
+
+    def no_constant(name: str) -> NoReturn:
+        raise RecordingError(f"{where}: {name} is no JSON number")
+
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise RecordingError(f"{where}: the number {text[:40]} is too large for a float")
+        return value
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise RecordingError(f"{where}: the key {twice[:80]!r} stands twice in one object")
+        return found
+
+    try:
+        return json.loads(
+            raw.decode("utf-8"), parse_constant=no_constant, parse_float=finite, object_pairs_hook=unique
+        )
+    except RecordingError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(f"{where}: is not valid JSON ({error}); the file is damaged") from error
+
+
+def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
+    """A JSON object whose "sha256" is that of the file's bytes with these 64 digits written as zeros.
+
+    Raises:
+        RecordingError: names the file.
+    """
+    check_inside(path, root)
+    with _open(path) as file:
+        raw = file.read(JSON_BYTES + 1)
+    value = parse_json(raw, str(path))
+    if not isinstance(value, dict):
+        raise RecordingError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    digest = value.pop("sha256", None)
+    if not isinstance(digest, str) or not _HEX.fullmatch(digest) or raw.count(digest.encode()) != 1:
+        raise RecordingError(f"{path}: field sha256 is missing or not 64 hexadecimal digits")
+    if hashlib.sha256(raw.replace(digest.encode(), _ZEROS.encode())).hexdigest() != digest:
+        raise RecordingError(
+            f"{path}: field sha256 does not match the rest of the file; the file is damaged or was edited "
+            "by hand"
+        )
+    return value
+
+
+def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
+    """What read_signed_json reads; atomic, safe on the disk.
+
+    Raises:
+        RecordingError: too large.
+        TypeError: a value is not JSON.
+    """
+    text = json.dumps({**jsonable(value), "sha256": _ZEROS}, indent=1, allow_nan=False) + "\n"
+    data = text.encode()
+    check_json_size(data, path)
+    digest = hashlib.sha256(data).hexdigest()
+    before, _, after = text.rpartition(_ZEROS)
+    if _ZEROS in before:
+        raise RecordingError(
+            f"{path}: a value holds 64 zeros, which stand for the checksum; write something else"
+        )
+    write_atomic(path, before + digest + after)
+
+
+def check_json_size(data: bytes, path: Path) -> None:
+    """Refuse to write what could not be read again."""
+    if len(data) > JSON_BYTES or sum(map(data.count, (b",", b"[", b"{"))) > JSON_VALUES:
+        raise RecordingError(
+            f"{path}: {len(data):,} bytes of JSON would not be read again (at most {JSON_BYTES:,} bytes and "
+            f"{JSON_VALUES:,} values); keep less of each document, or set a smaller shard_inputs"
+        )
+
+
+class TensorFile:
+    """A safetensors file whose header was read and checked; tensors are read piece by piece.
+
+    Raises:
+        RecordingError: names the file and what is wrong with it.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        check_inside(path, root)
+        self.path = path
+        with _open(path) as file:
+            status = os.fstat(file.fileno())
+            self._stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+            size = status.st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, JSON_BYTES):
+                raise self._broken(
+                    f"its header would be {length:,} bytes long, in a file of {size:,} bytes; it is "
+                    "truncated or "
+                    "no safetensors file (nothing else is ever read: no pickle, no torch.save)"
+                )
+            raw = file.read(length)
+        header = parse_json(raw, f"{path}: header")
+        if not isinstance(header, dict):
+            raise self._broken("its header is no JSON object")
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise self._broken("field __metadata__ must be an object of strings")
+        self.metadata: dict[str, str] = metadata
+        self.tensors = {name: self._place(name, value, 8 + length) for name, value in header.items()}
+        end = 8 + length
+        for name, place in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+            if place.start != end:
+                raise self._broken(f"tensor {name!r}: data_offsets overlap or leave a gap")
+            end += place.nbytes
+        if end != size:
+            raise self._broken(f"its tensors end at byte {end:,}, the file at byte {size:,}; it is truncated")
+
+    def _broken(self, what: str) -> RecordingError:
+        return RecordingError(f"{self.path}: {what}")
+
+    def _place(self, name: str, value: Any, data: int) -> TensorPlace:
+        if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+            raise self._broken(f"tensor {name!r}: must have dtype, shape and data_offsets, and nothing else")
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise self._broken(
+                f"tensor {name!r}: dtype {str(dtype)[:40]!r} is not one of {', '.join(DTYPES)}"
+            )
+        for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+            if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+                raise self._broken(f"tensor {name!r}: {what} must be a list of whole numbers, none negative")
+        if len(offsets) != 2 or len(shape) > 64:
+            raise self._broken(f"tensor {name!r}: needs 2 data_offsets and at most 64 dimensions")
+        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+        if offsets[1] - offsets[0] != nbytes:
+            raise self._broken(
+                f"tensor {name!r}: {dtype} of shape {shape} does not take data_offsets {offsets}"
+            )
+        return TensorPlace(dtype=dtype, shape=tuple(shape), start=data + offsets[0], nbytes=nbytes)
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Changes when the file does."""
+        check = os.stat(self.path)
+        return (check.st_ino, check.st_size, check.st_mtime_ns)
+
+    def digest(self, name: str) -> str:
+        """sha256 of a tensor's bytes, read in pieces."""
+        place, found = self.tensors[name], hashlib.sha256()
+        with _open(self.path) as file:
+            file.seek(place.start)
+            left = place.nbytes
+            while left:
+                data = file.read(min(left, _CHUNK))
+                if not data:
+                    raise self._broken(f"tensor {name!r}: the file became shorter while it was read")
+                found.update(data)
+                left -= len(data)
+        return found.hexdigest()
+
+    def read(self, pieces: Mapping[str, tuple[int, int]]) -> dict[str, bytearray]:
+        """Tensor name -> (first entry, number of entries) of its flat data, as bytes."""
+        found = {}
+        with _open(self.path) as file:
+            for name, (first, count) in pieces.items():
+                place = self.tensors[name]
+                wanted = count * place.itemsize
+                if first < 0 or count < 0 or first * place.itemsize + wanted > place.nbytes:
+                    raise self._broken(f"tensor {name!r}: has no entries {first} to {first + count}")
+                data = bytearray(wanted)
+                file.seek(place.start + first * place.itemsize)
+                if wanted and file.readinto(data) != wanted:
+                    raise self._broken(f"tensor {name!r}: the file became shorter while it was read")
+                found[name] = data
+        return found
+
+    def read_tensor(self, name: str) -> Tensor:
+        """The whole tensor."""
+        place = self.tensors[name]
+        data = self.read({name: (0, place.nbytes // place.itemsize)})[name]
+        if not data:
+            return torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        return torch.frombuffer(data, dtype=DTYPES[place.dtype]).reshape(place.shape)
+
+
+def dtype_name(tensor: Tensor | np.ndarray[Any, Any]) -> str:
+    """The name of its dtype in a safetensors header.
+
+    Raises:
+        RecordingError: safetensors has none.
+    """
+    if isinstance(tensor, np.ndarray):
+        return {"u": "U", "i": "I", "f": "F"}[tensor.dtype.kind] + str(8 * tensor.dtype.itemsize)
+    if tensor.dtype not in _NAMES:
+        raise RecordingError(
+            f"a tensor of dtype {tensor.dtype} cannot be recorded; known: {', '.join(DTYPES)}"
+        )
+    return _NAMES[tensor.dtype]
+
+
+def tensor_bytes(tensor: Tensor | np.ndarray[Any, Any]) -> memoryview:
+    """Its bytes in row-major order, without a copy where that is possible."""
+    if isinstance(tensor, Tensor):
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor | np.ndarray[Any, Any]],
+    metadata: Mapping[str, str],
+    *,
+    sync: bool,
+) -> int:
+    """A safetensors file, replaced as a whole; its size in bytes.
+
+    Args:
+        sync: safe on the disk before it gets its name. Otherwise in the page cache, which outlives the
+            process but not the machine.
+
+    Raises:
+        RecordingError: a header that could not be read again, or no room on the disk.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset, parts = 0, []
+    # Wide ones first, so that every tensor is aligned for whoever maps the file.
+    for name in sorted(tensors, key=lambda n: (-tensors[n].dtype.itemsize, n)):
+        data = tensor_bytes(tensors[name])
+        header[name] = {
+            "dtype": dtype_name(tensors[name]),
+            "shape": list(tensors[name].shape),
+            "data_offsets": [offset, offset + data.nbytes],
+        }
+        offset += data.nbytes
+        parts.append(data)
+    raw = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    check_json_size(raw, path)
+    _replace(path, [len(raw).to_bytes(8, "little"), raw, *parts], sync=sync)
+    return 8 + len(raw) + offset
+
+
+def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            for part in parts:
+                view = memoryview(part)
+                while view.nbytes:
+                    view = view[file.write(view) :]
+            if sync:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RecordingError(
+            f"{path}: cannot be written ({error}); free some space, or record less (--record.every)"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    if sync:
+        sync_folder(path.parent)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise RecordingError(f"{path}: cannot be read ({error})") from error
