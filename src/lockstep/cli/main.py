@@ -20,6 +20,8 @@ COMMANDS = {
     "chat": "talk to a run's checkpoint",
     "replay": "feed recorded inputs to the policy again, under any kernel, layout and backend",
     "plan": "parameters, memory and micro-batches of a run, before anything starts",
+    "matrix": "inputs under every combination of kernels, layouts, compile modes: a table; matrix diff",
+    "bisect": "the first input and module at which two cells differ, or the smallest input that crashes one",
     "doctor": "what this machine can run, and the settings that usually bite",
     "support": "the table of what may be combined, and where it is tested",
 }

@@ -1,0 +1,279 @@
+"""`lockstep matrix`: the same inputs under every combination of kernels, layouts and compile modes.
+
+lockstep matrix --max-inputs 4
+lockstep matrix runs/demo --axes attention,compile,packing
+lockstep matrix runs/demo --axis attention=sdpa,varlen,hf:flash_attention_2 --axis layers=2,all
+lockstep matrix diff runs/matrix-old runs/matrix-new
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+from lockstep.observe.files import write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.lab.matrix import MatrixOptions
+
+_SWITCH = argparse.BooleanOptionalAction
+_PASSED_ON = {
+    "--max-inputs": ("N", "at most N inputs"),
+    "--inputs": ("LIST", "these inputs, such as 3,7,10-20"),
+    "--steps": ("A:B", "inputs of steps A to B - 1"),
+    "--capacity": ("TOKENS", "static capacity of compiled packs"),
+    "--loss": ("NAME", "recorded, logprob-sum or cross-entropy (recorded)"),
+    "--warmup": ("N", "first run N inputs unmeasured (0)"),
+    "--gradient-inputs": ("G", "of how many inputs gradients are compared (1)"),
+    "--gradient-entries": ("N", "entries compared of one parameter's gradient (1048576)"),
+}
+"""Flags of `lockstep replay` that all cells share."""
+_BASE = ("model", "dtype", "num_layers", "padding_side", "activation_checkpointing")
+"""Flags that say what the cells have in common, as fields of a cell."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag of `lockstep matrix`."""
+    made = argparse.ArgumentParser(
+        prog="lockstep matrix",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
+    )
+    _cell_flags(made.add_argument_group("which cells"))
+    shared = made.add_argument_group("what all cells share (as in lockstep replay)")
+    for flag, (metavar, text) in _PASSED_ON.items():
+        shared.add_argument(flag, metavar=metavar, help=text)
+    shared.add_argument("--backward", action=_SWITCH, default=True, help="compute gradients")
+    shared.add_argument("--trust-remote-code", action="store_true", help="run code of a hub model")
+    _work_flags(made.add_argument_group("how"))
+    return made
+
+
+def _cell_flags(group: Any) -> None:
+    group.add_argument(
+        "--axes",
+        metavar="NAMES",
+        help="axes with their usual values, joined by commas (flash,compile,packing)",
+    )
+    group.add_argument(
+        "--axis",
+        action="append",
+        default=[],
+        metavar="NAME=VALUES",
+        help="an axis with these values, joined by commas; may be repeated; `--axis list` shows all",
+    )
+    group.add_argument(
+        "--reference",
+        default="",
+        metavar="WORDS",
+        help="AXIS=VALUE words of the cell to compare with (padded, sdpa, eager, float32)",
+    )
+    group.add_argument("--model", metavar="NAME", help="instead of the recorded one")
+    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the cells")
+    group.add_argument("--num-layers", type=_positive, metavar="N", help="only the first N layers")
+    group.add_argument("--padding-side", choices=["left", "right"], help="of padded cells")
+    group.add_argument("--activation-checkpointing", action=_SWITCH, help="less memory, more time")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+
+
+def _work_flags(group: Any) -> None:
+    group.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="seconds per cell (600)")
+    group.add_argument(
+        "--jobs",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="N cells at a time, without comparable times (1)",
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/matrix-TIME)")
+    group.add_argument("--resume", action="store_true", help="go on in --out: what is done is not run again")
+    group.add_argument("--retry", action="store_true", help="with --resume: run again what did not work")
+    group.add_argument("--keep-outputs", action="store_true", help="keep every cell's logprobs and gradients")
+    group.add_argument(
+        "--tolerance-logprob", type=_seconds, metavar="NATS", help="largest difference (1e-4 in float32)"
+    )
+    group.add_argument(
+        "--tolerance-gradient", type=_seconds, metavar="X", help="relative error (1e-4 in float32)"
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="everything, once more")
+    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the matrix; 0 when nothing fails or disagrees, 1 when something does, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError, RecordingError: before the first cell.
+    """
+    if argv and argv[0] == "diff":
+        return _diff(argv[1:])
+    args = parser().parse_args(list(argv))
+    _check(args, argv)
+    if "list" in args.axis:
+        return _list_axes()
+    from lockstep.lab.matrix import run_matrix
+    from lockstep.lab.matrix_report import brief, show
+    from lockstep.loop.interrupt import Interrupted
+
+    options = make_options(args, argv)
+    say = _nothing if args.quiet else _say
+    say(f"matrix: {options.out}")
+    try:
+        result = run_matrix(args.recording, options, progress=lambda *news: say(brief(*news)))
+    except Interrupted as stop:
+        say(f"interrupted after {stop.summary['cells']} of {stop.summary['total']} cells")
+        print(stop.summary["verdict"])
+        print(f"go on with: {_go_on(argv, options.out)}")
+        return 143 if stop.summary["signal"] == 15 else 130
+    if not args.quiet:
+        show(result, _console())
+        print(f"{options.out}/matrix.html, matrix.md, matrix.json")
+    if args.json is not None:
+        write_json(args.json, result.as_dict())
+    print(result.verdict)
+    return 0 if result.ok else 1
+
+
+def make_options(args: argparse.Namespace, argv: Sequence[str]) -> MatrixOptions:
+    """The options of the flags. Raises ConfigError."""
+    from lockstep.lab.matrix import MatrixOptions
+    from lockstep.lab.matrix_cells import parse_axes
+
+    names = [name.strip() for name in args.axes.split(",")] if args.axes else []
+    return MatrixOptions(
+        out=args.out if args.out is not None else default_out(),
+        axes=parse_axes(names, given=args.axis),
+        base=tuple((name, value) for name in _BASE if (value := getattr(args, name)) is not None),
+        device=args.device,
+        reference=args.reference,
+        replay_flags=tuple(_shared(args)),
+        timeout=args.timeout,
+        jobs=args.jobs,
+        resume=args.resume,
+        retry=args.retry,
+        logprob_limit=args.tolerance_logprob,
+        gradient_limit=args.tolerance_gradient,
+        keep_outputs=args.keep_outputs,
+        command=shlex.join(["lockstep", "matrix", *argv]),
+    )
+
+
+def default_out() -> Path:
+    """runs/matrix-TIMESTAMP, with a number when two start in one second."""
+    name = time.strftime("matrix-%Y%m%d-%H%M%S")
+    candidates = (Path("runs", name if n == 0 else f"{name}-{n}") for n in range(1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def _shared(args: argparse.Namespace) -> list[str]:
+    flags: list[str] = []
+    for flag in _PASSED_ON:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        flags += [] if value is None else [flag, value]
+    flags += [] if args.backward else ["--no-backward"]
+    return flags + (["--trust-remote-code"] if args.trust_remote_code else [])
+
+
+def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    if args.resume and args.out is None:
+        raise ConfigError("--resume goes on with a matrix; name its folder with --out")
+    if args.retry and not args.resume:
+        raise ConfigError("--retry runs again what did not work in an earlier matrix; it needs --resume")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    from lockstep.cli.replay import parser as replay_parser
+
+    # The flags that cells share are replay's: it says what is wrong with them, before any cell is run.
+    replay = replay_parser()
+    replay.prog = "lockstep matrix"
+    replay.parse_args(_shared(args))
+
+
+def _list_axes() -> int:
+    from lockstep.lab.matrix_cells import KINDS
+
+    width = max(map(len, KINDS))
+    for name, kind in KINDS.items():
+        usual = ",".join(kind.usual) or "no usual values"
+        print(f"{name:<{width}}  {usual:<18}  {kind.help}")
+    return 0
+
+
+def _diff(argv: Sequence[str]) -> int:
+    """`lockstep matrix diff A B`: exit status 1 when a cell of B is worse."""
+    made = argparse.ArgumentParser(
+        prog="lockstep matrix diff",
+        description="What changed from matrix A to matrix B. Exit status 1: a cell that worked does not, or "
+        "one that agreed with its reference does not.",
+        allow_abbrev=False,
+    )
+    made.add_argument("a", type=Path, metavar="A", help="folder or matrix.json, the older one")
+    made.add_argument("b", type=Path, metavar="B", help="the newer one")
+    made.add_argument(
+        "--threshold", type=_seconds, default=0.1, metavar="X", help="tell a change of speed above this (0.1)"
+    )
+    made.add_argument(
+        "--grew", type=_seconds, default=2.0, metavar="X", help="tell differences X times as large (2)"
+    )
+    made.add_argument("--all", action="store_true", help="show cells that are as they were, too")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the changes to this file")
+    args = made.parse_args(list(argv))
+    from lockstep.lab.matrix_diff import diff_matrices, show_diff
+    from lockstep.lab.matrix_result import read_matrix
+
+    found = diff_matrices(
+        read_matrix(args.a), read_matrix(args.b), speed_threshold=args.threshold, grew=args.grew
+    )
+    show_diff(found, _console(), everything=args.all)
+    if args.json is not None:
+        write_json(args.json, found.as_dict())
+    print(found.verdict)
+    return int(bool(found.regressions))
+
+
+def _go_on(argv: Sequence[str], out: Path) -> str:
+    words = list(argv) + ([] if "--resume" in argv else ["--resume"])
+    given = any(word == "--out" or word.startswith("--out=") for word in argv)
+    return shlex.join(["lockstep", "matrix", *words, *([] if given else ["--out", str(out)])])
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    from lockstep.lab.matrix_report import WIDTH
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value

@@ -1,0 +1,215 @@
+"""One cell's subprocess: a log of its own, a deadline, and how it ended in a few words.
+
+A process that hangs is first asked for a traceback of all its threads (SIGABRT, which Python's faulthandler
+answers), then killed with everything it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TRACEBACK_SECONDS = 5.0
+"""How long a process that ran past its deadline may take to write its traceback."""
+TAIL_BYTES = 256 * 1024
+"""What of a log is looked at for the line that matters."""
+
+_ERROR = re.compile(r"^(?:\[?rank ?\d+\]?:? ?)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$")
+_ERROR_NAME = re.compile(r"(Error|Exception|Interrupt|Exit|Unsupported|Failed|Failure)$")
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (\S+)')
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|MemoryError|can't allocate memory|Cannot allocate memory"
+    r"|std::bad_alloc"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a process ended."""
+
+    returncode: int | None
+    """As subprocess has it: negative for a signal. None: it was killed at its deadline or by Ctrl-C."""
+    timed_out: bool
+    seconds: float
+
+
+class ProcessRunner:
+    """Runs commands, from several threads if need be, and kills those that run when asked to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        timeout: float,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> Ending:
+        """Run `argv` with stdout and stderr in `log`, until it ends or `timeout` seconds are over.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, or `stop` was called; the process is dead by then.
+        """
+        variables = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+        start = time.monotonic()
+        with log.open("ab") as file:
+            with self._lock:
+                if self._stopped:
+                    raise KeyboardInterrupt
+                # A session of its own: the terminal's Ctrl-C comes here only, and one kill reaches all of it.
+                process = subprocess.Popen(
+                    list(argv),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=variables,
+                    cwd=directory,
+                    start_new_session=True,
+                )
+                self._running.add(process)
+            try:
+                timed_out = not _wait(process, timeout)
+                if timed_out:
+                    _ask_for_traceback(process)
+            finally:
+                _kill_group(process)
+                with self._lock:
+                    self._running.discard(process)
+        if self._stopped:
+            raise KeyboardInterrupt
+        return Ending(
+            returncode=None if timed_out else process.returncode,
+            timed_out=timed_out,
+            seconds=time.monotonic() - start,
+        )
+
+    def stop(self) -> None:
+        """Kill what runs, and start nothing more."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                _signal_group(process, signal.SIGKILL)
+
+
+def signal_name(returncode: int) -> str:
+    """-11 -> "SIGSEGV"."""
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def read_tail(log: Path) -> str:
+    """The last TAIL_BYTES of a log; "" where there is none."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - TAIL_BYTES))
+        return file.read().decode("utf-8", errors="replace")
+
+
+def line_that_matters(text: str, *, limit: int = 300) -> str:
+    """The one line of a log that says why: the last error that is named, else where a fatal signal hit, else
+    the last line.
+
+    Example:
+        >>> line_that_matters("Traceback ...\\n  File ...\\nValueError: no such kernel\\n\\nhint\\n")
+        'ValueError: no such kernel'
+    """
+    lines = text.splitlines()
+    fatal = _fatal(lines)
+    if fatal:
+        return _shorten(fatal, limit)
+    for line in reversed(lines):
+        stripped = line.strip()
+        if stripped.startswith("lockstep ") and ": " in stripped:
+            return _shorten(stripped, limit)
+        match = _ERROR.match(line)
+        if match and _ERROR_NAME.search(match[1]):
+            return _shorten(f"{match[1].rpartition('.')[2]}: {match[2]}", limit)
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return _shorten(last, limit)
+
+
+def looks_out_of_memory(text: str) -> bool:
+    """Whether an error or a log is about memory that could not be had, of a device or of the host."""
+    return _OUT_OF_MEMORY.search(text) is not None
+
+
+def _fatal(lines: Sequence[str]) -> str | None:
+    """ "Fatal Python error: Segmentation fault, in NAME (FILE:LINE)" from faulthandler's report."""
+    starts = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    if not starts:
+        return None
+    # The thread that was hit comes as "Current thread"; its first frame is the innermost one.
+    after = starts[-1] + 1
+    current = next((i for i in range(after, len(lines)) if lines[i].startswith("Current thread")), None)
+    for line in lines[after if current is None else current :]:
+        frame = _FRAME.match(line)
+        if frame:
+            return f"{lines[starts[-1]].strip()}, in {frame[3]} ({_short_path(frame[1])}:{frame[2]})"
+    return lines[starts[-1]].strip()
+
+
+def hung_in(text: str) -> str | None:
+    """Where a process was when it was asked for a traceback, as "NAME (FILE:LINE)"."""
+    line = _fatal(text.splitlines())
+    return line.partition(", in ")[2] or None if line is not None else None
+
+
+def _short_path(path: str) -> str:
+    """The part that says which library and file: .../site-packages/torch/x.py -> torch/x.py."""
+    for root in ("/site-packages/", "/dist-packages/", "/src/"):
+        if root in path:
+            return path.rpartition(root)[2]
+    return Path(path).name
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _ask_for_traceback(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if sys.platform == "linux":
+            import resource
+
+            # The signal must not leave a core dump of a whole model behind.
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+        os.kill(process.pid, signal.SIGABRT)
+    _wait(process, TRACEBACK_SECONDS)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Nothing of the process's session is left: not the process, nor ranks that it started."""
+    _signal_group(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    # The group's id is the process's own; it stays taken as long as any member lives.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
