@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.lab.documents import exact
 from lockstep.lab.locate import Finding, locate
-from lockstep.lab.sides import InputDifference, Side, compare, differs, run
+from lockstep.lab.sides import InputDifference, Outcome, Side, SideFailed, compare, differs, run
 from lockstep.schema.batch import PackedBatch
 
 
@@ -63,7 +63,7 @@ def bisect(
     for index, recorded in inputs:
         count += 1
         batch = exact(recorded)
-        found = compare(run(a, batch), run(b, batch))
+        found = compare(_whole(a, batch, index), _whole(b, batch, index))
         largest = max(largest, found, key=lambda d: (d.logprob, d.gradient))
         if progress is not None:
             progress(index, found)
@@ -78,6 +78,13 @@ def bisect(
                 **_located(a, b, batch, tolerance=tolerance),
             )
     return BisectResult(a=a, b=b, inputs=count, largest=largest)
+
+
+def _whole(side: Side, batch: PackedBatch, index: int) -> Outcome:
+    try:
+        return run(side, batch)
+    except Exception as error:  # a cell that fails is a finding of its own
+        raise SideFailed(side.name, index) from error
 
 
 def _located(a: Side, b: Side, batch: PackedBatch, *, tolerance: float | None) -> dict[str, Any]:

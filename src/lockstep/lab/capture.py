@@ -301,7 +301,7 @@ def sketch(flat: Tensor) -> Tensor:
 def _projection(features: int) -> Tensor:
     """[features, SKETCH]; seeded by its shape, so that two captures agree."""
     generator = torch.Generator().manual_seed(features)
-    return torch.randn(features, SKETCH, generator=generator) / SKETCH**0.5
+    return torch.randn(features, SKETCH, generator=generator).div(SKETCH**0.5)
 
 
 def _in_backward() -> bool:

@@ -369,7 +369,7 @@ def main():
         return 1
     worst = max(off, key=off.get)
     if off[worst] > 0.5 * reported:
-        print(f"max difference {off[worst]:.6e}: {worst}'s recorded result is not what plain torch makes of it")
+        print(f"max difference {off[worst]:.6e}: {worst}'s recorded result is not what torch makes of it")
         return 1
     print(f"max difference {here:.6e}: not reproduced")
     return 0

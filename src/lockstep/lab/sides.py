@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ParityError
+from lockstep.errors import LockstepError, ParityError
 from lockstep.lab.capture import Capture, Key, Seen, reverse_documents, token_rows
 from lockstep.lab.documents import exact, reversed_order
 from lockstep.protocols.train import TokenLoss
@@ -48,6 +48,14 @@ class Side:
     @property
     def module(self) -> nn.Module:
         return self.backend.module
+
+
+class SideFailed(LockstepError):
+    """A side raised; what it raised is the cause."""
+
+    def __init__(self, side: str, index: int) -> None:
+        super().__init__(f"cell {side} fails on input {index}")
+        self.side, self.index = side, index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

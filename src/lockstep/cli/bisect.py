@@ -1,0 +1,220 @@
+"""`lockstep bisect`: the first input and the first module at which two cells differ; or the smallest crash.
+
+lockstep bisect runs/demo --a "--no-flash-attn --no-packing" --b "--flash-attn --packing --compile"
+lockstep bisect --b "--compile" --crash --max-inputs 20
+
+A and B are flags of `lockstep replay`; flags outside of them (--max-inputs, --inputs, --num-layers, --model,
+--dtype, --device, --capacity, --loss, --no-backward, ...) count for both cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli import replay as replay_cli
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.lab.replay import ReplayOptions
+    from lockstep.recording import Recording
+
+_TEXTS = ("--a", "--b")
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: no difference beyond tolerance (no crash), 1: there is one.
+
+    Raises:
+        ConfigError, RecordingError, ModelError: before the first forward.
+    """
+    where, rest = split_recording(argv)
+    args, shared = _parser().parse_known_args(_joined(rest))
+    shared = [word for word in shared if word != "--"]
+    parsed = {name: _replay_args(name, text, shared) for name, text in (("a", args.a), ("b", args.b))}
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    out = _fresh(args.out)
+    from lockstep.models.quiet import quiet_transformers
+    from lockstep.recording import Recording
+
+    recording = Recording.open(where)
+    options = {
+        name: replay_cli.make_options(found, recording, replay_cli.cell_fields(found))
+        for name, found in parsed.items()
+    }
+    if options["a"].cell == options["b"].cell and not args.crash:
+        raise ConfigError("--a and --b are the same cell; name a flag in which they differ")
+    with quiet_transformers():
+        if args.crash:
+            return _crash(recording, options["b"], out, args)
+        return _bisect(recording, options, out, args)
+
+
+def split_recording(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(RECORDING, flags): it comes first, so that a shared flag's value is not taken for it."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        return words[0], words[1:]
+    return None, words
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """`--a TEXT` as `--a=TEXT`: argparse takes a TEXT such as "--packing" for a flag."""
+    found: list[str] = []
+    waiting = False
+    for word in words:
+        if waiting:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+        waiting = not waiting and word in _TEXTS
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep bisect",
+        usage='lockstep bisect [RECORDING] --a "FLAGS" --b "FLAGS" [OPTIONS] [FLAGS OF BOTH]',
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--a", default="", metavar="FLAGS", help="flags of cell a (as recorded)")
+    parser.add_argument("--b", default="", metavar="FLAGS", help="flags of cell b (as recorded)")
+    parser.add_argument(
+        "--tolerance",
+        type=_positive_float,
+        metavar="X",
+        help="nats of a logprob, and relative difference of a tensor (measured: 4 times what reordering the "
+        "documents does in cell a, with a floor for the dtype)",
+    )
+    parser.add_argument("--crash", action="store_true", help="find the smallest input on which b crashes")
+    parser.add_argument("--max-trials", type=int, default=200, metavar="N", help="of --crash (200)")
+    parser.add_argument(
+        "--trial-timeout",
+        type=_positive_float,
+        default=300.0,
+        metavar="SECONDS",
+        help="a trial of --crash that takes longer hangs, which is a crash too (300)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="new directory (runs/bisect-TIME)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the result, machine-readable")
+    parser.add_argument("--quiet", action="store_true", help="print the verdict only")
+    return parser
+
+
+def _replay_args(name: str, text: str, shared: Sequence[str]) -> argparse.Namespace:
+    parser = replay_cli.parser()
+    parser.prog = f"lockstep bisect --{name}"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--{name} {text!r}: {error}") from error
+    found = parser.parse_args([*words, *shared])
+    if found.recording is not None:
+        raise ConfigError(
+            f"{found.recording!r} is no flag; the recording comes first: lockstep bisect RECORDING"
+        )
+    return found
+
+
+def _fresh(out: Path | None) -> Path:
+    if out is None:
+        out = Path("runs", time.strftime("bisect-%Y%m%d-%H%M%S"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} is there already and not an empty folder; name a new one")
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _bisect(
+    recording: Recording, options: dict[str, ReplayOptions], out: Path, args: argparse.Namespace
+) -> int:
+    from lockstep.lab import bisect_report as report
+    from lockstep.lab.bisect import bisect
+    from lockstep.lab.bisect_cells import OpenCells
+    from lockstep.lab.documents import exact
+    from lockstep.lab.repro import write_repro
+    from lockstep.lab.sides import InputDifference, SideFailed
+
+    say = _say(args)
+    cells = OpenCells(recording, options["a"], options["b"])
+    for name, statement in zip("ab", cells.statements(), strict=True):
+        say(f"{name}: {statement}")
+
+    def progress(index: int, found: InputDifference) -> None:
+        say(f"input {index}: logprobs {found.logprob:.3g} nats, gradients {found.gradient:.3g} relative")
+
+    try:
+        result = bisect(cells.a, cells.b, cells.inputs(), tolerance=args.tolerance, progress=progress)
+    except SideFailed as failure:
+        say(f"input {failure.index}: cell {failure.side} fails ({failure.__cause__}); looking for its crash")
+        del cells
+        return _crash(recording, options[failure.side], out, args, index=failure.index)
+    repro = ""
+    if result.finding is not None and result.index is not None:
+        repro = str(write_repro(result.finding, exact(recording[result.index].batch), out))
+    for line in report.lines(result):
+        say(line)
+    if repro:
+        say(f"reproduction: python {repro}")
+    values = report.as_dict(result) | {"repro": repro or None}
+    return _conclude(report.markdown(result, repro=Path(repro).name), values, out, args)
+
+
+def _crash(
+    recording: Recording,
+    options: ReplayOptions,
+    out: Path,
+    args: argparse.Namespace,
+    *,
+    index: int | None = None,
+) -> int:
+    import dataclasses
+
+    from lockstep.lab import bisect_report as report
+    from lockstep.lab.crash import CrashSearch, find_crash
+
+    if index is not None:
+        options = dataclasses.replace(options, inputs=(index,), steps=None, max_inputs=None, shuffle=False)
+    search = CrashSearch(max_trials=args.max_trials, seconds=args.trial_timeout)
+    say = _say(args)
+    found = find_crash(recording, options, out, search=search, progress=say)
+    for line in [] if found is None else report.crash_lines(found):
+        say(line)
+    return _conclude(report.crash_markdown(found), report.crash_dict(found), out, args)
+
+
+def _conclude(markdown: str, values: dict[str, Any], out: Path, args: argparse.Namespace) -> int:
+    from lockstep.lab.results import printable
+    from lockstep.observe.files import write_atomic, write_json
+
+    write_atomic(out / "bisect.md", markdown)
+    write_json(out / "bisect.json", values)
+    if args.json is not None:
+        write_json(args.json, values)
+    _say(args)(f"results: {out}")
+    print(printable(values["verdict"]))
+    return int(bool(values.get("differs") or values.get("crashes")))
+
+
+def _say(args: argparse.Namespace) -> Any:
+    from lockstep.lab.results import printable
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(printable(text), flush=True)
+
+    return say
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
