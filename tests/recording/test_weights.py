@@ -187,7 +187,7 @@ def test_the_weights_of_an_input_are_those_it_names_or_those_with_its_fingerprin
             "weights/../../step-000003",
             "weights/step-000003/..",
         ),
-        *("../checkpoints/step-000003\n", "weights", "", "weights/step-3", "../other/step-000003"),
+        *("../checkpoints/step-000003\n", "weights", "", "weights/.hidden", "../other/step-000003"),
     ],
 )
 def test_a_checkpoint_elsewhere_is_refused(run: Run, name: str) -> None:

@@ -27,6 +27,7 @@ from lockstep.observe.spans import Spans
 from lockstep.protocols.train import StepStats, TokenLoss, TrainBackend
 from lockstep.recording.fingerprint import fingerprint, module_tensors
 from lockstep.recording.weights import FILE, save_weights, stored_fingerprint
+from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
@@ -87,8 +88,6 @@ class Recorder:
         self.inputs_seen = settings.inputs_seen
         self._module, self._spans = module, spans
         self._draws = draws_random_numbers(module)
-        from lockstep.recording.writer import RecordingWriter
-
         self._writer = RecordingWriter(
             directory, settings.header, rank=settings.rank, resume_at=settings.resume_at
         )

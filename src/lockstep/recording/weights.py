@@ -21,8 +21,7 @@ from lockstep.schema.recording import InputMeta
 
 FILE = "model.safetensors"
 _FORMAT = "lockstep-weights"
-_STORED = re.compile(r"weights/step-\d{6,12}")
-_OF_RUN = re.compile(r"\.\./checkpoints/step-\d{6,12}")
+_NAME = re.compile(r"(weights|\.\./checkpoints)/[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
 _ADAPTER = ".lora_"
 
 
@@ -114,10 +113,10 @@ def find_weights(recording: Path, meta: InputMeta) -> Path | None:
     """
     names = [f"weights/step-{meta.step:06d}", f"../checkpoints/step-{meta.step:06d}"]
     if meta.checkpoint is not None:
-        if not (_STORED.fullmatch(meta.checkpoint) or _OF_RUN.fullmatch(meta.checkpoint)):
+        if not _NAME.fullmatch(meta.checkpoint):
             raise RecordingError(
                 f"{recording}: field checkpoint of input {tuple(meta.key)} is {meta.checkpoint[:80]!r}; it "
-                "must be weights/step-NNNNNN or ../checkpoints/step-NNNNNN"
+                "must be weights/NAME or ../checkpoints/NAME"
             )
         folder = _inside(recording, meta.checkpoint)
         if folder is not None:
