@@ -132,17 +132,14 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, RecordingError, ModelError: before the first forward.
     """
     args = parser().parse_args(list(argv))
-    given = cell_fields(args)
     from lockstep.lab.results import ReplayFiles, check_fresh
     from lockstep.models.quiet import quiet_transformers
-    from lockstep.recording import Recording
 
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
     out = args.out if args.out is not None else default_out()
     check_fresh(out)
-    recording = Recording.open(args.recording)
-    options = make_options(args, recording, given)
+    recording, options = open_options(args)
     if on_ranks(args, os.environ):
         from lockstep.lab import ranks
 
@@ -156,6 +153,25 @@ def main(argv: Sequence[str]) -> int:
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:
         files.close()
+
+
+def parse(argv: Sequence[str]) -> tuple[Recording, ReplayOptions]:
+    """The recording and the options that the arguments of `lockstep replay` mean.
+
+    Raises:
+        SystemExit: 0 after --help; 2 after telling about an unknown flag or a value of the wrong type.
+        ConfigError, RecordingError: for everything else that cannot be right.
+    """
+    return open_options(parser().parse_args(list(argv)))
+
+
+def open_options(args: argparse.Namespace) -> tuple[Recording, ReplayOptions]:
+    """Open the recording, and resolve the cell for this device."""
+    given = cell_fields(args)
+    from lockstep.recording import Recording
+
+    recording = Recording.open(args.recording)
+    return recording, make_options(args, recording, given)
 
 
 def conclude(result: ReplayResult, files: ReplayFiles, *, copy: Path | None, quiet: bool) -> int:

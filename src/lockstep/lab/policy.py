@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.errors import ConfigError, RecordingError
+from lockstep.errors import RecordingError
 from lockstep.lab.capacity import Capacities
 from lockstep.lab.cell import recorded_axes, train_config
 from lockstep.models.causal_lm import text_config
@@ -41,6 +41,7 @@ class ReplayBackend(Protocol):
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats: ...
     def optimizer_step(self) -> dict[str, float]: ...
     def gradients(self) -> dict[str, Tensor]: ...
+    def gradient_norm(self) -> float: ...
     def drop_gradients(self) -> None: ...
     def close(self) -> None: ...
 
@@ -281,30 +282,23 @@ class Policy:
         train = train_config(cell, static_capacity=capacities.static, token_budget=max(1, int(tokens)))
         model = dataclasses.replace(self.model, dtype=self._cell_dtype)
         temperature = self.recording.header.temperature
+        steps = inputs if self.options.optimizer_step else 0
         if cell.deepspeed:
-            return self._build_deepspeed(train, model, spans=spans, steps=inputs)
+            return self._build_deepspeed(train, model, spans=spans, steps=steps)
         from lockstep.train.local import LocalBackend
 
-        steps = inputs if self.options.optimizer_step else 0
         return LocalBackend(train, model=model, total_steps=steps, temperature=temperature, spans=spans)
 
     def _build_deepspeed(
         self, train: TrainConfig, model: LoadedModel, *, spans: Spans, steps: int
     ) -> ReplayBackend:
+        from lockstep.train.deepspeed import DeepSpeedBackend  # lazy: only these cells need the package
+
         cell = self.options.cell
-        try:
-            from lockstep.train.deepspeed import DeepSpeedBackend
-        except ModuleNotFoundError as error:
-            if error.name != "deepspeed":
-                raise
-            raise ConfigError(
-                "--zero-stage and --deepcompile need the package deepspeed, which is not installed; "
-                "pip install 'lockstep[deepspeed]'"
-            ) from error
         backend: ReplayBackend = DeepSpeedBackend(
             train,
             model=model,
-            total_steps=max(1, steps),
+            total_steps=steps,
             temperature=self.recording.header.temperature,
             zero_stage=1 if cell.zero_stage is None else cell.zero_stage,
             deepcompile=cell.execution == "deepcompile",

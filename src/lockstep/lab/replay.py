@@ -37,7 +37,6 @@ from lockstep.models.dtypes import DTYPES
 from lockstep.observe.spans import Spans
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordedInput
-from lockstep.train.gradients import global_norm
 
 if TYPE_CHECKING:
     from lockstep.recording import Recording
@@ -257,15 +256,10 @@ class Replayer:
     def _after_backward(self, index: int) -> float | None:
         """Keep gradients, measure them, and drop or use them."""
         backend = self.policy.backend
-        live: Callable[[], dict[str, Tensor]] | None = getattr(backend, "live_gradients", None)
-        wanted = self.kept is not None and self.kept.wants_gradients
-        norm = None
-        if live is not None or wanted:
-            gradients = backend.gradients() if live is None else live()
-            norm = float(global_norm(list(gradients.values()))) if gradients else None
-            if wanted and self.kept is not None and gradients:
-                self.kept.add_gradients(index, gradients)
-            del gradients
+        norm = backend.gradient_norm()
+        if self.kept is not None and self.kept.wants_gradients:
+            live: Callable[[], dict[str, Tensor]] = getattr(backend, "live_gradients", backend.gradients)
+            self.kept.add_gradients(index, live())
         if self.options.optimizer_step:
             return backend.optimizer_step()["grad_norm"]
         backend.drop_gradients()

@@ -85,8 +85,9 @@ def compared(summary: Mapping[str, Any]) -> str:
     else:
         text = f"logprobs within {worst:.2g} nats of the recording"
         text += "" if loss is None else f", loss within {loss:.2g}"
-    if summary["model"]["num_layers"] != summary["model"]["num_layers_full"]:
-        return f"{text} (not like with like: {summary['model']['num_layers']} layers)"
+    kept, whole = summary["model"]["num_layers"], summary["model"]["num_layers_full"]
+    if kept != whole:
+        return f"{text} (not like with like: {kept} of {whole} layers)"
     if matches["mismatch"]:
         return f"{text} (NOT the recorded weights for {matches['mismatch']} inputs)"
     if summary["optimizer_step"]:

@@ -300,6 +300,10 @@ class LocalBackend:
         found = self.live_gradients()
         return {name: g.detach().to("cpu", torch.float32, copy=True) for name, g in found.items()}
 
+    def gradient_norm(self) -> float:
+        """Euclidean norm over all of them, before clipping; 0 when there are none."""
+        return float(global_norm(list(self.live_gradients().values())))
+
     # --- update ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
