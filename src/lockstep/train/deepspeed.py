@@ -117,7 +117,10 @@ class DeepSpeedBackend:
             else config.static_capacity
         )
         if config.activation_checkpointing:
-            causal_lm(self.module).gradient_checkpointing_enable({"use_reentrant": False})
+            # In older transformers it goes by the older name only.
+            name = "activation_checkpointing_enable"
+            enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         named = trained_parameters(self.module)
         self._parameters = {p.name: p.parameter for p in named}
         compiled = config.execution == "compile" or self.deepcompile
@@ -197,6 +200,8 @@ class DeepSpeedBackend:
                 else:
                     logprobs = self._engine.module(moved, rows, labels, None)
                 results.append(_scatter(logprobs, rows, batch.num_slots))
+        if self.zero_stage == 3 and not self.deepcompile:
+            self._engine.empty_partition_cache()  # it had kept the weights for a backward that never comes
         return results
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
@@ -447,8 +452,9 @@ def _import_deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     find_ninja()
     try:
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator
+        with contextlib.redirect_stdout(sys.stderr):  # its logger keeps the stream that it finds
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator
     except ImportError as error:
         raise ConfigError(
             "DeepSpeed is not installed; `pip install wheel ninja packaging`, then "

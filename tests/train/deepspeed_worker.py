@@ -1,0 +1,159 @@
+"""Runs cases of test_deepspeed.py in a process of their own: one rank of DeepSpeedBackend beside a
+LocalBackend that is given every rank's micro-batches. One JSON object per case on stdout."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.config.train import TrainConfig
+from lockstep.execution.regions import decoder_layers
+from lockstep.models.load import LoadedModel, load_model
+from lockstep.observe.spans import Spans
+from lockstep.schema.batch import PackedBatch
+from lockstep.train.deepspeed import DeepSpeedBackend
+from lockstep.train.local import LocalBackend
+
+_spec = importlib.util.spec_from_file_location("fixtures", Path(__file__).with_name("conftest.py"))
+assert _spec is not None and _spec.loader is not None
+fixtures = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fixtures)
+
+
+class FailsInForward(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
+    """Fails at its second micro-batch, after one whole forward and backward."""
+
+    calls = 0
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+        self.calls += 1
+        if self.calls > 1:
+            raise ArithmeticError("on purpose")
+        result: Tensor = super().__call__(logprobs, entropy, batch, rows)
+        return result
+
+
+class FailsInBackward(fixtures.WholeSequence):  # type: ignore[name-defined, misc]
+    """Fails in the middle of the decoder's backward: `module` is a layer."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        def broken(*_: Any) -> None:
+            raise ArithmeticError("on purpose")
+
+        self.handle = module.register_full_backward_hook(broken)
+
+
+def load(case: dict[str, Any]) -> LoadedModel:
+    lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")) if case.get("lora") else None
+    config = ModelConfig(
+        name=f"shape:{case.get('model', 'tiny-llama')}", dtype=case.get("dtype", "float32"), lora=lora
+    )
+    return load_model(config, attention=case.get("attention", "sdpa"), device=torch.device("cpu"))
+
+
+def micro_batches(step: int, rank: int, count: int) -> list[PackedBatch]:
+    docs = [fixtures.random_documents(2 + rank + i, seed=100 * step + 10 * rank + i) for i in range(count)]
+    return [fixtures.build_batch(d, weight=1 / 50) for d in docs]
+
+
+def without_tokens(batch: PackedBatch) -> PackedBatch:
+    return dataclasses.replace(
+        batch, loss_mask=torch.zeros_like(batch.loss_mask), loss_weights=torch.zeros_like(batch.loss_weights)
+    )
+
+
+def fail_first(case: dict[str, Any], backend: DeepSpeedBackend, batches: list[PackedBatch]) -> None:
+    layer = decoder_layers(backend.module)[0]
+    loss = FailsInForward() if case["fail"] == "forward" else FailsInBackward(layer)
+    try:
+        backend.forward_backward(batches, loss)
+    except ArithmeticError:
+        if case["fail"] == "backward":
+            loss.handle.remove()
+        return
+    raise AssertionError("it was to fail")
+
+
+def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    config = TrainConfig(**{"lr": 1e-3, "max_grad_norm": 0.5, "weight_decay": 0.01, **case.get("train", {})})
+    total_steps = case.get("steps", 3)
+    local = LocalBackend(config, model=load(case), total_steps=total_steps)
+    spans = Spans()
+    backend = DeepSpeedBackend(
+        config, model=load(case), total_steps=total_steps, zero_stage=case["stage"], spans=spans
+    )
+    loss = fixtures.WholeSequence() if case.get("whole") else fixtures.NegativeLogprob()
+    count = case.get("micro_batches", 2)
+    worst = dict.fromkeys(("loss", "logprobs", "scored", "gradient", "norm", "again"), 0.0)
+    for step in range(max(total_steps, 2)):
+        parts = [micro_batches(step, r, count) for r in range(world)]
+        if case.get("empty"):
+            parts[-1] = [without_tokens(batch) for batch in parts[-1]]
+        if case.get("fail") and step == 1:
+            fail_first(case, backend, parts[rank])
+        expected = local.forward_backward([b for part in parts for b in part], loss)
+        for again in (False, True):  # dropped, then the same once more
+            stats = backend.forward_backward(parts[rank], loss)
+            found, reference = backend.gradients(), local.gradients()
+            error = max(relative(found[name], reference[name]) for name in reference)
+            worst["again" if again else "gradient"] = max(worst["again" if again else "gradient"], error)
+            norm = torch.stack([g.double().norm() for g in reference.values()]).norm()
+            worst["norm"] = max(worst["norm"], abs(backend.gradient_norm() / float(norm) - 1))
+            assert set(reference) <= set(found)
+            if not again:
+                backend.drop_gradients()
+                assert backend.gradients() == {}
+        mine = slice(rank * count, (rank + 1) * count)
+        for key, ours, theirs in (
+            ("loss", stats.losses, expected.losses[mine]),
+            ("logprobs", stats.logprobs, expected.logprobs[mine]),
+            (
+                "scored",
+                backend.logprobs(parts[rank], model="policy"),
+                local.logprobs(parts[rank], model="policy"),
+            ),
+        ):
+            differences = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+            worst[key] = max(worst[key], *differences)
+        if total_steps:
+            steps = backend.optimizer_step(), local.optimizer_step()
+            worst["norm"] = max(worst["norm"], abs(steps[0]["grad_norm"] / steps[1]["grad_norm"] - 1))
+        else:
+            backend.drop_gradients(), local.drop_gradients()
+    head = backend.module.get_output_embeddings().weight  # type: ignore[operator]
+    timed = spans.flush()
+    result = {
+        **worst,
+        "case": case,
+        "head_elements_outside": head.numel(),
+        "spans": sorted(name for name in timed if name in ("time/forward", "time/backward")),
+    }
+    backend.close()
+    return result
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    size = float(theirs.norm())
+    return float((ours - theirs).norm()) / size if size else float(ours.norm())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    results = [run(case, rank, world) for case in json.loads(sys.argv[1])]
+    print("\n".join(json.dumps(result) for result in results), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
