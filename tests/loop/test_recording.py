@@ -276,14 +276,19 @@ MOMENTS = [
     [(FORWARD, 0, "backward"), (FORWARD, 1, "before"), (FORWARD, 3, "backward")],
     [(BEGIN, 2, "before"), (BEGIN, 2, "after"), (FINISH, 3, "before")],
     [(FINISH, 2, "after"), ("lockstep.recording.writer:RecordingWriter._flush", None, "before")],
-    [("lockstep.recording.weights:save_weights", 0, "after"), (FORWARD, 2, "backward")],
+    [("lockstep.recording.recorder:save_weights", 0, "after"), (FORWARD, 2, "backward")],
 ]
 
 
-@pytest.mark.parametrize("moments", MOMENTS)
-@pytest.mark.parametrize(
-    "flags", [(), ("--record.every", "3", "--model.lora.rank", "4", "--model.lora.dropout", "0.1")]
+SOME_OF_LORA = (
+    *("--record.every", "2", "--train.token-budget", "128"),
+    *("--model.lora.rank", "4", "--model.lora.dropout", "0.1"),
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("flags", [(), SOME_OF_LORA])
 def test_a_run_killed_and_resumed_records_the_same(
     moments: list[Any], flags: tuple[str, ...], lockstep: Commands, tiny_toml: Path, tmp_path: Path
 ) -> None:
