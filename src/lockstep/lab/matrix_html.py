@@ -13,13 +13,13 @@ from urllib.parse import quote
 from lockstep.lab.matrix_result import CellResult, MatrixResult
 from lockstep.lab.matrix_text import (
     NOTHING,
+    agreement,
     bar_share,
     columns,
     conditions,
     footnotes,
     limits_text,
     problems,
-    result_text,
 )
 from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic
@@ -57,6 +57,7 @@ pre { padding: .7rem; margin: .4rem 0; white-space: pre-wrap; overflow-wrap: any
 .problem { border-left: 3px solid var(--bad); padding-left: .8rem; margin: 1rem 0; }
 .problem.warned { border-color: var(--warn); }
 a { color: inherit; }
+summary { margin: 2rem 0 .5rem; font-size: 1.05rem; font-weight: 600; cursor: pointer; }
 @media (max-width: 40rem) { body { padding: 1rem .6rem 2rem; } td.name, thead th:first-child
   { white-space: normal; min-width: 8rem; } dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: .4rem; } }
@@ -87,22 +88,27 @@ def page(result: MatrixResult) -> str:
 <h1>{title}</h1>
 <p class="verdict {tone}">{_text(result.verdict)}</p>
 {unfinished}
-{_table(result)}
+<h2>Does it work, and how fast?</h2>
+{_table(result, "speed")}
+<h2>Does it compute the same?</h2>
+{_table(result, "numbers")}
 {_notes(result)}
 {_problems(result)}
 <h2>Made with</h2>
 <dl>{"".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in conditions(result))}</dl>
-<h2>Each cell as a command</h2>
+<details><summary>Each cell as a command</summary>
 {"".join(f"<p>{_text(c.name)}</p><pre>{_text(c.command)}</pre>" for c in result.cells)}
+</details>
 </body>
 </html>
 """
 
 
-def _table(result: MatrixResult) -> str:
-    heads = ["<th>cell</th>", *(f"<th>{_text(axis)}</th>" for axis in result.axes), "<th>result</th>"]
-    heads += [f'<th class="n">{_text(column.head)}</th>' for column in columns()]
-    rows = "\n".join(_row(result, cell) for cell in result.cells)
+def _table(result: MatrixResult, part: str) -> str:
+    shown = [column for column in columns() if column.part == part]
+    heads = ["<th>cell</th>", f"<th>{'works' if part == 'speed' else 'agrees'}</th>"]
+    heads += [f'<th class="n">{_text(column.head)}</th>' for column in shown]
+    rows = "\n".join(_row(result, cell, part) for cell in result.cells)
     return f"""<div class="scroll"><table>
 <thead><tr>{"".join(heads)}<th>log</th></tr></thead>
 <tbody>
@@ -110,11 +116,10 @@ def _table(result: MatrixResult) -> str:
 </tbody></table></div>"""
 
 
-def _row(result: MatrixResult, cell: CellResult) -> str:
-    cells = [f'<td class="name">{_text(cell.name)}</td>']
-    cells += [f"<td>{_text(cell.values.get(axis, ''))}</td>" for axis in result.axes]
-    cells.append(f'<td class="{_tone(cell)}">{_text(result_text(cell))}</td>')
-    for column in columns():
+def _row(result: MatrixResult, cell: CellResult, part: str) -> str:
+    word = cell.status if part == "speed" else agreement(cell)
+    cells = [f'<td class="name">{_text(cell.name)}</td>', f'<td class="{_tone(cell)}">{_text(word)}</td>']
+    for column in (column for column in columns() if column.part == part):
         shown = column.text(result, cell)
         bar = _bar(result, cell) if column.head == "tokens/s" and shown != NOTHING else ""
         cells.append(f'<td class="n">{_text(shown)}{bar}</td>')
@@ -127,7 +132,7 @@ def _bar(result: MatrixResult, cell: CellResult) -> str:
 
 
 def _notes(result: MatrixResult) -> str:
-    lines = [f"{mark} {text}" for mark, text in footnotes(result)]
+    lines = [f"{mark} {text}" if mark != "-" else text for mark, text in footnotes(result)]
     lines.append(limits_text(result))
     return "".join(f'<p class="dim">{_text(line)}</p>' for line in lines)
 

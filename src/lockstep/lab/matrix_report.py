@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lockstep.lab.matrix_html import write_html
 from lockstep.lab.matrix_result import CellResult, MatrixResult
 from lockstep.lab.matrix_text import (
+    agreement,
     columns,
     conditions,
     footnotes,
@@ -59,7 +60,9 @@ def markdown(result: MatrixResult) -> str:
             log = f" ([log]({_link(cell.log)}))" if cell.log else ""
             lines += [f"- **{_plain(cell.name)}**: {_plain(why)}{log}", f"  `{_code(cell.command)}`"]
         lines.append("")
-    lines += [f"{mark} {_plain(text)}  " for mark, text in footnotes(result)]
+    lines += [
+        f"- {_plain(text)}" if mark == "-" else f"{mark} {_plain(text)}\n" for mark, text in footnotes(result)
+    ]
     lines += ["", _plain(limits_text(result)), "", "| | |", "|---|---|"]
     lines += [f"| {_plain(name)} | {_plain(value)} |" for name, value in conditions(result)]
     lines += ["", "Each cell as a command:", "", "```console"]
@@ -69,28 +72,31 @@ def markdown(result: MatrixResult) -> str:
 
 def show(result: MatrixResult, console: Console) -> None:
     """Two tables, whether it works and how fast, and the numbers; then what did not work."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     def text(value: str) -> Text:
         return Text(printable(value))
 
-    for title, part in (("works, and how fast", "speed"), ("the same numbers?", "numbers")):
+    width = min(30, max(len(cell.name) for cell in result.cells))
+    for head, part in (("works", "speed"), ("agrees", "numbers")):
         shown = [column for column in columns() if column.part == part]
-        table = Table(title=title, title_justify="left", padding=(0, 1), pad_edge=False)
-        table.add_column("cell", overflow="fold", min_width=12)
-        table.add_column("result", overflow="fold", min_width=7)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+        table.add_column("cell", overflow="fold", min_width=width)
+        table.add_column(head, overflow="fold", min_width=9)
         for column in shown:
             table.add_column(column.short, justify="right", no_wrap=True)
         for cell in result.cells:
             style = None if cell.works and cell.agrees is not False else "yellow" if not cell.fails else "red"
             table.add_row(
                 text(cell.name),
-                text(result_text(cell)),
+                text(cell.status if part == "speed" else agreement(cell)),
                 *(text(column.text(result, cell)) for column in shown),
                 style=style,
             )
         console.print(table)
+        console.print()
     for cell, why in problems(result):
         console.print(text(f"{cell.name}: {why}"), soft_wrap=True)
         if cell.log:

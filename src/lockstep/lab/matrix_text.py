@@ -44,12 +44,12 @@ def columns() -> tuple[Column, ...]:
         Column(head="peak GiB", short="GiB", part="speed", text=_memory),
         Column(head="slots", short="slots", part="speed", text=_slots),
         Column(head="graphs", short="graphs", part="numbers", text=lambda r, c: _count(c, "graphs")),
-        Column(head="recompiles", short="recomp.", part="numbers", text=lambda r, c: _count(c, "recompiles")),
+        Column(head="recompiles", short="recomp", part="numbers", text=lambda r, c: _count(c, "recompiles")),
         Column(
             head="graph breaks", short="breaks", part="numbers", text=lambda r, c: _count(c, "graph_breaks")
         ),
-        Column(head="max Δlogprob", short="max Δlogp", part="numbers", text=_logprob("logprob_max")),
-        Column(head="mean Δlogprob", short="mean Δlogp", part="numbers", text=_logprob("logprob_mean")),
+        Column(head="max Δlogprob", short="max nats", part="numbers", text=_logprob("logprob_max")),
+        Column(head="mean Δlogprob", short="mean", part="numbers", text=_logprob("logprob_mean")),
         Column(head="gradient error", short="grad err", part="numbers", text=_gradient),
         Column(head="cosine", short="cosine", part="numbers", text=_cosine),
     )
@@ -57,13 +57,16 @@ def columns() -> tuple[Column, ...]:
 
 def result_text(cell: CellResult) -> str:
     """Works, or how it does not; whether it agrees."""
+    return f"works, {agreement(cell)}" if cell.works else cell.status
+
+
+def agreement(cell: CellResult) -> str:
+    """Of a cell that works, how it compares with its reference; else "-"."""
     if not cell.works:
-        return cell.status
-    if cell.agrees is False:
-        return "works, disagrees"
+        return NOTHING
     if cell.reference is None:
-        return "works, reference"
-    return "works, agrees" if cell.agrees else "works, not compared"
+        return "reference"
+    return {True: "agrees", False: "disagrees", None: "not compared"}[cell.agrees]
 
 
 def problems(result: MatrixResult) -> list[tuple[CellResult, str]]:
@@ -90,24 +93,31 @@ def footnotes(result: MatrixResult) -> list[tuple[str, str]]:
         assert cell.comparison is not None
         found.append(("-", f"{cell.name}: {cell.comparison.left_out} inputs have no counterpart, left out"))
     weights = {c.measures.weights for c in result.cells if c.measures is not None and c.measures.weights}
-    found += [("-", f"weights: {text}") for text in sorted(weights)]
+    found += [("-", text) for text in sorted(weights)]
     return found
 
 
 def limits_text(result: MatrixResult) -> str:
     """When a cell agrees."""
     given = {name: value for name, value in result.limits.items() if value is not None}
-    parts = []
-    if "logprob" not in given or "gradient" not in given:
-        parts.append(
-            f"float32: largest logprob difference {LOGPROB_LIMIT:g} nats, gradient relative error "
-            f"{GRADIENT_LIMIT:g}; 16 bits: RMS logprob difference and gradient error {ROUNDING_FACTOR:g} "
-            f"times those of the reference's kernels in that dtype where they are a cell, else "
-            f"{HALF_RMS_LIMIT:g} nats and {HALF_GRADIENT_LIMIT:g}"
+    if len(given) == len(result.limits):
+        return (
+            f"A cell agrees within {given['logprob']:g} nats (largest) and {given['gradient']:g} (gradient)."
         )
-    if given:
-        parts.append("given: " + ", ".join(f"{name} {value:g}" for name, value in given.items()))
-    return "A cell agrees within: " + "; ".join(parts)
+    dtypes = {
+        cell.flags[i + 1] for cell in result.cells for i, f in enumerate(cell.flags[:-1]) if f == "--dtype"
+    }
+    parts = []
+    if "float32" in dtypes:
+        parts.append(f"{LOGPROB_LIMIT:g} nats (largest) and {GRADIENT_LIMIT:g} (gradient) in float32")
+    if dtypes - {"float32"}:
+        parts.append(
+            f"in 16 bits {ROUNDING_FACTOR:g} times the RMS logprob difference and gradient error of the "
+            f"reference's own kernels in that dtype, where they are a cell, else {HALF_RMS_LIMIT:g} nats (RMS) and "
+            f"{HALF_GRADIENT_LIMIT:g}"
+        )
+    parts += [f"{name} {value:g} as given" for name, value in given.items()]
+    return f"A cell agrees within {'; '.join(parts)}."
 
 
 def conditions(result: MatrixResult) -> list[tuple[str, str]]:
