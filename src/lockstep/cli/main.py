@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from lockstep import __version__
 from lockstep.errors import ConfigError, LockstepError, unknown_name
+from lockstep.lab.launch import without_local_rank
 
 COMMANDS = {
     "train": "train a policy: lockstep train grpo --recipe demo",
@@ -32,7 +33,7 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else 2

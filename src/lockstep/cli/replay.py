@@ -83,6 +83,14 @@ def _cell_flags(group: Any) -> None:
     )
     group.add_argument("--ranks", type=_positive, metavar="N", help="so many processes, started here (1)")
     group.add_argument("--simulate", action="store_true", help="the ranks of --ranks in this one process")
+    group.add_argument(
+        "--no-guard",
+        action="store_true",
+        help="ranks do not agree before a step: those without an input skip it",
+    )
+    group.add_argument(
+        "--rank-timeout", type=_seconds, metavar="SECONDS", help="how long a rank waits for another (300; 20)"
+    )
     group.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
 
@@ -138,12 +146,13 @@ def main(argv: Sequence[str]) -> int:
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
     out = args.out if args.out is not None else default_out()
-    check_fresh(out)
+    if os.environ.get("RANK", "0") == "0":  # other ranks come when rank 0 has begun to write there
+        check_fresh(out)
     recording, options = open_options(args)
     if on_ranks(args, os.environ):
-        from lockstep.lab import ranks
+        from lockstep.cli import replay_ranks
 
-        return ranks.main(options, argv)
+        return replay_ranks.main(args, argv, recording, options, out)
     from lockstep.lab.replay import replay
 
     files = ReplayFiles(out, echo=_nothing if args.quiet else print)
@@ -243,6 +252,8 @@ def make_options(args: argparse.Namespace, recording: Recording, given: Mapping[
     from lockstep.lab.replay import ReplayOptions
 
     cell, notes = resolve_cell(recording.header, device=args.device, given=given)
+    if args.capacity is not None and (cell.execution == "eager" or cell.layout == "padded"):
+        notes += (f"--capacity {args.capacity} changes nothing here: it is for packs of a compiled cell",)
     return ReplayOptions(
         cell=cell,
         notes=notes,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.lab.launch import ERROR_KEY, POSITION_KEY
+from lockstep.lab.launch import ENDED_KEY, ERROR_KEY, POSITION_KEY
 from lockstep.lab.ranks import RankContext, RankError, lost_peer
 
 _SLICE_SECONDS = 0.5
@@ -116,13 +116,28 @@ class Guard:
         return self.exchange(step, intent, what=what, same=("step", *same))
 
     def exchange(
-        self, step: int, intent: Mapping[str, Any], *, what: str, same: Sequence[str] = ()
+        self,
+        step: int,
+        intent: Mapping[str, Any],
+        *,
+        what: str,
+        same: Sequence[str] = (),
+        name: str | None = None,
     ) -> list[dict[str, Any]]:
-        """`agree`, whether checked or not, and without a position of its own. Raises Desync."""
+        """`agree`, whether checked or not, and without a position of its own.
+
+        Args:
+            name: of this round, where ranks that are out of step are to meet: once per name.
+
+        Raises:
+            Desync: as `agree`.
+        """
         me, store = self.ranks.rank, self.ranks.store
-        prefix, self._round = f"lockstep/exchange/{self._round}", self._round + 1
+        prefix = f"lockstep/exchange/{self._round if name is None else name}"
         store.set(f"{prefix}/{me}", json.dumps({"step": step} | dict(intent)))
-        if self._round > 2:  # everybody has read those: nobody is in this round before the one before it
+        if name is None:
+            self._round += 1
+            # everybody has read those: nobody enters a round before it has read all of the one before
             store.delete_key(f"lockstep/exchange/{self._round - 3}/{me}")
         found: list[dict[str, Any]] = []
         deadline = time.monotonic() + self.seconds
@@ -150,6 +165,9 @@ class Guard:
                 said = json.loads(store.get(ERROR_KEY.format(rank=rank)))
                 line = str(said["text"]).strip().splitlines()[-1]
                 raise self._desync(step, f"{what} waits for rank {rank}, which has failed: {line}")
+            if store.check([ENDED_KEY.format(rank=rank)]):
+                how = store.get(ENDED_KEY.format(rank=rank)).decode()
+                raise self._desync(step, f"{what} waits for rank {rank}, which {how}")
             if left <= 0:
                 raise self._desync(
                     step, f"{what} waits for rank {rank}, which did not come within {self.seconds:g} s"
@@ -242,8 +260,8 @@ def describe_desync(rank: int, reason: str, positions: Mapping[int, Position | N
         ahead = ", ".join(str(other) for other, step in steps.items() if step == high)
         lines.append(
             f"rank {ahead} is {high - low} step{'s' if high - low > 1 else ''} ahead of rank {behind}. In a "
-            "job the number of micro-batches differs between ranks: agree on it before the step, and let ranks "
-            "that have fewer run an empty micro-batch"
+            "job the number of micro-batches differs between ranks: agree on it before the step, and let "
+            "ranks that have fewer run an empty micro-batch"
         )
     return "\n".join(lines)
 

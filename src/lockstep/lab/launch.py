@@ -26,18 +26,21 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 
+ENDED_KEY = "lockstep/ended/{rank}"
+"""Store: how a rank ended, text, by the launcher: one that was killed could not say it."""
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 """In the environment of ranks that `launch_ranks` started: whose death ends them."""
 
 POSITION_KEY = "lockstep/position/{rank}"
 """Store: what a rank is about to do, JSON (lockstep.lab.collectives.Position)."""
 ERROR_KEY = "lockstep/error/{rank}"
-"""Store: {"time": unix seconds, "type", "text", "peer": bool} of the error that ends a rank."""
+"""Store: {"time": unix seconds, "type", "text", "peer": bool, "told": bool} of the error that ends a rank.
+peer: it has only lost another rank. told: the command prints it in its own words."""
 
 INTERRUPTED, TIMED_OUT = 130, 124
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 15.0
 """After the first rank died, the others have so long to notice, say so and end by themselves."""
 _CLOSE_SECONDS = 8
 """Then so long after SIGTERM (or Ctrl-C) before SIGKILL."""
@@ -206,6 +209,7 @@ class _Launch:
             if found is not None:
                 exited = found.si_code == os.CLD_EXITED
                 self.ended[rank] = found.si_status if exited else -found.si_status
+                self.store.set(ENDED_KEY.format(rank=rank), RankEnd(rank=rank, status=self.ended[rank]).how())
 
     def _grace(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -288,7 +292,7 @@ class _Launch:
     def _explain_failure(self) -> int:
         first, *others = self.ends()
         lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
-        if first.status > 0 and first.error is None and first.rank == 0:
+        if first.status > 0 and first.rank == 0 and (first.error or {"told": True}).get("told"):
             # It ended in order and its message has been shown already: a wrong flag, a verdict that failed.
             return first.status
         lines += [f"  | {line}" for line in self._last_words(first)]

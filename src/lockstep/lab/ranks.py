@@ -81,6 +81,7 @@ class RankContext:
             "type": type(error).__name__,
             "text": text[-20_000:],
             "peer": lost_peer(error),
+            "told": isinstance(error, LockstepError),
         }
         try:
             self.store.set(ERROR_KEY.format(rank=self.rank), json.dumps(value))

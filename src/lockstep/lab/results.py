@@ -18,7 +18,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.observe.files import jsonable, write_atomic, write_json
 
-Status = Literal["ok", "failed", "oom", "skipped"]
+Status = Literal["ok", "failed", "oom", "skipped", "desync"]
 _LINE = 400
 
 
@@ -33,7 +33,8 @@ class ReplayRow:
     micro_batch: int
     rank: int
     status: Status
-    """failed: it raised. oom: memory ran out. skipped: not tried, because an earlier one broke the device."""
+    """failed: it raised. oom: memory ran out. skipped: not tried, because an earlier one broke the device
+    or the ranks got out of step, which is desync."""
     documents: int
     tokens: int
     """Of real documents."""
@@ -207,7 +208,7 @@ def aggregate(rows: Sequence[ReplayRow]) -> dict[str, Any]:
     means = [r.logprob_mean_difference for r in done if r.logprob_mean_difference is not None]
     losses = [abs(r.loss_difference) for r in done if r.loss_difference is not None]
     return {
-        "counts": {name: counts.get(name, 0) for name in ("ok", "failed", "oom", "skipped")}
+        "counts": {name: counts.get(name, 0) for name in ("ok", "failed", "oom", "desync", "skipped")}
         | {"inputs": len(rows)},
         "totals": {
             "documents": sum(row.documents for row in done),

@@ -215,6 +215,11 @@ class PlanReport:
             f"all ranks to one length would add {self.padding_added:,} slots"
         )
         lines = [shape, f"most uneven ({worst.imbalance:.2f}x the mean): {worst.line()}"]
+        if self.order == "shuffled":
+            lines.append(
+                f"shuffled: one of {_UNEVEN_EVERY} steps leaves a rank without an input on purpose, as happens "
+                "where each rank packs its own samples"
+            )
         for finding in self.findings:
             lines += finding.lines(total=len(self.steps))
         if not self.findings:

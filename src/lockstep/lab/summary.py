@@ -68,10 +68,15 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if summary["interrupted"]:
         left = selected - counts["inputs"]
         text += f"; interrupted, {left} not tried: this summary is partial"
-    return f"{text}; {compared(summary)}"
+    return f"{text}; {'the others: ' if bad and counts['ok'] else ''}{compared(summary)}"
 
 
-_BAD = {"failed": "failed", "oom": "out of memory", "skipped": "skipped after a device error"}
+_BAD = {
+    "failed": "failed",
+    "oom": "out of memory",
+    "desync": "out of step",
+    "skipped": "skipped after a device error or a desync",
+}
 
 
 def compared(summary: Mapping[str, Any]) -> str:
@@ -81,10 +86,11 @@ def compared(summary: Mapping[str, Any]) -> str:
         return "nothing recorded to compare with"
     worst, loss = differences["logprob_max"], differences["loss_max"]
     if worst == 0.0 and loss in (0.0, None):
-        text = "equal to the recording, to the bit" if loss == 0.0 else "logprobs equal the recording's bits"
+        text = f"{'logprobs ' if loss is None else ''}equal to the recording, to the bit"
     else:
         text = f"logprobs within {worst:.2g} nats of the recording"
-        text += "" if loss is None else f", loss within {loss:.2g}"
+        if loss is not None:
+            text += f", loss within {loss:.2g}" if loss else ", the loss to the bit"
     kept, whole = summary["model"]["num_layers"], summary["model"]["num_layers_full"]
     if kept != whole:
         return f"{text} (not like with like: {kept} of {whole} layers)"

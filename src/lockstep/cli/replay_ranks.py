@@ -1,0 +1,83 @@
+"""`lockstep replay` on several ranks: it starts them, is one of them, or simulates them in this process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.lab.launch import in_launcher, launch_ranks
+
+if TYPE_CHECKING:
+    from lockstep.lab.ranks import RankContext
+    from lockstep.lab.replay import ReplayOptions
+    from lockstep.recording import Recording
+
+
+def main(
+    args: argparse.Namespace, argv: Sequence[str], recording: Recording, options: ReplayOptions, out: Path
+) -> int:
+    """The exit status. argv: what followed `lockstep replay`."""
+    if in_launcher():
+        return _as_rank(args, recording, options, out)
+    if options.cell.ranks > 1 and not options.simulate:
+        command = ["replay", *argv, "--out", str(out)]
+        return launch_ranks(command, ranks=options.cell.ranks, timeout=None, log_dir=out / "logs")
+    from lockstep.cli.replay import Progress, conclude
+    from lockstep.lab.rank_replay import replay_simulated
+    from lockstep.lab.results import ReplayFiles
+    from lockstep.models.quiet import quiet_transformers
+
+    files = ReplayFiles(out, echo=_nothing if args.quiet else print)
+    try:
+        with Progress(files, quiet=args.quiet) as shown, quiet_transformers():
+            result = replay_simulated(recording, options, files=files, on_ready=shown.ready, on_row=shown.row)
+        return conclude(result, files, copy=args.json, quiet=args.quiet)
+    finally:
+        files.close()
+
+
+def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
+    from lockstep.lab.rank_replay import agree_on_directory, replay_ranks, waiting_seconds
+    from lockstep.lab.ranks import init_ranks
+    from lockstep.models.quiet import quiet_transformers
+
+    checked, device = not args.no_guard, options.cell.device.partition(":")[0]
+    seconds = waiting_seconds(args.rank_timeout, checked=checked)
+    with init_ranks(device=device, seconds=seconds) as ranks, quiet_transformers():
+        out = agree_on_directory(ranks, out)
+        if ranks.rank == 0:
+            return _as_first(args, recording, options, ranks, out)
+        replay_ranks(recording, options, ranks=ranks, out=out, checked=checked)
+        return 0
+
+
+def _as_first(
+    args: argparse.Namespace, recording: Recording, options: ReplayOptions, ranks: RankContext, out: Path
+) -> int:
+    """Rank 0 shows what happens, and concludes for all."""
+    from lockstep.cli.replay import Progress, conclude
+    from lockstep.lab.rank_replay import replay_ranks
+    from lockstep.lab.results import ReplayFiles
+
+    files = ReplayFiles(out, echo=_nothing if args.quiet else print)
+    try:
+        with Progress(files, quiet=args.quiet) as shown:
+            result = replay_ranks(
+                recording,
+                options,
+                ranks=ranks,
+                out=out,
+                files=files,
+                checked=not args.no_guard,
+                on_ready=shown.ready,
+                on_row=shown.row,
+            )
+        return conclude(result, files, copy=args.json, quiet=args.quiet)
+    finally:
+        files.close()
+
+
+def _nothing(_: str) -> None:
+    pass
