@@ -51,8 +51,8 @@ def documents(lengths: tuple[int, ...], *, seed: int, policy: bool = True) -> li
                 token_ids=ids,
                 loss_mask=mask,
                 sample_id=10 * seed + number,
-                rollout_logprobs=-torch.rand(length, generator=generator) * mask,
-                advantages=torch.full((length,), float(number) - 0.7) * mask,
+                rollout_logprobs=torch.where(mask, -torch.rand(length, generator=generator), 0.0),
+                advantages=torch.where(mask, number - 0.7, 0.0),
                 policy_version=seed,
             )
         )
@@ -80,7 +80,7 @@ def recorded(
     seed = 100 * update + 10 * micro_batch + rank
     content = batch(seed=seed) if content is None else content
     generator = torch.Generator().manual_seed(seed)
-    logprobs = -torch.rand(content.num_slots, generator=generator) * content.loss_mask
+    logprobs = torch.where(content.loss_mask, -torch.rand(content.num_slots, generator=generator), 0.0)
     if isinstance(content, PolicyBatch) and micro_batch == 1:
         content = dataclasses.replace(content, old_logprobs=logprobs * 2, ref_logprobs=logprobs * 3)
     meta: dict[str, Any] = {
@@ -108,7 +108,7 @@ def recorded(
             grad_norm=1.5 if micro_batch else None,
             fingerprints={"logits": "lsw1-abc"},
         ),
-        "rng": torch.get_rng_state() if micro_batch == 0 and rank == 0 else None,
+        "rng": generator.get_state() if micro_batch == 0 and rank == 0 else None,
         "extras": extras,
     }
     if not outputs:

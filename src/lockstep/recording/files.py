@@ -1,10 +1,11 @@
-"""One file of a recording: read with bounded memory and checked before it is believed, written whole or not at all.
+"""One file of a recording: checked before it is believed, read in bounded memory, written as a whole.
 
 Two kinds: a safetensors file (shards, open inputs) and a JSON object that carries its own sha256.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -24,7 +25,7 @@ from lockstep.errors import RecordingError
 from lockstep.observe.files import jsonable, sync_folder, write_atomic
 
 JSON_BYTES = 16 * 2**20
-"""Largest JSON document that is read or written: recording.json, index.json, the header of a safetensors file."""
+"""Largest JSON that is read or written: recording.json, index.json, the header of a safetensors file."""
 JSON_VALUES = 1_000_000
 """Most values in one document; with JSON_BYTES it bounds what parsing may take to some hundred MB."""
 
@@ -301,7 +302,8 @@ def tensor_bytes(tensor: Tensor | np.ndarray[Any, Any]) -> memoryview:
     """Its bytes in row-major order, without a copy where that is possible."""
     if isinstance(tensor, Tensor):
         tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+    flat: Any = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    return memoryview(flat)
 
 
 def write_tensors(
@@ -351,11 +353,11 @@ def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> 
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise RecordingError(
             f"{path}: cannot be written ({error}); free some space, or record less (--record.every)"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     if sync:
         sync_folder(path.parent)
 

@@ -28,10 +28,11 @@ from lockstep.errors import RecordingError
 from lockstep.observe.files import jsonable
 from lockstep.recording.entries import BATCH_FLOATS, FLOATS, OUTPUT_FLOATS, InputEntry, Spread
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch
-from lockstep.schema.recording import FORMAT, VERSION, RecordedInput, RecordedOutputs
+from lockstep.schema.recording import FORMAT, VERSION, InputMeta, RecordedInput, RecordedOutputs
 
 Array = np.ndarray[Any, Any]
 
+META_FIELDS = tuple(field.name for field in dataclasses.fields(InputMeta))
 MAX_PAD_SLOTS = 2**22
 """Largest padded tail of one input: no byte of the file stands behind it, so it must be bounded."""
 MAX_DOCUMENT_SLOTS = 2**20
@@ -49,6 +50,10 @@ class Encoded:
     others: Mapping[str, Tensor]
     """rng and extras, as they are."""
     nbytes: int
+    batch: PackedBatch | None
+    """What it was made of, as long as it may come again; see `encode`."""
+    spreads: Mapping[str, str]
+    """Float field -> Spread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,37 +69,56 @@ class Place:
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def encode(recorded: RecordedInput, *, vocab_size: int) -> Encoded:
+def encode(recorded: RecordedInput, *, vocab_size: int, known: Encoded | None = None) -> Encoded:
     """One input as columns and JSON.
+
+    Args:
+        known: what was made of the very same batch object before; only what is said of it is made anew.
 
     Raises:
         RecordingError: what the reader would not give back to the bit, and why.
     """
-    batch, meta = recorded.batch, recorded.meta
-    where = f"input {tuple(meta.key)}"
+    batch, where = recorded.batch, f"input {tuple(recorded.meta.key)}"
     layout = _Layout.of(batch, where)
+    mask = _vector(batch.loss_mask, torch.bool, "loss_mask", batch.num_slots, where)
+    if known is not None and known.batch is batch:
+        columns = {name: column for name, column in known.columns.items() if name not in OUTPUT_FLOATS}
+        spreads = {name: spread for name, spread in known.spreads.items() if name not in OUTPUT_FLOATS}
+    else:
+        columns, spreads = _ids_and_mask(batch, layout, mask, vocab_size, where), {}
+    for name, values in _float_fields(recorded):
+        if name not in spreads:
+            array = _vector(values, torch.float32, name, batch.num_slots, where)
+            spreads[name], columns[name] = _narrow(array, mask, layout)
+    entry, others = _entry(recorded, layout, int(np.count_nonzero(mask)), spreads, where)
+    nbytes = sum(c.nbytes for c in columns.values()) + sum(t.nbytes for t in others.values())
+    return Encoded(
+        entry=_compact(entry), columns=columns, others=others, nbytes=nbytes, batch=batch, spreads=spreads
+    )
+
+
+def _ids_and_mask(
+    batch: PackedBatch, layout: _Layout, mask: Array, vocab_size: int, where: str
+) -> dict[str, Array]:
     ids = _vector(batch.token_ids, torch.int64, "token_ids", batch.num_slots, where)
-    _check_derived(batch, layout, ids, where)
-    used = layout.used
-    if used and not 0 <= int(ids[:used].min()) <= int(ids[:used].max()) < vocab_size:
+    _check_derived(batch, layout, (ids, mask), where)
+    real = ids[: layout.used]
+    if not 0 <= int(real.min()) <= int(real.max()) < vocab_size:
         raise RecordingError(
-            f"{where}: token_ids are {int(ids[:used].min())} to {int(ids[:used].max())}, but the vocabulary "
-            "has ids "
+            f"{where}: token_ids are {int(real.min())} to {int(real.max())}, but the vocabulary has ids "
             f"0 to {vocab_size - 1}; give the header the model's vocab_size"
         )
-    mask = _vector(batch.loss_mask, torch.bool, "loss_mask", batch.num_slots, where)
-    columns: dict[str, Array] = {
-        "token_ids": ids[:used].astype(ids_dtype(vocab_size)),
-        "loss_mask": np.packbits(mask[:used], bitorder="little"),
+    return {
+        "token_ids": real.astype(ids_dtype(vocab_size)),
+        "loss_mask": np.packbits(mask[: layout.used], bitorder="little"),
     }
-    spreads: dict[str, str] = {}
-    for name, values in _float_fields(recorded):
-        array = _vector(values, torch.float32, name, batch.num_slots, where)
-        spreads[name], columns[name] = _narrow(array, mask, layout)
-    entry, others = _entry(recorded, layout, int(mask.sum()), spreads, where)
-    nbytes = sum(c.nbytes for c in columns.values()) + sum(t.nbytes for t in others.values())
-    text = json.dumps(entry, separators=(",", ":"), allow_nan=False)
-    return Encoded(entry=text, columns=columns, others=others, nbytes=nbytes)
+
+
+def _compact(entry: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(entry, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError):  # numbers that are not finite, paths, numpy's and torch's scalars
+        return json.dumps(jsonable(entry), separators=(",", ":"), allow_nan=False)
 
 
 def join(inputs: Sequence[Encoded]) -> tuple[dict[str, Array | Tensor], dict[str, str]]:
@@ -197,7 +221,9 @@ def _vector(tensor: Tensor, dtype: torch.dtype, name: str, slots: int, where: st
     return tensor.detach().contiguous().numpy()
 
 
-def _check_derived(batch: PackedBatch, layout: _Layout, ids: Array, where: str) -> None:
+def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Array], where: str) -> None:
+    """arrays: token_ids and loss_mask."""
+    ids, mask = arrays
     slots, used = batch.num_slots, layout.used
     capacity = batch.cu_seqlens.shape[0] - 1
     _check_capacity(layout, capacity, batch.max_seqlen, where)
@@ -205,8 +231,7 @@ def _check_derived(batch: PackedBatch, layout: _Layout, ids: Array, where: str) 
         raise RecordingError(f"{where}: lengths sum to {layout.slots}, but token_ids has {slots} slots")
     if ids[used:].any():
         raise RecordingError(f"{where}: token_ids must be 0 in the padded tail")
-    mask = batch.loss_mask
-    if mask.shape == (slots,) and (mask[used:].any() or mask[torch.from_numpy(layout.ends())].any()):
+    if mask[used:].any() or mask[layout.ends()].any():
         raise RecordingError(
             f"{where}: loss_mask must be False in the padded tail and at every document's last token"
         )
@@ -267,7 +292,7 @@ def _entry(
     if recorded.rng is not None:
         others["rng"] = recorded.rng
     entry: dict[str, Any] = {
-        "meta": jsonable({f.name: getattr(meta, f.name) for f in dataclasses.fields(meta)}),
+        "meta": {name: getattr(meta, name) for name in META_FIELDS},
         "kind": "policy" if isinstance(batch, PolicyBatch) else "packed",
         "lengths": list(layout.lengths),
         "tail": list(layout.tail),
@@ -282,8 +307,8 @@ def _entry(
     }
     if outputs is not None:
         entry["outputs"] = {
-            "loss": jsonable(outputs.loss),
-            "grad_norm": jsonable(outputs.grad_norm),
+            "loss": outputs.loss,
+            "grad_norm": outputs.grad_norm,
             "fingerprints": dict(outputs.fingerprints),
         }
     if meta.documents and len(meta.documents) != len(layout.lengths):

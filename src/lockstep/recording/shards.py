@@ -5,8 +5,8 @@
     rank-0000/open-000064.safetensors     inputs of one step, as long as no shard holds them
 
 A writer that died may leave a shard that the index does not list yet (then the open files of its inputs are
-there too), or open files that a listed shard holds. Both are told by their numbers. Anything else in the folder
-is an error: a file that went missing or was renamed must not look like a shorter recording.
+there too), or open files that a listed shard holds. Both are told by their numbers. Anything else in the
+folder is an error: a file that went missing or was renamed must not look like a shorter recording.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class RankFiles:
     """Left by a writer that died; what they hold is in the others."""
 
     def inputs(self) -> Iterator[tuple[Shard, int]]:
-        """(file, number in it) of one per key: finished rather than failed rather than pending, else the later."""
+        """(file, number in it), one per key: finished before failed before pending, else the later."""
         best: dict[tuple[int, ...], tuple[Shard, int]] = {}
         order = ("pending", "failed", "finished")
         for _, shard in (*self.shards, *self.open):

@@ -68,6 +68,7 @@ class RecordingWriter:
         self._ranks = sorted(set(range(header.world_size) if ranks is None else ranks))
         if rank not in self._ranks:
             raise RecordingError(f"rank {rank} is none of the ranks that record: {self._ranks[:20]}")
+        self._first = self._ranks[0]
         self._shard_inputs = shard_inputs
         self._folder = rank_folder(self.directory, rank)
         self._encoded: dict[InputKey, Encoded] = {}
@@ -76,7 +77,7 @@ class RecordingWriter:
         self._pending: set[InputKey] = set()
         self._bytes = self._json = 0
         self._closed = False
-        self._start(resume_at)
+        self._index: IndexEntry = self._start(resume_at)
         self._next_open = self._index.next_open
 
     # --- what a recorder calls ------------------------------------------------------------------------------
@@ -97,7 +98,9 @@ class RecordingWriter:
             RecordingError: see `begin`.
         """
         self._write_open(inputs)
-        self._pending -= {recorded.meta.key for recorded in inputs}
+        for key in {recorded.meta.key for recorded in inputs}:
+            self._pending.discard(key)
+            self._encoded[key] = dataclasses.replace(self._encoded[key], batch=None)
         self._flush_if_full(wait=True)
 
     def add(self, inputs: Sequence[RecordedInput]) -> None:
@@ -107,9 +110,9 @@ class RecordingWriter:
         self._flush_if_full(wait=False)
 
     def update_header(self, header: RecordingHeader) -> None:
-        """Rank 0 replaces recording.json; the other ranks do nothing."""
+        """Rank 0 (the first that records) replaces recording.json; the other ranks do nothing."""
         self.header = header
-        if self.rank == 0 or self._ranks[0] == self.rank:
+        if self.rank == self._first:
             self._write_header()
 
     def close(self) -> None:
@@ -154,7 +157,8 @@ class RecordingWriter:
             raise RecordingError(
                 f"input {tuple(recorded.meta.key)} is of another rank than the writer's {self.rank}"
             )
-        encoded = encode(recorded, vocab_size=self.header.vocab_size)
+        known = self._encoded.get(recorded.meta.key)
+        encoded = encode(recorded, vocab_size=self.header.vocab_size, known=known)
         return dataclasses.replace(encoded, others={n: t.detach().cpu() for n, t in encoded.others.items()})
 
     def _keep(self, key: InputKey, encoded: Encoded) -> None:
@@ -195,8 +199,9 @@ class RecordingWriter:
 
     # --- start and resume -----------------------------------------------------------------------------------
 
-    def _start(self, resume_at: int | None) -> None:
-        first = self.rank == self._ranks[0]
+    def _start(self, resume_at: int | None) -> IndexEntry:
+        """The index to go on from."""
+        first = self.rank == self._first
         exists = (self._folder / INDEX).exists() or (first and (self.directory / HEADER).exists())
         if exists and resume_at is None:
             raise RecordingError(
@@ -208,11 +213,11 @@ class RecordingWriter:
             if exists and (self.directory / HEADER).exists():
                 self._adopt(resume_at or 0)
             self._write_header()
-        self._index = empty_index(self.rank)
         if exists and (self._folder / INDEX).exists():
-            self._index = _drop(self.directory, self.rank, resume_at or 0)
-        else:
-            write_index(self._folder, self._index)
+            return _drop(self.directory, self.rank, resume_at or 0)
+        index = empty_index(self.rank)
+        write_index(self._folder, index)
+        return index
 
     def _adopt(self, resume_at: int) -> None:
         """Check that the recording is of this model; cut the folders of ranks that the run no longer has."""
