@@ -358,4 +358,4 @@ class _Work:
 
 def _reference(base: Cell, text: str) -> Cell:
     default = {"zero_stage": None, "ranks": 1, "dtype": "float32"}
-    return replace(base, **dict(ALL_OFF), **(default | settings(text, origin="--reference")))
+    return replace(base, **(default | settings(text, origin="--reference")))

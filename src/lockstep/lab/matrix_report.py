@@ -65,7 +65,7 @@ def markdown(result: MatrixResult) -> str:
     ]
     lines += ["", _plain(limits_text(result)), "", "| | |", "|---|---|"]
     lines += [f"| {_plain(name)} | {_plain(value)} |" for name, value in conditions(result)]
-    lines += ["", "Each cell as a command:", "", "```console"]
+    lines += ["", "Each cell as a command:", "", "```text"]
     lines += [f"{_fenced(cell.command)}" for cell in result.cells]
     return "\n".join([*lines, "```", ""])
 

@@ -1,0 +1,174 @@
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.lab.matrix_process import (
+    ProcessRunner,
+    hung_in,
+    line_that_matters,
+    looks_out_of_memory,
+    read_tail,
+    signal_name,
+)
+
+
+def run(tmp_path: Path, code: str, *, timeout: float = 30.0) -> tuple[object, str]:
+    log = tmp_path / "log.txt"
+    ending = ProcessRunner().run([sys.executable, "-c", code], log=log, timeout=timeout)
+    return ending, read_tail(log)
+
+
+def gone(pid: int) -> bool:
+    """Dead, or a zombie whose parent has gone too."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def wait_for(condition: object, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_process_that_ends(tmp_path: Path) -> None:
+    ending, log = run(tmp_path, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
+    assert ending.returncode == 3 and not ending.timed_out and ending.seconds > 0
+    assert log.splitlines() == ["out", "err"]
+
+
+def test_a_real_segmentation_fault_names_the_place(tmp_path: Path) -> None:
+    code = "import ctypes\ndef kernel():\n    ctypes.string_at(0)\nkernel()\n"
+    (tmp_path / "crash.py").write_text(code)
+    log = tmp_path / "log.txt"
+    ending = ProcessRunner().run([sys.executable, str(tmp_path / "crash.py")], log=log, timeout=30.0)
+    assert ending.returncode == -signal.SIGSEGV
+    assert signal_name(ending.returncode) == "SIGSEGV"
+    # The innermost frame is ctypes' own; the line says the file and the line in it.
+    assert line_that_matters(read_tail(log)).startswith(
+        "Fatal Python error: Segmentation fault, in string_at ("
+    )
+
+
+def test_a_hang_ends_at_its_deadline_with_a_traceback(tmp_path: Path) -> None:
+    start = time.monotonic()
+    ending, log = run(
+        tmp_path, "import time\ndef collective():\n    time.sleep(600)\ncollective()", timeout=1.0
+    )
+    assert ending.timed_out and ending.returncode is None
+    assert time.monotonic() - start < 8.0
+    assert hung_in(log) == "collective (<string>:3)"
+
+
+def test_a_process_that_ignores_signals_and_its_children_are_killed(tmp_path: Path) -> None:
+    child = tmp_path / "child.pid"
+    code = (
+        "import faulthandler, pathlib, signal, subprocess, sys, time\n"
+        "faulthandler.disable()\n"
+        "signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(p.pid))\n"
+        "time.sleep(600)\n"
+    )
+    ending, _ = run(tmp_path, code, timeout=2.0)
+    assert ending.timed_out
+    assert wait_for(lambda: gone(int(child.read_text())))
+
+
+def test_children_of_a_process_that_ended_are_killed(tmp_path: Path) -> None:
+    child = tmp_path / "child.pid"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(p.pid))\n"
+    )
+    ending, _ = run(tmp_path, code)
+    assert ending.returncode == 0
+    assert wait_for(lambda: gone(int(child.read_text())))
+
+
+def test_stop_kills_what_runs_and_starts_nothing_more(tmp_path: Path) -> None:
+    runner, started = ProcessRunner(), tmp_path / "pid"
+    code = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            runner.run([sys.executable, "-c", code], log=tmp_path / "log.txt", timeout=600.0)
+        except KeyboardInterrupt as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert wait_for(lambda: started.exists() and started.read_text())
+    runner.stop()
+    thread.join(timeout=10.0)
+    assert not thread.is_alive() and len(raised) == 1
+    assert gone(int(started.read_text()))
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([sys.executable, "-c", "pass"], log=tmp_path / "log.txt", timeout=10.0)
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("", ""),
+        ("loading\n  \n", "loading"),
+        (
+            'Traceback (most recent call last):\n  File "x", line 1\nValueError: no such kernel\n',
+            "ValueError: no such kernel",
+        ),
+        (
+            "torch._dynamo.exc.Unsupported: Graph break in user code\n  Explanation: ...\n\nfrom user code:\n",
+            "Unsupported: Graph break in user code",
+        ),
+        ("KeyError: 'first'\nduring that\nRuntimeError: second\nbye\n", "RuntimeError: second"),
+        (
+            "note: fine\nlockstep replay: train.attention = 'x' is not supported\n",
+            "lockstep replay: train.attention = 'x' is not supported",
+        ),
+        (
+            "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried\n",
+            "OutOfMemoryError: CUDA out of memory. Tried",
+        ),
+        ("INFO: all well\nNote: still well\n", "Note: still well"),
+    ],
+)
+def test_the_line_that_matters(log: str, line: str) -> None:
+    assert line_that_matters(log) == line
+
+
+def test_a_long_line_is_cut() -> None:
+    line = line_that_matters("ValueError: " + "x" * 10_000)
+    assert len(line) == 300 and line.endswith(" ...")
+
+
+def test_out_of_memory_is_recognised() -> None:
+    assert looks_out_of_memory("torch.OutOfMemoryError: CUDA out of memory")
+    assert looks_out_of_memory(
+        "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"
+    )
+    assert not looks_out_of_memory("ValueError: out of range")
+
+
+def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text("first\n" + "x" * 1_000_000 + "\nlast\n")
+    tail = read_tail(log)
+    assert len(tail) == 256 * 1024 and tail.endswith("last\n")
+    assert read_tail(tmp_path / "none") == ""
+    assert os.path.exists(log)
