@@ -22,7 +22,7 @@ from lockstep.cli.replay import on_ranks, parse, parser
 RUN = """
 kind = "grpo"
 name = "tiny"
-steps = {steps}
+steps = 3
 seed = 3
 [model]
 name = "shape:tiny-llama"
@@ -53,9 +53,9 @@ tensorboard = false
 """
 
 
-def record_run(folder: Path, *, train: str = "", dtype: str = "float32", steps: int = 3) -> Path:
+def record_run(folder: Path, *, train: str = "", dtype: str = "float32", more: str = "") -> Path:
     """A tiny GRPO run that records every input and the weights of every step."""
-    (folder / "run.toml").write_text(RUN.format(train=train, dtype=dtype, steps=steps))
+    (folder / "run.toml").write_text(RUN.format(train=train, dtype=dtype) + more)
     flags = ["--record", "--record-weights", "every 1", "--log.display", "off"]
     assert main(["train", str(folder / "run.toml"), "--run-dir", str(folder / "run"), *flags]) == 0
     return folder / "run"
@@ -100,6 +100,15 @@ def test_a_real_run_is_replayed_to_the_bit_at_every_step(tmp_path: Path, train: 
         assert (row["weights"], row["loss_difference"], row["logprob_max_difference"]) == ("match", 0.0, 0.0)
     assert summary["verdict"].endswith("equal to the recording, to the bit")
     assert summary["compile"]["recompiles"] == 0
+
+
+def test_adapters_are_replayed_to_the_bit_with_their_dropout(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lora = "[model.lora]\nrank = 2\ndropout = 0.1\n"
+    rows = replayed(record_run(tmp_path, more=lora))[0]
+    assert {row["step"] for row in rows} == {0, 1, 2}
+    for row in rows:
+        assert (row["weights"], row["loss_difference"], row["logprob_max_difference"]) == ("match", 0.0, 0.0)
 
 
 def test_what_is_printed_and_written(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,6 +236,7 @@ def test_refusals(run_dir: Path, capsys: pytest.CaptureFixture[str], flags: list
     assert main(["replay", str(run_dir), "--out", "out", *flags]) in (1, 2)
     said = capsys.readouterr()
     assert text in said.err and said.out == ""
+    assert not Path("out").exists()  # so that the corrected command may be given with the same --out
 
 
 @pytest.mark.parametrize(

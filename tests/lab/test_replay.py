@@ -433,7 +433,10 @@ def test_a_header_whose_model_is_none_names_the_field(recording: Any) -> None:
 
 
 def test_an_earlier_replay_is_not_overwritten(tmp_path: Path) -> None:
-    ReplayFiles(tmp_path / "out", echo=lambda _: None).close()
+    files = ReplayFiles(tmp_path / "out", echo=lambda _: None)
+    assert not files.out.exists()  # what is refused before the first line leaves nothing behind
+    files.line("begun")
+    files.close()
     with pytest.raises(ConfigError, match=r"holds a replay already \(results.jsonl\); name another"):
         ReplayFiles(tmp_path / "out")
     (tmp_path / "file").write_text("")

@@ -74,7 +74,7 @@ class Deadline:
     def _expire(self, index: int) -> None:
         where = "no traceback was kept"
         if self.files is not None:
-            (self.files.out / "tracebacks").mkdir(exist_ok=True)
+            (self.files.out / "tracebacks").mkdir(parents=True, exist_ok=True)
             path = self.files.out / f"tracebacks/{index:06d}.txt"
             with path.open("w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)

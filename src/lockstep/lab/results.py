@@ -92,7 +92,8 @@ class ReplayFiles:
     """OUT: results.jsonl, replay.log, tracebacks/, summary.json.
 
     Args:
-        out: a directory that holds no earlier replay.
+        out: a directory that holds no earlier replay; made with the first line: what is refused leaves
+            nothing behind.
         echo: called with every line of the log that is also for the terminal.
     """
 
@@ -100,47 +101,55 @@ class ReplayFiles:
     echo: Callable[[str], None] = print
     suffix: str = ""
     """Of results and log: a rank's own, such as "-rank-0001"."""
-    _results: TextIO = field(init=False)
-    _log: TextIO = field(init=False)
+    _opened: tuple[TextIO, TextIO] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        check_fresh(self.out) if not self.suffix else None
-        self.out.mkdir(parents=True, exist_ok=True)
-        self._results = (self.out / f"results{self.suffix}.jsonl").open("w", encoding="utf-8")
-        self._log = (self.out / f"replay{self.suffix}.log").open("w", encoding="utf-8")
+        if not self.suffix:
+            check_fresh(self.out)
+
+    def _files(self) -> tuple[TextIO, TextIO]:
+        """(results, log)."""
+        if self._opened is None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            results = (self.out / f"results{self.suffix}.jsonl").open("w", encoding="utf-8")
+            self._opened = results, (self.out / f"replay{self.suffix}.log").open("w", encoding="utf-8")
+        return self._opened
 
     def line(self, text: str, *, show: bool = True) -> None:
         """One line of the log."""
-        self._log.write(printable(text) + "\n")
-        self._log.flush()
+        log = self._files()[1]
+        log.write(printable(text) + "\n")
+        log.flush()
         if show:
             self.echo(printable(text))
 
     def row(self, row: ReplayRow) -> None:
         """One input is done."""
         text = json.dumps(jsonable(dataclasses.asdict(row)), ensure_ascii=False, allow_nan=False)
-        self._results.write(text + "\n")
-        self._results.flush()
+        results = self._files()[0]
+        results.write(text + "\n")
+        results.flush()
         self.line(row_text(row), show=False)
 
     def traceback(self, index: int, error: BaseException) -> str:
         """Keep an error's traceback; its path below OUT."""
         text = "".join(traceback.format_exception(error))
         name = f"tracebacks/{index:06d}{self.suffix}.txt"
-        (self.out / "tracebacks").mkdir(exist_ok=True)
+        (self.out / "tracebacks").mkdir(parents=True, exist_ok=True)
         (self.out / name).write_text(text, encoding="utf-8", errors="backslashreplace")
         return name
 
     def summary(self, summary: Mapping[str, Any], *, copy: Path | None = None) -> None:
         """summary.json, and the same in `copy`."""
+        self._files()
         write_json(self.out / "summary.json", summary)
         if copy is not None:
             write_atomic(copy, (self.out / "summary.json").read_text(encoding="utf-8"))
 
     def close(self) -> None:
         """Close the files."""
-        self._results.close()
-        self._log.close()
+        for file in self._opened or ():
+            file.close()
 
 
 def check_fresh(out: Path) -> None:
