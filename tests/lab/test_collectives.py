@@ -42,6 +42,7 @@ def test_sums_over_ranks_in_place_in_the_tensors_own_dtype(two: Any) -> None:
     assert zero["local"] == [0, "cpu"] and one["local"] == [1, "cpu"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_enters_an_all_reduce_is_named_before_a_hang(two: Any) -> None:
     _, (zero, _) = two("absent")
     assert 2.0 <= zero["seconds"] < 10.0 and zero["step"] == 2

@@ -217,8 +217,8 @@ class PlanReport:
         lines = [shape, f"most uneven ({worst.imbalance:.2f}x the mean): {worst.line()}"]
         if self.order == "shuffled":
             lines.append(
-                f"shuffled: one of {_UNEVEN_EVERY} steps leaves a rank without an input on purpose, as happens "
-                "where each rank packs its own samples"
+                f"shuffled: one of {_UNEVEN_EVERY} steps leaves a rank without an input on purpose, as "
+                "happens where each rank packs its own samples"
             )
         for finding in self.findings:
             lines += finding.lines(total=len(self.steps))
