@@ -133,7 +133,7 @@ def test_stop_kills_what_runs_and_starts_nothing_more(tmp_path: Path) -> None:
             "ValueError: no such kernel",
         ),
         (
-            "torch._dynamo.exc.Unsupported: Graph break in user code\n  Explanation: ...\n\nfrom user code:\n",
+            "torch._dynamo.exc.Unsupported: Graph break in user code\n  Explanation: ...\n\nfrom user:\n",
             "Unsupported: Graph break in user code",
         ),
         ("KeyError: 'first'\nduring that\nRuntimeError: second\nbye\n", "RuntimeError: second"),
