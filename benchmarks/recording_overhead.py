@@ -1,11 +1,11 @@
-"""How much of a step recording takes: the fingerprint of the weights, the inputs and the outputs, by the spans
-of a run's metrics.jsonl (time/record against time/step).
+"""How much of a step recording takes: the fingerprint of the weights, inputs and outputs, by the spans of a
+run's metrics.jsonl (time/record against time/step).
 
     python benchmarks/recording_overhead.py --json results/recording_overhead.json    a recorded GRPO run
-    python benchmarks/recording_overhead.py --metrics runs/demo/metrics.jsonl         one that is there already
+    python benchmarks/recording_overhead.py --metrics runs/demo/metrics.jsonl         a run that is there
 
-The last line says whether the median share is at most the target (2 %); the exit status is 0 when it is. Spans
-are wall time: on a machine with other work both times are longer, so the load is written beside the numbers.
+The last line says whether the median share is at most the target (2 %); the exit status is 0 when it is.
+Spans are wall time: other work on the machine makes both times longer, so its load is written beside them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def report(result: dict[str, Any]) -> None:
     )
     print(
         f"recording overhead: {'met' if result['met'] else 'NOT met'}, median {share['median']:.2%} of a "
-        f"step (min {share['min']:.2%}, max {share['max']:.2%}, {result['steps']} steps), target <= {TARGET:.0%}"
+        f"step (min {share['min']:.2%}, max {share['max']:.2%}, {result['steps']} steps), "
+        f"target <= {TARGET:.0%}"
     )
 
 
