@@ -79,7 +79,7 @@ class MatrixDiff:
         grew = sum(bool(cell.grew) for cell in self.cells)
         if grew:
             parts.append(f"{grew} farther from the reference")
-        return f"matrix diff: {both} cells in both: " + (", ".join(parts) or "nothing changed")
+        return f"matrix diff: {both} cell{'' if both == 1 else 's'} in both: " + (", ".join(parts) or "nothing changed")
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""

@@ -1,0 +1,102 @@
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import matrix_results as made
+
+from lockstep.errors import RecordingError
+from lockstep.lab.matrix_result import judge, read_matrix, read_measures
+from lockstep.observe.files import write_json
+
+FREE: dict[str, float | None] = {"logprob": None, "gradient": None}
+
+
+def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
+    endless = made.cell(name="x", comparison=made.comparison(logprob_max=math.inf), agrees=False)
+    result = made.result(made.reference(), made.cell(), endless)
+    write_json(tmp_path / "matrix.json", result.as_dict())
+    assert read_matrix(tmp_path) == read_matrix(tmp_path / "matrix.json") == result
+    assert json.loads((tmp_path / "matrix.json").read_text())["cells"][1]["speed_ratio"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a JSON object was expected, not list"),
+        ('{"format": "x", "version": 1}', "format = 'x', version = 1; this version reads lockstep-matrix 1"),
+        ('{"format": "lockstep-matrix", "version": 2}', "version = 2"),
+        ('{"format": "lockstep-matrix", "version": 1}', "not what `lockstep matrix` writes"),
+        ('{"format": "lockstep-matrix", "version": 1, "cells": [1]}', "not what `lockstep matrix` writes"),
+    ],
+)
+def test_files_that_are_no_matrix(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "matrix.json").write_text(text)
+    with pytest.raises(RecordingError, match=message.replace("(", r"\(")):
+        read_matrix(tmp_path)
+
+
+def test_a_missing_matrix(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"No such file.*give the folder"):
+        read_matrix(tmp_path)
+
+
+def test_float32_is_judged_by_its_largest_difference() -> None:
+    near = made.comparison(logprob_max=9e-5, gradient_relative_error=9e-5)
+    assert judge(near, rounds=False, yardstick=None, limits=FREE) == (True, "")
+    far = made.comparison(logprob_max=2e-4, gradient_relative_error=3e-4)
+    assert judge(far, rounds=False, yardstick=None, limits=FREE) == (
+        False,
+        "largest logprob difference 0.0002 nats, limit 0.0001 (input 1); "
+        "gradient relative error 0.0003, limit 0.0001 (worst: model.w)",
+    )
+    assert judge(far, rounds=False, yardstick=None, limits={"logprob": 1e-3, "gradient": 1e-3})[0]
+    assert not judge(near, rounds=False, yardstick=None, limits={"logprob": None, "gradient": 1e-6})[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_disagrees(value: float) -> None:
+    for rounds in (False, True):
+        for name in ("logprob_max", "gradient_relative_error"):
+            bad = made.comparison(**{name: value, "logprob_rms": value if name == "logprob_max" else 0.0})
+            assert not judge(bad, rounds=rounds, yardstick=None, limits=FREE)[0]
+
+
+def test_16_bits_are_judged_by_the_yardstick() -> None:
+    yardstick = made.comparison(logprob_rms=0.01, gradient_relative_error=0.02)
+    within = made.comparison(logprob_max=1.0, logprob_rms=0.015, gradient_relative_error=0.03)
+    assert judge(within, rounds=True, yardstick=yardstick, limits=FREE)[0]
+    beyond = made.comparison(logprob_rms=0.0151, gradient_relative_error=0.031)
+    agrees, why = judge(beyond, rounds=True, yardstick=yardstick, limits=FREE)
+    assert not agrees and "RMS logprob difference 0.015 nats, limit 0.015; gradient" in why
+    assert judge(beyond, rounds=True, yardstick=None, limits=FREE)[0]
+    assert not judge(made.comparison(logprob_rms=0.06), rounds=True, yardstick=None, limits=FREE)[0]
+
+
+def test_verdicts() -> None:
+    assert made.result().verdict == "matrix: 2 cells, 2 work, largest difference 2e-06 nats (packed)"
+    broken = made.cell(status="crashed: SIGSEGV", comparison=None, agrees=None)
+    refused = made.cell(name="flex", status="refused", comparison=None, agrees=None)
+    result = made.result(made.reference(), broken, refused)
+    assert result.verdict == "matrix: 3 cells, 1 work, 1 refused, 1 do not: packed (crashed: SIGSEGV)"
+    assert not result.ok
+    assert made.result(made.reference(), refused).ok
+    assert not made.result(complete=False).ok
+    assert not made.result(made.reference(), made.cell(agrees=None, comparison=None)).ok
+
+
+def test_measures_of_a_replay_without_backward() -> None:
+    rows = [
+        {"status": "ok", "forward_ms": 90.0, "backward_ms": None, "first_call": True, "tokens": 5},
+        {"status": "ok", "forward_ms": 3.0, "backward_ms": None, "first_call": False, "tokens": 7},
+        {"status": "oom", "tokens": 100},
+        {"status": "skipped", "tokens": 100},
+    ]
+    found = read_measures({"compile": {"graphs": "many"}}, rows)
+    assert (found.first_call_ms, found.steady_ms, found.tokens) == (90.0, 3.0, 12)
+    assert (found.inputs_ok, found.inputs_failed, found.inputs_oom, found.inputs_skipped) == (2, 0, 1, 1)
+    assert found.graphs is None and found.peak_memory_bytes is None
