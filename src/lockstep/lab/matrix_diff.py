@@ -79,7 +79,8 @@ class MatrixDiff:
         grew = sum(bool(cell.grew) for cell in self.cells)
         if grew:
             parts.append(f"{grew} farther from the reference")
-        return f"matrix diff: {both} cell{'' if both == 1 else 's'} in both: " + (", ".join(parts) or "nothing changed")
+        cells = "1 cell" if both == 1 else f"{both} cells"
+        return f"matrix diff: {cells} in both: {', '.join(parts) or 'nothing changed'}"
 
     def as_dict(self) -> dict[str, Any]:
         """For --json."""
