@@ -87,7 +87,8 @@ def fail_first(case: dict[str, Any], backend: DeepSpeedBackend, batches: list[Pa
 def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     config = TrainConfig(**{"lr": 1e-3, "max_grad_norm": 0.5, "weight_decay": 0.01, **case.get("train", {})})
     total_steps = case.get("steps", 3)
-    local = LocalBackend(config, model=load(case), total_steps=total_steps)
+    eager = config.model_copy(update={"execution": "eager"})
+    local = LocalBackend(eager, model=load(case), total_steps=total_steps)
     spans = Spans()
     backend = DeepSpeedBackend(
         config, model=load(case), total_steps=total_steps, zero_stage=case["stage"], spans=spans
@@ -95,7 +96,7 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     loss = fixtures.WholeSequence() if case.get("whole") else fixtures.NegativeLogprob()
     count = case.get("micro_batches", 2)
     worst = dict.fromkeys(("loss", "logprobs", "scored", "gradient", "norm", "again"), 0.0)
-    for step in range(max(total_steps, 2)):
+    for step in range(total_steps or case.get("inputs", 2)):
         parts = [micro_batches(step, r, count) for r in range(world)]
         if case.get("empty"):
             parts[-1] = [without_tokens(batch) for batch in parts[-1]]

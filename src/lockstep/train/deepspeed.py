@@ -131,6 +131,13 @@ class DeepSpeedBackend:
         )
         self._compile_watch = self._compile_layers() if config.execution == "compile" else None
         self._engine = self._initialize(named)
+        # DeepSpeed's accessors of gradients read this very dict; DeepCompile puts another one in its place.
+        self._shares: dict[int, Any] = (
+            self._engine.optimizer.averaged_gradients if zero_stage in (1, 2) else {}
+        )
+        if self.deepcompile:
+            self._engine.compile(backend="inductor")
+            self._compile_watch = CompileWatch(max_recompiles=config.max_recompiles)
         self._gradients_ready = False
 
     # --- construction ---------------------------------------------------------------------------------------
@@ -161,9 +168,6 @@ class DeepSpeedBackend:
             for tensor in (head_of(self.module).weight, head_of(self.module).bias):
                 if tensor is not None and not self.deepcompile:
                     self._deepspeed.zero.register_external_parameter(self._outer, tensor)
-        if self.deepcompile:
-            engine.compile(backend="inductor")
-            self._compile_watch = CompileWatch(max_recompiles=self.config.max_recompiles)
         return engine
 
     def _compile_layers(self) -> CompileWatch:
@@ -223,6 +227,8 @@ class DeepSpeedBackend:
                 self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
                 self._backward(batch, loss, stats)
             self._gradients_ready = bool(batches)
+            if self.deepcompile and self._shares is not self._engine.optimizer.averaged_gradients:
+                self._shares.update(self._engine.optimizer.averaged_gradients)
             self._check_losses(batches, stats.losses)
         except BaseException:
             self._recover()
@@ -304,8 +310,9 @@ class DeepSpeedBackend:
         engine.zero_grad()
         if self.zero_stage in (1, 2):
             optimizer.zero_grad()
-            for group in optimizer.averaged_gradients:
-                optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+            optimizer._release_preflattened_grad_buffers()
+            for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors, self._shares):
+                held.update(dict.fromkeys(held))
             for bucket in optimizer.ipg_buckets.values():
                 bucket.clear()
             optimizer._release_ipg_buffers()

@@ -91,6 +91,8 @@ class LogprobModule(nn.Module):
         super().__init__()
         self.policy = policy
         head = head_of(policy)
+        linear = causal_lm(policy).get_output_embeddings()
+        self._linear = next(path for path, module in policy.named_modules() if module is linear)
         options = HeadOptions(temperature=temperature, softcap=head.softcap, logit_scale=head.logit_scale)
         self._scale, self._cap = options.scale, options.cap
 
@@ -103,7 +105,7 @@ class LogprobModule(nn.Module):
         )
         hidden = run_decoder(self.policy, inputs)
         valid = labels >= 0
-        logits = causal_lm(self.policy).get_output_embeddings()(hidden).float() * self._scale
+        logits = self.policy.get_submodule(self._linear)(hidden).float() * self._scale
         if self._cap is not None:
             logits = self._cap * torch.tanh(logits / self._cap)
         logp = torch.log_softmax(logits, -1)
