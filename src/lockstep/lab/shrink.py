@@ -120,8 +120,11 @@ def shrink(
 
 
 def _fewest_documents(trial: Trial, search: _Search) -> Trial:
-    """ddmin: 1-minimal, no single document can be left out."""
+    """The longest alone; else ddmin, which is 1-minimal: no single document can be left out."""
     parts, pieces = trial.parts, 2
+    longest = replace(trial, parts=(max(parts, key=lambda part: part[1]),))
+    if len(parts) > 1 and search.crashes(longest):
+        return longest
     while len(parts) >= 2:
         chunks = _chunks(parts, pieces)
         rests = [tuple(p for p in parts if p not in chunk) for chunk in chunks] if pieces > 2 else []
@@ -154,11 +157,14 @@ def _fewest_tokens(trial: Trial, search: _Search) -> Trial:
     trial = capped(_smallest(longest, lambda most: search.crashes(capped(most))))
     for position in range(len(trial.parts)):
         index, length = trial.parts[position]
+        if len(trial.parts) == 1 or length == 1:
+            continue
 
         def cut(n: int, position: int = position, index: int = index, now: Trial = trial) -> Trial:
             return replace(now, parts=(*now.parts[:position], (index, n), *now.parts[position + 1 :]))
 
-        trial = cut(_smallest(length, lambda n, cut=cut: search.crashes(cut(n))))  # type: ignore[misc]
+        if search.crashes(cut(length - 1)):  # else it is as short as it gets
+            trial = cut(_smallest(length - 1, lambda n, cut=cut: search.crashes(cut(n))))  # type: ignore[misc]
     return trial
 
 

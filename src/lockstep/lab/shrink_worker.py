@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import queue
@@ -67,6 +68,7 @@ class TrialRunner:
         self._log, self._seconds = log, seconds
         self._process: subprocess.Popen[str] | None = None
         self._answers: int = -1
+        self._said = 0
         self._pending = b""
         self.starts = 0
         """Workers that were started."""
@@ -88,6 +90,7 @@ class TrialRunner:
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
+        self._said = self._log.stat().st_size
         request = {"index": self.index, "parts": trial.parts, "num_layers": trial.num_layers}
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -134,8 +137,10 @@ class TrialRunner:
         while b"\n" not in self._pending:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+                stack = self._stack()
                 self._end()
-                return Crash(type="timeout", line="", message=f"no answer within {seconds:.0f} s")
+                said = f"no answer within {seconds:.0f} s"
+                return Crash(type="timeout", line="", message=said, traceback=stack)
             read = os.read(self._answers, 1 << 16)
             if not read:
                 return self._died()
@@ -151,8 +156,24 @@ class TrialRunner:
         status = self._process.returncode
         self._end()
         if status is not None and status < 0:
-            return Crash(type=signal.Signals(-status).name, line="", message=f"killed by signal {-status}")
+            name, said = signal.Signals(-status).name, f"killed by signal {-status}"
+            return Crash(type=name, line="", message=said, traceback=self._printed())
         return Crash(type=f"exit status {status}", line="", message="the process ended")
+
+    def _stack(self) -> str:
+        """Where a worker hangs, as it says itself."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 5
+        while "most recent call first" not in self._printed() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self._printed()
+
+    def _printed(self) -> str:
+        """What the worker printed since the trial began; faulthandler's stack is in it."""
+        with self._log.open("rb") as log:
+            log.seek(self._said)
+            return log.read(1 << 16).decode("utf-8", "replace")
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -309,6 +330,8 @@ def _serve(lines: queue.Queue[str], answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     waiting: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(waiting,), daemon=True).start()
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:

@@ -1,0 +1,34 @@
+"""A small recording on the disk: three inputs of tiny-llama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bisect_sides import batch_of
+
+from lockstep.recording import RecordingWriter
+from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
+
+GROUPS = ((5, 7), (5, 12, 3), (3, 3, 16, 2))
+
+
+def write_recording(path: Path) -> Path:
+    header = RecordingHeader(
+        created="2026-01-01T00:00:00Z",
+        framework="lockstep",
+        versions={},
+        model={"name": "shape:tiny-llama", "dtype": "float32"},
+        vocab_size=256,
+        algorithm={"name": "sft"},
+        temperature=1.0,
+        max_tokens=None,
+        axes={},
+        capacity={"token_budget": 64, "max_seqlen": 32, "max_documents": 8},
+    )
+    with RecordingWriter(path, header) as writer:
+        for update, lengths in enumerate(GROUPS):
+            meta = InputMeta(step=update, update=update, micro_batch=0, num_micro_batches=1)
+            inputs = [RecordedInput(meta=meta, batch=batch_of(lengths, seed=update), outputs=None)]
+            writer.begin(inputs)
+            writer.finish(inputs)
+    return path
