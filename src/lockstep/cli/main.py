@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "train a policy: lockstep train grpo --recipe demo",
     "sample": "print completions of a run's checkpoint",
     "chat": "talk to a run's checkpoint",
+    "recording": "what a recording holds: info, validate, list, show, slice, merge, import",
     "replay": "feed recorded inputs to the policy again, under any kernel, layout and backend",
     "plan": "parameters, memory and micro-batches of a run, before anything starts",
     "matrix": "inputs under every combination of kernels, layouts, compile modes: a table; matrix diff",

@@ -95,6 +95,20 @@ def load_model(config: ModelConfig, *, attention: str, device: torch.device) -> 
     )
 
 
+def load_tokenizer(config: ModelConfig, *, local_only: bool = False) -> Tokenizer | None:
+    """The tokenizer of `config.name` without its weights; None: the model comes without one.
+
+    Args:
+        local_only: never use the network.
+
+    Raises:
+        ModelError: the model cannot be found.
+    """
+    if config.name.startswith(shapes.PREFIX):
+        return None
+    return _read_tokenizer(model_folder(config, local_only=local_only), config)
+
+
 def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     """A second skeleton of `module` with another attention kernel, over the very same Parameters and buffers.
 

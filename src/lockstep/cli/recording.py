@@ -1,0 +1,429 @@
+"""`lockstep recording`: what a recording holds, whether it is whole, parts of it.
+
+lockstep recording info
+lockstep recording validate runs/demo
+lockstep recording list runs/demo --step 3-5 --rank 0
+lockstep recording show 7 runs/demo --tokens
+lockstep recording slice runs/demo --out small --step 0-9 --every 4
+lockstep recording merge rank0 rank1 --out both
+lockstep recording import dump.pt --out imported
+
+Without a path: the corpus that comes with Lockstep.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from lockstep.errors import ConfigError, LockstepError, RecordingError, unknown_name
+
+if TYPE_CHECKING:
+    from lockstep.recording.edit import Edited
+    from lockstep.recording.reader import Recording
+    from lockstep.recording.show import Decoder
+
+RecordingPath = Annotated[Path | None, tyro.conf.Positional]
+PERCENTILES = (0, 50, 90, 99, 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """What a recording holds."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    json: Path | None = None
+    """Write the same to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validate:
+    """Read and check every input; exit status 1 when one is damaged."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    json: Path | None = None
+    """Write what was found to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """One line per input."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    step: str | None = None
+    """One step or a range: 3 or 3-9."""
+    rank: str | None = None
+    """Ranks: 0 or 0,2-3."""
+    json: Path | None = None
+    """Write the rows to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """One input: its documents as text, the trained tokens marked."""
+
+    index: Annotated[int, tyro.conf.Positional]
+    """Of the input, as `list` prints it; -1 is the last."""
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    tokens: bool = False
+    """One line per token, with its logprobs, advantage and weight."""
+    ids: bool = False
+    """Ids, even where the model's tokenizer is at hand."""
+    json: Path | None = None
+    """Write ids, mask, figures and metadata to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """Some inputs, with the weights that they need, as a recording of its own."""
+
+    path: RecordingPath = None
+    """A recording or a run directory. None: the shipped corpus."""
+    out: Path
+    """A directory that does not exist yet."""
+    inputs: str | None = None
+    """Indices: 0,3,8-11."""
+    step: str | None = None
+    """One step or a range: 3 or 3-9."""
+    rank: str | None = None
+    """Ranks: 0 or 0,2-3."""
+    every: int = 1
+    """Of what is left, the first and then every k-th."""
+    weights: bool = True
+    """Copy the weights that the inputs need."""
+    json: Path | None = None
+    """Write what was made to this file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Recordings of one run as one: of ranks that recorded apart, or of parts of its steps."""
+
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Recordings or run directories."""
+    out: Path
+    """A directory that does not exist yet."""
+    weights: bool = True
+    """Copy the weights that the inputs need."""
+    json: Path | None = None
+    """Write what was made to this file."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one of COMMANDS; 0, or 1 when what was checked does not hold.
+
+    Raises:
+        RecordingError: the recording is missing or damaged.
+        ConfigError: a wrong argument.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        return 0 if argv else 2
+    name, *rest = argv
+    if name == "import":
+        return run_import(rest)
+    if name not in COMMANDS:
+        raise ConfigError(unknown_name("recording command", name, [*COMMANDS, "import"]))
+    kind, run = COMMANDS[name]
+    args = tyro.cli(kind, args=rest, prog=f"lockstep recording {name}")
+    result, status, verdict = run(args)
+    if args.json is not None:
+        from lockstep.observe.files import jsonable
+
+        text = json.dumps(jsonable(result), indent=2, allow_nan=False)
+        args.json.write_text(text + "\n", encoding="utf-8")
+    print(verdict)
+    return status
+
+
+Result = tuple[dict[str, Any], int, str]
+"""JSON, exit status, verdict."""
+
+
+# --- info ---------------------------------------------------------------------------------------------------
+
+
+def info(args: Info) -> Result:
+    """Header, counts, lengths, what is stored."""
+    from lockstep.recording import Recording
+
+    recording = Recording.open(args.path)
+    found = describe(recording)
+    for name, value in found.items():
+        print(f"{name.replace('_', ' '):>20}  {_plain(value)}")
+    end = "" if recording.closed else "; its run still records, or ended in the middle"
+    return found, 0, f"recording: {len(recording)} inputs, {found['tokens']:,} tokens, {recording.path}{end}"
+
+
+def describe(recording: Recording) -> dict[str, Any]:
+    """What `info` prints; JSON values."""
+    header, metas = recording.header, recording.metas
+    stored = Counter(name for i in range(len(recording)) for name in recording.stored(i))
+    outputs = [recording.outputs_of(i) for i in range(len(recording))]
+    tokens = [sum(lengths) for lengths in recording.lengths]
+    steps = [meta.step for meta in metas]
+    return {
+        "path": recording.path,
+        "closed": recording.closed,
+        "created": header.created,
+        "framework": header.framework,
+        "versions": header.versions,
+        "model": header.model,
+        "vocab_size": header.vocab_size,
+        "algorithm": header.algorithm,
+        "temperature": header.temperature,
+        "max_tokens": header.max_tokens,
+        "axes": header.axes,
+        "capacity": header.capacity,
+        "device_name": header.device_name,
+        "world_size": header.world_size,
+        "ranks": recording.ranks,
+        "mesh": header.mesh,
+        "notes": header.notes,
+        "inputs": len(recording),
+        "outcomes": dict(Counter(meta.outcome for meta in metas)),
+        "steps": [min(steps), max(steps)],
+        "updates": len({meta.update for meta in metas}),
+        "documents": sum(map(len, recording.lengths)),
+        "tokens": sum(tokens),
+        "tokens_of_an_input": percentiles(tokens),
+        "documents_of_an_input": percentiles([len(lengths) for lengths in recording.lengths]),
+        "tokens_of_a_document": percentiles([n for lengths in recording.lengths for n in lengths]),
+        "with_outputs": sum(one is not None for one in outputs),
+        "stored": dict(sorted(stored.items())),
+        "bytes": recording.size_bytes(),
+        "weights": weights_of(recording),
+    }
+
+
+def percentiles(values: Sequence[int]) -> dict[str, int]:
+    """Percentile -> the smallest value that so many percent do not exceed."""
+    ordered = sorted(values)
+    return {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in PERCENTILES}
+
+
+def weights_of(recording: Recording) -> dict[str, Any]:
+    """How many inputs have their weights at hand, by folder; no file of weights is read."""
+    named = Counter(meta.checkpoint for meta in recording.metas if meta.checkpoint is not None)
+    there = {name for name in named if (recording.path / name / "model.safetensors").is_file()}
+    return {
+        "fingerprints": len({meta.weights for meta in recording.metas} - {None}),
+        "inputs_with_stored_weights": sum(count for name, count in named.items() if name in there),
+        "folders": sorted(there),
+        "missing": sorted(set(named) - there),
+    }
+
+
+def _plain(value: Any) -> str:
+    from lockstep.recording.show import printable
+
+    if isinstance(value, dict):
+        return ", ".join(f"{printable(str(k))} {_plain(v)}" for k, v in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value)) or "none"
+    return f"{value:,}" if type(value) is int else printable(str(value))
+
+
+# --- validate, list, show -----------------------------------------------------------------------------------
+
+
+def validate(args: Validate) -> Result:
+    """Every check on every input."""
+    from lockstep.recording import Recording
+
+    try:
+        recording = Recording.open(args.path)
+    except RecordingError as error:
+        print(error)
+        return {"valid": False, "problems": [str(error)], "inputs": 0}, 1, "validate: damaged"
+    problems: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    for row in recording.validate():
+        problems.update([row.problem] if row.problem is not None else [])
+        notes.update(row.notes)
+    missing = weights_of(recording)["missing"]
+    for text, count in problems.items():
+        print(f"{text} ({count} inputs)")
+    for text, count in notes.items():
+        print(f"note: {text} ({count} inputs)")
+    if missing:
+        print(f"note: weights are named that are not there: {', '.join(missing)}")
+    if not recording.closed:
+        print("note: the recording was not closed: its run still records, or ended in the middle")
+    bad = sum(problems.values())
+    result = {
+        "valid": not bad,
+        "inputs": len(recording),
+        "damaged_inputs": bad,
+        "problems": list(problems),
+        "notes": list(notes),
+        "missing_weights": missing,
+        "closed": recording.closed,
+    }
+    told = f"{bad} of {len(recording)} inputs are damaged" if bad else f"{len(recording)} inputs are valid"
+    return result, int(bool(bad)), f"validate: {told}"
+
+
+def list_inputs(args: List) -> Result:
+    """One line per input."""
+    from lockstep.recording import Recording
+
+    recording = Recording.open(args.path)
+    chosen = _selection(args.step, args.rank).of(recording)
+    rows = [list_row(recording, index) for index in chosen]
+    print(
+        f"{'index':>6} {'step':>6} {'update':>6} {'micro':>7} {'rank':>4} {'docs':>5} {'tokens':>7} "
+        f"{'longest':>7} {'reward':>8} {'loss':>11}  outcome"
+    )
+    for row in rows:
+        reward = "" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
+        loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
+        print(
+            f"{row['index']:>6} {row['step']:>6} {row['update']:>6} {row['micro_batch']:>7} {row['rank']:>4} "
+            f"{row['documents']:>5} {row['tokens']:>7} {row['longest']:>7} {reward:>8} {loss:>11}  "
+            f"{row['outcome']}"
+        )
+    tokens = sum(row["tokens"] for row in rows)
+    return {"inputs": rows}, 0, f"list: {len(rows)} of {len(recording)} inputs, {tokens:,} tokens"
+
+
+def list_row(recording: Recording, index: int) -> dict[str, Any]:
+    """One input without its tensors; JSON values."""
+    meta, lengths = recording.metas[index], recording.lengths[index]
+    outputs = recording.outputs_of(index)
+    rewards = [float(d["reward"]) for d in meta.documents if isinstance(d.get("reward"), (int, float))]
+    return {
+        "index": index,
+        "step": meta.step,
+        "update": meta.update,
+        "micro_batch": meta.micro_batch,
+        "rank": meta.rank,
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "longest": max(lengths),
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+        "loss": None if outputs is None else outputs[0],
+        "outcome": meta.outcome,
+    }
+
+
+def show(args: Show) -> Result:
+    """One input as text."""
+    from lockstep.recording import Recording
+    from lockstep.recording.show import Style, show_input
+
+    recording = Recording.open(args.path)
+    if not -len(recording) <= args.index < len(recording):
+        raise ConfigError(
+            f"input {args.index} is not there; the recording has inputs 0 to {len(recording) - 1}"
+        )
+    recorded = recording[args.index]
+    decoder, why = (None, "--ids") if args.ids else find_decoder(recording.header.model)
+    style = Style(decoder=decoder, tokens=args.tokens, color=sys.stdout.isatty())
+    for line in show_input(recorded, style):
+        print(line)
+    batch, outputs = recorded.batch, recorded.outputs
+    result = {
+        **list_row(recording, args.index % len(recording)),
+        "meta": asdict(recorded.meta),
+        "lengths": batch.lengths[: len(batch.sample_ids)],
+        "sample_ids": batch.sample_ids,
+        "token_ids": batch.token_ids[: batch.num_tokens].tolist(),
+        "loss_mask": batch.loss_mask[: batch.num_tokens].tolist(),
+        "logprobs": None
+        if outputs is None or outputs.logprobs is None
+        else outputs.logprobs[: batch.num_tokens].tolist(),
+    }
+    told = "" if decoder is not None else f"; ids only ({why})"
+    return result, 0, f"show: input {args.index} of {len(recording)}, {batch.num_tokens} tokens{told}"
+
+
+def find_decoder(model: Any) -> tuple[Decoder | None, str]:
+    """The tokenizer of the recorded model, or why there is none. No code that a model
+    brings is run, and nothing is downloaded.
+    """
+    from pydantic import ValidationError
+
+    from lockstep.config.model import ModelConfig
+    from lockstep.models.load import load_tokenizer
+
+    try:
+        config = ModelConfig.model_validate({"name": model.get("name"), "revision": model.get("revision")})
+        tokenizer = load_tokenizer(config, local_only=True)
+    except (LockstepError, ValidationError) as error:
+        return None, f"its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+    if tokenizer is None:
+        return None, f"{config.name} has no tokenizer"
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), ""
+
+
+# --- slice, merge, import -----------------------------------------------------------------------------------
+
+
+def slice_inputs(args: Slice) -> Result:
+    """Some inputs as a recording of its own."""
+    from lockstep.recording import Recording
+    from lockstep.recording.edit import parse_numbers, slice_recording
+
+    recording = Recording.open(args.path)
+    indices = None if args.inputs is None else parse_numbers(args.inputs, what="--inputs")
+    selection = _selection(args.step, args.rank, indices=indices, every=args.every)
+    edited = slice_recording(recording, args.out, selection, weights=args.weights)
+    return _edited("slice", edited, f" of {len(recording)}")
+
+
+def merge(args: Merge) -> Result:
+    """Several recordings of one run as one."""
+    from lockstep.recording import Recording
+    from lockstep.recording.edit import merge_recordings
+
+    recordings = [Recording.open(path) for path in args.paths]
+    edited = merge_recordings(recordings, args.out, weights=args.weights)
+    return _edited("merge", edited, f" of {len(recordings)} recordings")
+
+
+def _edited(name: str, edited: Edited, of: str) -> Result:
+    if edited.without_weights:
+        print(
+            f"{edited.without_weights} inputs name no stored weights: a replay takes the model's own, and "
+            "says so "
+            "if their fingerprint differs"
+        )
+    weights = f", weights {', '.join(edited.weights)}" if edited.weights else ", no weights"
+    verdict = f"{name}: {edited.inputs} inputs{of}{weights}, written to {edited.path}"
+    return asdict(edited), 0, verdict
+
+
+def _selection(step: str | None, rank: str | None, **more: Any) -> Any:
+    from lockstep.recording.edit import Selection, parse_numbers, steps_of
+
+    first, last = (None, None) if step is None else steps_of(step)
+    ranks = None if rank is None else parse_numbers(rank, what="--rank")
+    return Selection(first_step=first, last_step=last, ranks=ranks, **more)
+
+
+def run_import(argv: Sequence[str]) -> int:
+    """Tensors dumped by another framework as a recording, see lockstep.recording.importers."""
+    raise ConfigError("lockstep recording import is not there yet")
+
+
+COMMANDS: dict[str, tuple[Any, Callable[[Any], Result]]] = {
+    "info": (Info, info),
+    "validate": (Validate, validate),
+    "list": (List, list_inputs),
+    "show": (Show, show),
+    "slice": (Slice, slice_inputs),
+    "merge": (Merge, merge),
+}
+"""Command -> its arguments, and what runs it."""
