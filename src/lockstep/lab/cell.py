@@ -194,7 +194,8 @@ def check_cell(cell: Cell) -> Axes:
     """What the support table says about the cell. Raises ConfigError with its refusal."""
     execution = "compile" if cell.execution == "deepcompile" else cell.execution
     train = train_config(cell, static_capacity=False).model_copy(update={"execution": execution})
-    run = RunConfig.model_construct(model=ModelConfig(dtype=cast(Any, cell.dtype)), train=train)
+    model = ModelConfig(dtype=cast(Any, cell.dtype))
+    run = RunConfig.model_construct(kind="replay", model=model, train=train)
     try:
         return resolve_axes(run, engine=None)
     except ConfigError as error:

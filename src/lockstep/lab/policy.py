@@ -166,24 +166,35 @@ class Policy:
         self.recording, self.options = recording, options
         self.config = model_config(recording.header, options)
         self._device = torch.device(options.cell.device)
-        self._checkpoint: Path | None = None
+        self._capacities, self._inputs = capacities, len(order)
         self._found: dict[tuple[str | None, str | None, int], Path | None] = {}
-        self._fixed = options.optimizer_step or options.cell.deepspeed
+        alone = options.cell.ranks == 1 and not options.simulate and not options.shuffle
+        # DeepSpeed takes a module's weights when its engine is made, and ranks share one engine.
+        self._fixed = options.optimizer_step or (options.cell.deepspeed and not alone)
+        self._load(recording.metas[order[0]])
+        self._spans = spans
+        self.backend = self._build()
+
+    def _load(self, meta: InputMeta) -> None:
+        """The module, with the weights that this input saw."""
+        self._checkpoint: Path | None = None
         self.model = self._load_base()
-        self.fingerprint = ""
-        first = recording.metas[order[0]]
-        if self._stored(first) is None:
-            self.fingerprint = self._fingerprint(self.model.module)
+        self.fingerprint = "" if self._stored(meta) else self._fingerprint(self.model.module)
         self._cast()
-        self._place(first)
-        self.backend = self._build(capacities, len(order), spans)
+        self._place(meta)
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def use(self, meta: InputMeta) -> Match:
         """Put the weights in place that saw this input, as far as they are stored, and say whether they are
         these."""
-        if not self._fixed:
+        if self._fixed or self._stored(meta) == self._checkpoint:
+            return self.match(meta)
+        if self.options.cell.deepspeed:
+            self.backend.close()
+            self._load(meta)
+            self.backend = self._build()
+        else:
             self._place(meta)
         return self.match(meta)
 
@@ -276,22 +287,20 @@ class Policy:
 
     # --- backend --------------------------------------------------------------------------------------------
 
-    def _build(self, capacities: Capacities, inputs: int, spans: Spans) -> ReplayBackend:
+    def _build(self) -> ReplayBackend:
         cell = self.options.cell
         tokens = self.recording.header.capacity.get("token_budget") or 4096
-        train = train_config(cell, static_capacity=capacities.static, token_budget=max(1, int(tokens)))
+        train = train_config(cell, static_capacity=self._capacities.static, token_budget=max(1, int(tokens)))
         model = dataclasses.replace(self.model, dtype=self._cell_dtype)
         temperature = self.recording.header.temperature
-        steps = inputs if self.options.optimizer_step else 0
+        steps = self._inputs if self.options.optimizer_step else 0
         if cell.deepspeed:
-            return self._build_deepspeed(train, model, spans=spans, steps=steps)
+            return self._build_deepspeed(train, model, steps=steps)
         from lockstep.train.local import LocalBackend
 
-        return LocalBackend(train, model=model, total_steps=steps, temperature=temperature, spans=spans)
+        return LocalBackend(train, model=model, total_steps=steps, temperature=temperature, spans=self._spans)
 
-    def _build_deepspeed(
-        self, train: TrainConfig, model: LoadedModel, *, spans: Spans, steps: int
-    ) -> ReplayBackend:
+    def _build_deepspeed(self, train: TrainConfig, model: LoadedModel, *, steps: int) -> ReplayBackend:
         from lockstep.train.deepspeed import DeepSpeedBackend  # lazy: only these cells need the package
 
         cell = self.options.cell
@@ -302,7 +311,7 @@ class Policy:
             temperature=self.recording.header.temperature,
             zero_stage=1 if cell.zero_stage is None else cell.zero_stage,
             deepcompile=cell.execution == "deepcompile",
-            spans=spans,
+            spans=self._spans,
         )
         return backend
 

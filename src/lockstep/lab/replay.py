@@ -274,7 +274,6 @@ class Replayer:
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
-        self._spans = self._renewed_spans()
         if not memory and self.device.type == "cuda" and "CUDA error" in str(error):
             self.broken = line
         else:
@@ -282,12 +281,6 @@ class Replayer:
         return ReplayRow(
             **base, status="oom" if memory else "failed", error={"type": kind, "line": line, "log": log}
         )
-
-    def _renewed_spans(self) -> Spans:
-        spans = Spans(synchronize=self._spans.synchronize)
-        if getattr(self.policy.backend, "spans", None) is not None:
-            self.policy.backend.spans = spans  # type: ignore[attr-defined]
-        return spans
 
     def _cleared(self, memory: bool) -> None:
         self.policy.backend.drop_gradients()
