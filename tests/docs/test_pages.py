@@ -142,6 +142,7 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
         "algorithm.kl.coef": 0.01,
         "algorithm.rollout_correction.kind": "tis",
         "train.minibatches": 2,
+        "record.enabled": True,
     }
     run = load_run("tiny", kind="grpo", overrides=grpo)
     assert isinstance(run, GRPORun)
