@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ConfigError, TrainError
+from lockstep.observe.spans import Spans
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.train.local import LocalBackend
 
@@ -332,3 +333,38 @@ def test_a_batch_with_nothing_to_train_is_zero(make_backend: Any, batch: PackedB
 def test_an_execution_mode_of_another_backend_is_refused(make_backend: Any) -> None:
     with pytest.raises(ConfigError, match=r"train\.execution = 'deepcompile'"):
         make_backend(execution="deepcompile")
+
+
+def test_gradients_by_name_are_copies_on_the_host(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+    backend = make_backend()
+    assert backend.gradients() == {} and backend.gradient_norm() == 0.0
+    backend.forward_backward([batch, batch], loss)
+    found, live = backend.gradients(), backend.live_gradients()
+    parameters = dict(backend.module.named_parameters())
+    assert found.keys() == live.keys() == parameters.keys()
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, parameters[name].grad)
+        assert live[name] is parameters[name].grad
+    norm = float(torch.cat([g.double().flatten() for g in found.values()]).norm())
+    assert backend.gradient_norm() == pytest.approx(norm, rel=1e-5)
+    assert backend.optimizer_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert backend.gradients() == {} and norm > 0
+    assert float(torch.cat([g.double().flatten() for g in found.values()]).norm()) == norm
+
+
+def test_the_halves_of_a_step_are_timed(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+    ticks = iter(range(1000))
+    spans = Spans(clock=lambda: float(next(ticks)))
+    backend = make_backend()
+    backend.spans = spans
+    backend.forward_backward([batch] * 3, loss)
+    times = spans.flush()
+    assert times["time/forward"] == times["time/backward"] == 3.0  # one tick of the clock in each of three
+
+
+def test_a_backend_of_no_steps_has_no_optimizer(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
+    backend = make_backend(dtype="bfloat16", total_steps=0)
+    backend.forward_backward([batch], loss)
+    assert backend.gradient_norm() > 0
+    with pytest.raises(ConfigError, match="total_steps = 0, which leaves the optimizer out"):
+        backend.optimizer_step()
