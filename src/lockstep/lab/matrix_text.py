@@ -113,8 +113,8 @@ def limits_text(result: MatrixResult) -> str:
     if dtypes - {"float32"}:
         parts.append(
             f"in 16 bits {ROUNDING_FACTOR:g} times the RMS logprob difference and gradient error of the "
-            f"reference's own kernels in that dtype, where they are a cell, else {HALF_RMS_LIMIT:g} nats (RMS) "
-            f"and {HALF_GRADIENT_LIMIT:g}"
+            "reference's own kernels in that dtype, where they are a cell, "
+            f"else {HALF_RMS_LIMIT:g} nats (RMS) and {HALF_GRADIENT_LIMIT:g}"
         )
     parts += [f"{name} {value:g} as given" for name, value in given.items()]
     return f"A cell agrees within {'; '.join(parts)}."
