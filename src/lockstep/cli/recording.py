@@ -13,6 +13,7 @@ Without a path: the corpus that comes with Lockstep.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections import Counter
@@ -120,6 +121,20 @@ class Merge:
     """Write what was made to this file."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Inputs that another framework dumped with torch.save or pickle; the loader executes nothing."""
+
+    source: Annotated[Path, tyro.conf.Positional]
+    """The dump."""
+    out: Path
+    """A directory that does not exist yet."""
+    model: str | None = None
+    """What model.name takes: the policy that was fed. None: not known."""
+    json: Path | None = None
+    """Write what was made to this file."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run one of COMMANDS; 0, or 1 when what was checked does not hold.
 
@@ -131,10 +146,8 @@ def main(argv: Sequence[str]) -> int:
         print((__doc__ or "").strip())
         return 0 if argv else 2
     name, *rest = argv
-    if name == "import":
-        return run_import(rest)
     if name not in COMMANDS:
-        raise ConfigError(unknown_name("recording command", name, [*COMMANDS, "import"]))
+        raise ConfigError(unknown_name("recording command", name, COMMANDS))
     kind, run = COMMANDS[name]
     args = tyro.cli(kind, args=rest, prog=f"lockstep recording {name}")
     result, status, verdict = run(args)
@@ -413,9 +426,21 @@ def _selection(step: str | None, rank: str | None, **more: Any) -> Any:
     return Selection(first_step=first, last_step=last, ranks=ranks, **more)
 
 
-def run_import(argv: Sequence[str]) -> int:
-    """Tensors dumped by another framework as a recording, see lockstep.recording.importers."""
-    raise ConfigError("lockstep recording import is not there yet")
+def import_inputs(args: Import) -> Result:
+    """A dump of another framework as a recording."""
+    from lockstep.recording import Recording
+
+    try:
+        importers = importlib.import_module("lockstep.recording.importers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "this installation has no lockstep.recording.importers; install a later one"
+        ) from error
+    importers.import_dump(args.source, args.out, model=args.model)
+    recording = Recording.open(args.out)
+    tokens = sum(map(sum, recording.lengths))
+    verdict = f"import: {len(recording)} inputs, {tokens:,} tokens, written to {args.out}"
+    return {"path": args.out, "inputs": len(recording), "tokens": tokens}, 0, verdict
 
 
 COMMANDS: dict[str, tuple[Any, Callable[[Any], Result]]] = {
@@ -425,5 +450,6 @@ COMMANDS: dict[str, tuple[Any, Callable[[Any], Result]]] = {
     "show": (Show, show),
     "slice": (Slice, slice_inputs),
     "merge": (Merge, merge),
+    "import": (Import, import_inputs),
 }
 """Command -> its arguments, and what runs it."""
