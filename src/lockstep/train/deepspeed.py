@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -63,9 +63,15 @@ class DeepSpeedBackend:
     At stage 0 DeepSpeed steps bfloat16 weights with another optimizer than at 1 to 3, so there an optimizer
     is refused.
 
-    Memory beside the weights, per rank of W, in bytes per parameter (bf16 / fp32): stage 0 a gradient
-    2 / 4; stage 1 and 2 a master 4 / W, also without an optimizer, since DeepSpeed does not run without one;
-    stage 3 a master and a gradient buffer of 6 / W or 8 / W. AdamW adds 8 / W (stage 0: 8).
+    Bytes per parameter on each of W ranks (bf16 / fp32), AdamW's moments left out (8 / W; stage 0: 8):
+
+        stage    weights      gradients    float32 masters
+        0        2 / 4        2 / 4        none: what fits a large model on one device
+        1        2 / 4        2 / 4        4 / W
+        2        2 / 4        2/W / 4/W    4 / W
+        3        2/W / 4/W    2/W / 4/W    4 / W
+
+    DeepSpeed runs no backward without an optimizer, so masters are there with total_steps = 0 too.
 
     Args:
         config: the train settings. `execution` may be eager, compile or deepcompile.
@@ -225,7 +231,8 @@ class DeepSpeedBackend:
         try:
             for index, batch in enumerate(batches):
                 self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-                self._backward(batch, loss, stats)
+                with self._memory_errors_explained(index, batches):
+                    self._backward(batch, loss, stats)
             self._gradients_ready = bool(batches)
             if self.deepcompile and self._shares is not self._engine.optimizer.averaged_gradients:
                 self._shares.update(self._engine.optimizer.averaged_gradients)
@@ -284,6 +291,20 @@ class DeepSpeedBackend:
         rows = batch.loss_mask.nonzero()[:, 0]
         labels = batch.labels.index_select(0, rows)
         return rows.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _memory_errors_explained(self, index: int, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            raise TrainError(
+                f"step {self.steps_done}, micro-batch {index} of {len(batches)}: out of memory with "
+                f"{batches[index].num_slots} token slots at ZeRO {self.zero_stage} on {self.world_size} "
+                "rank(s); set train.activation_checkpointing = true, lower train.token_budget, or use more "
+                f"ranks with --zero-stage 3. No weight was changed. torch says: {error}"
+            ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
         """One wait for the whole step; all ranks learn of one rank's loss."""
@@ -443,8 +464,6 @@ def _take(figures: Tensor, rows: Rows) -> Tensor:
 
 
 def _any_rank(flag: bool, device: torch.device) -> bool:
-    if dist.get_world_size() == 1:
-        return flag
     total = torch.tensor(float(flag), device=device)
     dist.all_reduce(total, op=dist.ReduceOp.MAX)
     return bool(total > 0)
