@@ -19,7 +19,7 @@ from recordings import assert_same, header, run_inputs, write
 
 from lockstep.errors import RecordingError
 from lockstep.recording import Recording, RecordingWriter
-from lockstep.recording.files import write_signed_json
+from lockstep.recording.files import TensorFile, write_signed_json
 from lockstep.recording.format import metadata_digest
 from lockstep.schema.recording import RecordedInput
 
@@ -256,6 +256,15 @@ def test_other_files_under_a_shards_name_are_refused_and_never_executed(valid: P
         shard.write_bytes(content[kind])
     refused(valid, str(shard), "header would be")
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("shape", [[2**61, 2**61, 0], [0, 2**40, 2**40, 2**40], [2**60, 0]])
+def test_absurd_shapes_of_empty_tensors_are_refused(tmp_path: Path, shape: list[int]) -> None:
+    path = tmp_path / "a.safetensors"
+    head = json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head)
+    with pytest.raises(RecordingError, match="too large"):
+        TensorFile(path, tmp_path)
 
 
 def test_links_out_of_the_recording_and_odd_files_are_refused(valid: Path, tmp_path: Path) -> None:

@@ -233,6 +233,8 @@ class TensorFile:
         if len(offsets) != 2 or len(shape) > 64:
             raise self._broken(f"tensor {name!r}: needs 2 data_offsets and at most 64 dimensions")
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+        if math.prod(n for n in shape if n) >= 2**48:  # an empty tensor may still have absurd strides
+            raise self._broken(f"tensor {name!r}: shape {shape[:8]} is too large")
         if offsets[1] - offsets[0] != nbytes:
             raise self._broken(
                 f"tensor {name!r}: {dtype} of shape {shape} does not take data_offsets {offsets}"
