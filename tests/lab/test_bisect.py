@@ -184,6 +184,21 @@ def test_small_gradients_are_measured_against_all_of_them():
     assert parts["big"] == 0.0 and parts["small"] == pytest.approx(2e-9 / (1e-4 * 5))
 
 
+def test_the_first_nan_is_found_where_it_is_made():
+    wrong = side_of("b")
+
+    def hook(module, args, output):
+        if output.shape[1] > 10:
+            output[:, 8, 3] = torch.nan
+
+    wrong.module.model.layers[1].mlp.act_fn.register_forward_hook(hook)
+    result = bisect(side_of("a"), wrong, INPUTS)
+    assert result.index == 5 and result.difference.logprob == float("inf")
+    assert result.finding.first.key == Key("forward", "model.layers.1.mlp.act_fn", "output")
+    assert result.finding.first.where == (1, 3) and result.finding.first.max_abs == float("inf")
+    assert as_dict(result)["first"]["relative"] == float("inf")
+
+
 def test_a_cell_that_raises_is_named_with_the_input():
     wrong = side_of("b")
 

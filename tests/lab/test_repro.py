@@ -91,6 +91,18 @@ def test_code_that_does_not_do_what_its_inputs_say_is_told_apart(tmp_path, capsy
     assert number(text, "b: recorded") == pytest.approx(finding.first.max_abs, rel=1e-4)
 
 
+def test_a_nan_is_shown(tmp_path, capsys):
+    b = side_of("b")
+
+    def hook(module, args, output):
+        output[0, 4, 1] = torch.nan
+
+    b.module.model.layers[1].mlp.act_fn.register_forward_hook(hook)
+    finding, status, text = made(tmp_path, capsys, side_of("a"), b)
+    assert finding.first.key.path == "model.layers.1.mlp.act_fn" and status == 1
+    assert "max difference inf: b's recorded result is not what torch makes of it" in text
+
+
 def test_gradients_of_a_kernel_are_differentiated(tmp_path, capsys, monkeypatch):
     from transformers import AttentionInterface
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import LockstepError, ParityError
+from lockstep.errors import LockstepError, ParityError, TrainError
 from lockstep.lab.capture import Capture, Key, Seen, reverse_documents, token_rows
 from lockstep.lab.documents import exact, reversed_order
 from lockstep.protocols.train import TokenLoss
@@ -124,6 +124,11 @@ def _step(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
     try:
         stats = backend.forward_backward([batch], side.loss)
         gradients = {name: g.detach().clone() for name, g in backend.live_gradients().items()}
+    except TrainError:
+        logprobs = backend.logprobs([batch], model="policy")[0]
+        if bool(torch.isfinite(logprobs).all()):
+            raise
+        return logprobs, {}  # a loss that is not finite stops a step; here it is what is looked for
     finally:
         backend.drop_gradients()
     return stats.logprobs[0], gradients
