@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.loop.offline import train_offline as train_offline
     from lockstep.loop.online import OnlineTrainer as OnlineTrainer
     from lockstep.loop.online import train_online as train_online
+    from lockstep.recording.hooks import record as record
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "SFTRun": "lockstep.config.run",
     "build_online": "lockstep.loop.build",
     "load_run": "lockstep.config.load",
+    "record": "lockstep.recording.hooks",
     "train_offline": "lockstep.loop.offline",
     "train_online": "lockstep.loop.online",
 }
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "build_online",
     "load_run",
+    "record",
     "train_offline",
     "train_online",
 ]
