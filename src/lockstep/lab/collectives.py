@@ -24,8 +24,8 @@ from torch import Tensor
 from lockstep.lab.launch import ENDED_KEY, ERROR_KEY, POSITION_KEY
 from lockstep.lab.ranks import RankContext, RankError, lost_peer
 
-_SLICE_SECONDS = 0.5
-"""How often a waiting rank looks whether the one it waits for has died."""
+_FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.05
+"""Seconds between two looks of a waiting rank; at the longer ones it looks for deaths too."""
 _SETTLE_SECONDS = 2.0
 """After a failed collective: until the others have said where they are."""
 _CHUNK = 1 << 24
@@ -152,15 +152,19 @@ class Guard:
 
     def _await(self, key: str, rank: int, *, deadline: float, step: int, what: str) -> None:
         """Until a rank has written its part of a round, has died, or the deadline has passed."""
-        store = self.ranks.store
+        store, pause = self.ranks.store, _FIRST_PAUSE
         while True:
-            left = deadline - time.monotonic()
+            # `wait` with a short timeout would do too, but torch logs a warning each time it passes.
             try:
-                store.wait([key], timedelta(seconds=max(0.001, min(_SLICE_SECONDS, left))))
-                return
-            except RuntimeError as error:
-                if isinstance(error, dist.DistNetworkError):
-                    raise RankError(f"rank {self.ranks.rank}: the store has gone ({error})") from error
+                if store.check([key]):
+                    return
+            except dist.DistNetworkError as error:
+                raise RankError(f"rank {self.ranks.rank}: the store has gone ({error})") from error
+            left = deadline - time.monotonic()
+            time.sleep(max(0.0, min(pause, left)))
+            pause = min(2 * pause, _LAST_PAUSE)
+            if pause < _LAST_PAUSE:
+                continue
             if store.check([ERROR_KEY.format(rank=rank)]):
                 said = json.loads(store.get(ERROR_KEY.format(rank=rank)))
                 line = str(said["text"]).strip().splitlines()[-1]

@@ -358,7 +358,8 @@ def _merged(
         "desync": None if state.desync is None else str(state.desync),
         "interrupted": state.interrupted,
     }
-    farewell = Guard(ranks, seconds=_FAREWELL_SECONDS if ended_early else guard.seconds)
+    # One that waits in a collective must be able to give up, and say so, before the others leave.
+    farewell = Guard(ranks, seconds=_FAREWELL_SECONDS if ended_early else 2 * guard.seconds + 10)
     try:
         found: Sequence[dict[str, Any] | None] = farewell.exchange(0, said, what="the end", name="end")
     except Desync as missing:
