@@ -80,7 +80,8 @@ def test_weights_that_are_not_stored_are_a_mismatch_that_is_stated(recording: An
     assert all(row.logprob_max_difference == 0.0 for row in result.rows[:3])
     assert all((row.logprob_max_difference or 0.0) > 1e-3 for row in result.rows[3:])
     assert result.summary["weights"]["matches"] is False
-    assert "NOT the recorded weights for 3 inputs" in result.summary["verdict"]
+    assert "NOT the recorded weights for 3 inputs; the 3 others: equal to the" in result.summary["verdict"]
+    assert result.summary["differences"]["on_recorded_weights"]["logprob_max"] == 0.0
 
 
 def test_base_weights_come_back_after_a_checkpoint(recording: Any) -> None:
@@ -218,6 +219,7 @@ def test_optimizer_steps_move_the_weights(recording: Any) -> None:
     result = run(dataclasses.replace(recording, inputs=same), optimizer_step=True)
     differences = [row.logprob_max_difference or 0.0 for row in result.rows]
     assert differences[0] == 0.0 < differences[1] < differences[2]
+    assert [row.weights for row in result.rows] == ["match", "mismatch", "mismatch"]
     assert "only the first input is comparable" in result.summary["verdict"]
 
 

@@ -173,6 +173,8 @@ class Policy:
         self._fixed = options.optimizer_step or (options.cell.deepspeed and not alone)
         self._load(recording.metas[order[0]])
         self._spans = spans
+        self.moved = False
+        """An optimizer step has changed the weights."""
         self.backend = self._build()
 
     def _load(self, meta: InputMeta) -> None:
@@ -200,6 +202,8 @@ class Policy:
 
     def match(self, meta: InputMeta) -> Match:
         """Whether the weights in place are those that saw this input, by fingerprint."""
+        if self.moved:
+            return "mismatch"
         if meta.weights is None:
             return "unknown"
         same = meta.weights == self.fingerprint and self.config.num_layers == self._recorded_layers()

@@ -261,6 +261,7 @@ class Replayer:
             live: Callable[[], dict[str, Tensor]] = getattr(backend, "live_gradients", backend.gradients)
             self.kept.add_gradients(index, live())
         if self.options.optimizer_step:
+            self.policy.moved = True
             return backend.optimizer_step()["grad_norm"]
         backend.drop_gradients()
         return norm

@@ -213,9 +213,6 @@ def aggregate(rows: Sequence[ReplayRow]) -> dict[str, Any]:
     }
     seconds = sum((row.forward_ms or 0.0) + (row.backward_ms or 0.0) for row in steady) / 1000
     steady_tokens = sum(row.tokens for row in steady)
-    differences = [r.logprob_max_difference for r in done if r.logprob_max_difference is not None]
-    means = [r.logprob_mean_difference for r in done if r.logprob_mean_difference is not None]
-    losses = [abs(r.loss_difference) for r in done if r.loss_difference is not None]
     return {
         "counts": {name: counts.get(name, 0) for name in ("ok", "failed", "oom", "desync", "skipped")}
         | {"inputs": len(rows)},
@@ -237,13 +234,22 @@ def aggregate(rows: Sequence[ReplayRow]) -> dict[str, Any]:
             name: statistics.median(columns[f"{name}_ms"]) if columns[f"{name}_ms"] else None
             for name in ("forward", "backward")
         },
-        "differences": {
-            "compared": len(differences),
-            "logprob_max": max(differences, default=None),
-            "logprob_mean": statistics.fmean(means) if means else None,
-            "loss_max": max(losses, default=None),
-        },
+        "differences": _differences(done)
+        | {"on_recorded_weights": _differences([row for row in done if row.weights == "match"])},
         "errors": dict(Counter(row.error["type"] for row in rows if row.error is not None)),
+    }
+
+
+def _differences(rows: Sequence[ReplayRow]) -> dict[str, Any]:
+    """How far these inputs are from the recording."""
+    worst = [row.logprob_max_difference for row in rows if row.logprob_max_difference is not None]
+    means = [row.logprob_mean_difference for row in rows if row.logprob_mean_difference is not None]
+    losses = [abs(row.loss_difference) for row in rows if row.loss_difference is not None]
+    return {
+        "compared": len(worst),
+        "logprob_max": max(worst, default=None),
+        "logprob_mean": statistics.fmean(means) if means else None,
+        "loss_max": max(losses, default=None),
     }
 
 

@@ -84,21 +84,27 @@ def compared(summary: Mapping[str, Any]) -> str:
     differences, matches = summary["differences"], summary["weights"]["inputs"]
     if not differences["compared"]:
         return "nothing recorded to compare with"
-    worst, loss = differences["logprob_max"], differences["loss_max"]
-    if worst == 0.0 and loss in (0.0, None):
-        text = f"{'logprobs ' if loss is None else ''}equal to the recording, to the bit"
-    else:
-        text = f"logprobs within {worst:.2g} nats of the recording"
-        if loss is not None:
-            text += f", loss within {loss:.2g}" if loss else ", the loss to the bit"
+    text = _distance(differences)
     kept, whole = summary["model"]["num_layers"], summary["model"]["num_layers_full"]
     if kept != whole:
         return f"{text} (not like with like: {kept} of {whole} layers)"
-    if matches["mismatch"]:
-        return f"{text} (NOT the recorded weights for {matches['mismatch']} inputs)"
     if summary["optimizer_step"]:
         return f"{text} (weights moved: only the first input is comparable)"
+    if matches["mismatch"]:
+        own = differences["on_recorded_weights"]
+        text += f" (NOT the recorded weights for {matches['mismatch']} inputs"
+        return f"{text}; the {own['compared']} others: {_distance(own)})" if own["compared"] else f"{text})"
     return text if not matches["unknown"] else f"{text} (whether these are its weights is unknown)"
+
+
+def _distance(differences: Mapping[str, Any]) -> str:
+    worst, loss = differences["logprob_max"], differences["loss_max"]
+    if worst == 0.0 and loss in (0.0, None):
+        return f"{'logprobs ' if loss is None else ''}equal to the recording, to the bit"
+    text = f"logprobs within {worst:.2g} nats of the recording"
+    if loss is None:
+        return text
+    return text + (f", loss within {loss:.2g}" if loss else ", the loss to the bit")
 
 
 def model_summary(replayer: Replayer) -> dict[str, Any]:
