@@ -195,7 +195,7 @@ def _entry(**fields: Any) -> Callable[[Any, Any], None]:
         (lambda head, inputs: head["loss_mask"].update(dtype="BOOL"), "loss_mask"),
         (lambda head, inputs: head["loss_mask"].update(dtype="OBJECT"), "dtype 'OBJECT'"),
         (lambda head, inputs: head["advantages"].update(dtype="I32"), "advantages"),
-        (lambda head, inputs: head["advantages"].update(shape=[2**61]), "data_offsets"),
+        (lambda head, inputs: head["advantages"].update(shape=[2**61]), "too large"),
         (lambda head, inputs: head["advantages"].update(shape=[-1, -12]), "shape"),
         (lambda head, inputs: head["advantages"].update(data_offsets=[0, 10**18]), "data_offsets"),
         (lambda head, inputs: head["advantages"].update(data_offsets=[3]), "data_offsets"),
