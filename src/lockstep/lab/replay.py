@@ -120,7 +120,7 @@ class Replayer:
             recording, self.order, options, max_positions=self.size.max_positions
         )
         self.device = torch.device(cell.device)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
         synchronize = torch.cuda.synchronize if self.device.type == "cuda" else None
         self._spans = Spans(synchronize=synchronize)

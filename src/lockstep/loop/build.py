@@ -126,7 +126,7 @@ def load_policy(run: RunConfig, *, engine: str | None) -> tuple[Axes, LoadedMode
     torch.manual_seed(run.seed)
     axes = resolve_axes(run, engine=engine)
     device = torch.device(axes.device)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels that are launched by hand look at the current device
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)
