@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/record_corpus.py run --rows rows.jsonl --out runs/corpus
     python benchmarks/record_corpus.py finish runs/corpus/recordings --out src/lockstep/recording/corpus
 
-`run` trains SmolLM2-135M on arithmetic and word problems: every rank samples half of the prompts, trains on half
-of the micro-batches, and gradients are added over ranks. `finish` replays every input on the bundled weights
-(float32, sdpa) and writes what those make of it, so that a replay compares like with like: ids, masks, rewards,
-advantages and rollout logprobs stay those of the run.
+`run` trains SmolLM2-135M on arithmetic and word problems: every rank samples half of the prompts, trains on
+half of the micro-batches, and gradients are added over ranks. `finish` replays every input on the bundled
+weights (float32, sdpa) and writes what those make of it, so that a replay compares like with like: ids,
+masks, rewards, advantages and rollout logprobs stay those of the run.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def main(
 
 
 def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
-    from lockstep.lab.rank_replay import agree_on_directory, replay_ranks, waiting_seconds
+    from lockstep.lab.rank_replay import RankPlace, agree_on_directory, replay_ranks, waiting_seconds
     from lockstep.lab.ranks import init_ranks
     from lockstep.models.quiet import quiet_transformers
 
@@ -49,7 +49,7 @@ def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOpti
         out = agree_on_directory(ranks, out)
         if ranks.rank == 0:
             return _as_first(args, recording, options, ranks, out)
-        replay_ranks(recording, options, ranks=ranks, out=out, checked=checked)
+        replay_ranks(recording, options, place=RankPlace(ranks, out, checked=checked))
         return 0
 
 
@@ -58,22 +58,14 @@ def _as_first(
 ) -> int:
     """Rank 0 shows what happens, and concludes for all."""
     from lockstep.cli.replay import Progress, conclude
-    from lockstep.lab.rank_replay import replay_ranks
+    from lockstep.lab.rank_replay import RankPlace, replay_ranks
     from lockstep.lab.results import ReplayFiles
 
     files = ReplayFiles(out, echo=_nothing if args.quiet else print)
     try:
         with Progress(files, quiet=args.quiet) as shown:
-            result = replay_ranks(
-                recording,
-                options,
-                ranks=ranks,
-                out=out,
-                files=files,
-                checked=not args.no_guard,
-                on_ready=shown.ready,
-                on_row=shown.row,
-            )
+            place = RankPlace(ranks, out, files=files, checked=not args.no_guard)
+            result = replay_ranks(recording, options, place=place, on_ready=shown.ready, on_row=shown.row)
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:
         files.close()

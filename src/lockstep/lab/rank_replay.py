@@ -201,34 +201,39 @@ def _keep(replayer: Replayer, index: int, inputs: Sequence[int], delivered: bool
 # --- real ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank of a replay stands."""
+
+    ranks: RankContext
+    out: Path
+    """Every rank writes OUT/rank-N/results.jsonl; the ranks of several machines must share it."""
+    files: ReplayFiles | None = None
+    """Of OUT itself, where rank 0 merges them by step and rank; None on other ranks."""
+    checked: bool = True
+    """False (--no-guard): ranks do not ask each other before a step, so that one without an input really
+    leaves the others waiting."""
+
+
 def replay_ranks(
     recording: Recording,
     options: ReplayOptions,
     *,
-    ranks: RankContext,
-    out: Path,
-    files: ReplayFiles | None = None,
-    checked: bool = True,
+    place: RankPlace,
     on_row: OnRow | None = None,
     on_ready: Callable[[Replayer], None] | None = None,
 ) -> ReplayResult:
     """This rank's part of a replay; every rank calls it. Rank 0's result is that of all ranks.
 
-    Args:
-        out: every rank writes OUT/rank-N/results.jsonl; the ranks of several machines must share it.
-        files: of OUT itself, where rank 0 merges them by step and rank; None on other ranks.
-        checked: False (--no-guard): ranks do not ask each other before a step, so that one without an input
-            really leaves the others waiting.
-
     Raises:
         ConfigError, RecordingError, ModelError: before the first forward.
         Desync: the ranks differ in what they are about to do.
     """
-    started = time.perf_counter()
+    started, ranks, files = time.perf_counter(), place.ranks, place.files
     options = rank_options(options, ranks)
-    guard = Guard(ranks, checked=checked)
+    guard = Guard(ranks, checked=place.checked)
     guard.at(-1, "loading the policy")
-    own = ReplayFiles(out / f"rank-{ranks.rank}", echo=_nothing)
+    own = ReplayFiles(place.out / f"rank-{ranks.rank}", echo=_nothing)
     replayer = Replayer(recording, options, files=own)
     replayer.warm_up()
     plan = plan_of(recording, replayer.order, options)
@@ -253,7 +258,7 @@ def replay_ranks(
         own.close()
     if ranks.rank != 0 and replayer.kept is not None:
         replayer.kept.write(own.out)
-    result = _merged(replayer, backend, report, state, out=out, files=files, started=started)
+    result = _merged(replayer, backend, report, state, place=place, started=started)
     if state.desync is None:
         replayer.close()
     return result
@@ -342,12 +347,11 @@ def _merged(
     report: PlanReport,
     state: _State,
     *,
-    out: Path,
-    files: ReplayFiles | None,
+    place: RankPlace,
     started: float,
 ) -> ReplayResult:
     """Every rank tells the others that it is done; rank 0 makes one result of all."""
-    guard, ranks = backend.guard, backend.guard.ranks
+    guard, ranks, out, files = backend.guard, place.ranks, place.out, place.files
     ended_early = state.desync is not None or state.interrupted
     guard.at(report.steps[-1].step + 1, "the end")
     said = {

@@ -4,7 +4,7 @@ A recording is a directory:
 
     recording.json                     RecordingHeader
     rank-0000/
-      shard-000000.safetensors         many inputs, concatenated; what is known of each is in the file's metadata
+      shard-000000.safetensors         many inputs, concatenated; what is known of each is in its metadata
       open-000064.safetensors          inputs of steps that no shard holds yet; the last one may be unfinished
     weights/step-000000/               weights that inputs need (see InputMeta.checkpoint)
 
@@ -117,9 +117,9 @@ class RecordingHeader:
     """lockstep.config.model.ModelConfig as a dict, with dtype resolved."""
     vocab_size: int
     algorithm: Mapping[str, Any]
-    """GRPOConfig or SFTConfig as a dict, resolved; its "name" says which algorithm (SFT: {"name": "sft", ...}).
-    {"name": "surrogate"}: loss_weights hold -dL/dlogprob of a foreign loss, so that SFT's sum
-    -loss_weights * logprobs has its gradients."""
+    """GRPOConfig or SFTConfig as a dict, resolved; its "name" says which algorithm
+    (SFT: {"name": "sft", ...}). {"name": "surrogate"}: loss_weights hold -dL/dlogprob of a foreign loss,
+    so that SFT's sum -loss_weights * logprobs has its gradients."""
     temperature: float
     max_tokens: int | None
     """Longest completion, which the constant aggregation divides by; None for SFT and foreign modules."""
