@@ -1,99 +1,177 @@
-"""Recordings for the compatibility matrix on one GPU: the length sets of benchmarks/lengths.json.
+"""The compatibility matrix of an 8B policy on one H200: document 000's eight cells, all of them, in bfloat16.
 
-    python benchmarks/matrix_h200.py make --out runs/lengths
-    benchmarks/matrix_h200.sh ...
+    python benchmarks/matrix_h200.py make --out /tmp/inputs
+    python benchmarks/matrix_h200.py run --inputs /tmp/inputs --out benchmarks/results/matrix-h200
 
-`make` writes two recordings of random ids: rl_512 as micro-batches whose documents also fit 4,096 slots when
-padded (rows x longest), and rl_32 as one input. Lengths are in the order of the file; nothing was recorded of outputs.
+`make` writes recordings: the shipped corpus and the length set rl_512 (lengths.json: random ids, documents in
+micro-batches that fit 4,096 slots also when padded), whole and thinned out, and rl_32 as one input. `run`
+calls `lockstep matrix` and `lockstep replay` on them, each with its log, most important first; what is done
+is not run again, so that it can be called in parts.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import dataclasses
 import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-import lockstep
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.recording import RecordingWriter
-from lockstep.schema.batch import PackedBatch, TrainSample
-from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
+from lockstep.recording import Recording, RecordingWriter
+from lockstep.schema.batch import PackedBatch, PolicySample
+from lockstep.schema.recording import InputMeta, RecordedInput
 
-VOCAB = 49152
 PROMPT_SHARE = 0.25
+MODEL = "--model shape:llama-3.1-8b --dtype bfloat16"
+CAPACITY, CHECKPOINTING = "--capacity 4096", "--activation-checkpointing"
+FLASH, ALL_OFF = "--flash-attn --compile --packing", "--preset all-off"
+SAMPLED = "--gradient-entries 65536"
+IN_BF16 = "--reference dtype=bfloat16"
+JOBS: dict[str, tuple[str, str, str]] = {
+    # name: command, recording, flags
+    "all-cells-32-layers": ("matrix", "thin", f"{CAPACITY} {CHECKPOINTING} {SAMPLED} {IN_BF16}"),
+    "varlen-compile-packed-32-layers": ("replay", "whole", f"{CAPACITY} {FLASH} {CHECKPOINTING}"),
+    "rl_32-default-8-layers": ("replay", "rl_32", f"--num-layers 8 {ALL_OFF} {CHECKPOINTING}"),
+    "rl_32-varlen-compile-packed-8-layers": ("replay", "rl_32", f"--num-layers 8 {FLASH} {CHECKPOINTING}"),
+    "varlen-compile-packed-2-layers": (
+        "replay",
+        "whole",
+        f"--num-layers 2 {CAPACITY} {FLASH} {CHECKPOINTING}",
+    ),
+    "all-cells-2-layers": ("matrix", "third", f"--num-layers 2 {CAPACITY} {CHECKPOINTING} {SAMPLED}"),
+    "all-cells-32-layers-no-checkpointing": ("matrix", "few", f"{CAPACITY} {SAMPLED} {IN_BF16}"),
+} | {
+    f"zero-{stage}-{mode or 'eager'}-{kernel}": (
+        "replay",
+        "rl_512",
+        f"--num-layers 4 --max-inputs 5 --zero-stage {stage} {'--deepcompile' if mode else ''} {flags}",
+    )
+    for kernel, flags in (("sdpa", "--no-flash-attn"), ("varlen", "--flash-attn --packing"))
+    for mode in ("deepcompile", "")
+    for stage in (1, 3)
+}
 
 
-def samples_of(lengths: list[int]) -> list[TrainSample]:
-    """One document per length; what follows the first quarter is trained on."""
+def samples_of(lengths: Sequence[int], *, vocab_size: int) -> list[PolicySample]:
+    """One document per length; what follows the first quarter is trained on, advantages are +1 and -1."""
     samples = []
     for index, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(index)
         mask = torch.arange(length) >= int(length * PROMPT_SHARE)
         mask[-1] = False
-        ids = torch.randint(0, VOCAB, (length,), generator=generator)
-        samples.append(TrainSample(token_ids=ids, loss_mask=mask, sample_id=index))
+        samples.append(
+            PolicySample(
+                token_ids=torch.randint(0, vocab_size, (length,), generator=generator),
+                loss_mask=mask,
+                sample_id=index,
+                rollout_logprobs=torch.where(mask, -1.0, 0.0),
+                advantages=torch.where(mask, 1.0 if index % 2 == 0 else -1.0, 0.0),
+            )
+        )
     return samples
 
 
-def header(name: str, *, token_budget: int, max_seqlen: int, documents: int) -> RecordingHeader:
-    return RecordingHeader(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        framework="lockstep",
-        versions={"lockstep": lockstep.__version__, "torch": torch.__version__},
-        model={"name": "shape:llama-3.1-8b", "dtype": "bfloat16"},
-        vocab_size=VOCAB,
-        algorithm={"name": "sft"},
-        temperature=1.0,
-        max_tokens=None,
-        axes={
-            "backend": "local",
-            "attention": "varlen",
-            "execution": "eager",
-            "layout": "packed",
-            "padding_side": "right",
-            "device": "cuda",
-            "dtype": "bfloat16",
-            "static_capacity": False,
-            "activation_checkpointing": False,
+def batches_of(lengths: Sequence[int], limits: PackLimits, *, vocab_size: int) -> list[PackedBatch]:
+    """Their micro-batches, tokens weighted alike."""
+    samples = samples_of(lengths, vocab_size=vocab_size)
+    trained = sum(sample.num_trained for sample in samples)
+    return plan_micro_batches(samples, [sample.loss_mask.float() / trained for sample in samples], limits)
+
+
+def write(out: Path, batches: Sequence[PackedBatch]) -> None:
+    """Each input an optimizer step of its own, with the header of the shipped corpus."""
+    corpus = Recording.open(None)
+    longest = max(max(batch.lengths) for batch in batches)
+    header = dataclasses.replace(
+        corpus.header,
+        capacity={
+            "token_budget": max(batch.num_slots for batch in batches),
+            "max_seqlen": longest,
+            "max_documents": max(len(batch.sample_ids) for batch in batches),
         },
-        capacity={"token_budget": token_budget, "max_seqlen": max_seqlen, "max_documents": documents},
-        notes={"lengths": name, "token_ids": "uniform random"},
+        world_size=1,
+        mesh={},
+        notes={"script": "benchmarks/matrix_h200.py"},
     )
-
-
-def write(out: Path, name: str, batches: list[PackedBatch]) -> None:
-    """One optimizer step per input: they are independent."""
-    longest = max(max(b.lengths) for b in batches)
-    slots, documents = max(b.num_slots for b in batches), max(len(b.sample_ids) for b in batches)
-    head = header(name, token_budget=slots, max_seqlen=longest, documents=documents)
-    with RecordingWriter(out, head) as writer:
+    with RecordingWriter(out, header) as writer:
         for index, batch in enumerate(batches):
             meta = InputMeta(step=index, update=index, micro_batch=0, num_micro_batches=1)
-            writer.finish([RecordedInput(meta=meta, batch=batch, outputs=None)])
-    print(
-        f"{out}: {len(batches)} inputs, {sum(b.num_tokens for b in batches)} tokens, longest document {longest}"
+            writer.add([RecordedInput(meta=meta, batch=batch, outputs=None)])
+    tokens = sum(batch.num_tokens for batch in batches)
+    print(f"{out}: {len(batches)} inputs, {tokens} tokens, longest document {longest}", flush=True)
+
+
+def make(out: Path) -> None:
+    """whole: the corpus and rl_512. third, thin and few: every so many inputs of both."""
+    lengths = json.loads((Path(__file__).parent / "lengths.json").read_text())
+    corpus = Recording.open(None)
+    vocab_size = corpus.header.vocab_size
+    own = [recorded.batch for recorded in corpus]
+    rl_512 = batches_of(
+        lengths["rl_512"], PackLimits(token_budget=4096, layout="padded"), vocab_size=vocab_size
     )
+    budget = sum(lengths["rl_32"])
+    write(out / "whole", own + rl_512)
+    write(out / "third", own[::3] + rl_512[::2])
+    write(out / "thin", own[::44] + rl_512[::9])
+    write(out / "few", own[::200] + rl_512[::40])
+    write(out / "rl_512", rl_512[5::9])
+    rl_32 = batches_of(lengths["rl_32"], PackLimits(token_budget=budget), vocab_size=vocab_size)
+    write(out / "rl_32", rl_32 * 6)  # the first one warms up
+
+
+def run(args: argparse.Namespace) -> None:
+    """Every job that is not done, one after the other, each with a deadline; results.json keeps the ends."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    names = args.only.split(",") if args.only else list(JOBS)
+    for name in names:
+        if results.get(name, {}).get("exit") in (0, 1):
+            continue
+        command, recording, flags = JOBS[name]
+        words = [command, str(args.inputs / recording), *shlex.split(f"{MODEL} {flags} {args.extra}")]
+        words += ["--quiet", "--out", str(args.out / name), *(["--resume"] if command == "matrix" else [])]
+        started = time.perf_counter()
+        with (args.out / f"{name}.log").open("a") as log:
+            print("lockstep", *words, file=log, flush=True)
+            argv = [sys.executable, "-m", "lockstep", *words]
+            try:
+                status = subprocess.run(argv, stdout=log, stderr=log, timeout=args.timeout).returncode
+            except subprocess.TimeoutExpired:
+                status = 124
+        seconds = round(time.perf_counter() - started, 1)
+        results[name] = {"exit": status, "seconds": seconds, "command": shlex.join(["lockstep", *words])}
+        path.write_text(json.dumps(results, indent=2) + "\n")
+        verdict = (args.out / f"{name}.log").read_text().splitlines()[-1]
+        print(f"{name}: exit {status}, {seconds} s: {verdict}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inputs = commands.add_parser("make", help="write the recordings")
+    inputs.add_argument("--out", type=Path, required=True)
+    jobs = commands.add_parser("run", help="run the jobs that are not done")
+    jobs.add_argument("--inputs", type=Path, required=True)
+    jobs.add_argument("--out", type=Path, required=True)
+    jobs.add_argument("--only", default="", help="names of jobs, joined by commas")
+    jobs.add_argument("--timeout", type=float, default=900.0, help="seconds of one job")
+    jobs.add_argument("--extra", default="", help="flags for every job, such as --max-inputs 2")
     args = parser.parse_args()
-    lengths = json.loads((Path(__file__).parent / "lengths.json").read_text())
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, limits in {
-        "rl_512": PackLimits(token_budget=4096, layout="padded"),
-        "rl_32": PackLimits(token_budget=sum(lengths["rl_32"])),
-    }.items():
-        samples = samples_of(lengths[name])
-        trained = sum(s.num_trained for s in samples)
-        weights = [s.loss_mask.float() / trained for s in samples]
-        write(args.out / name, name, plan_micro_batches(samples, weights, limits))
+    if args.command == "make":
+        make(args.out)
+    else:
+        run(args)
 
 
 if __name__ == "__main__":

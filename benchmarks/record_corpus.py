@@ -6,7 +6,7 @@
 
 `run` trains SmolLM2-135M on arithmetic and word problems: every rank samples half of the prompts, trains on
 half of the micro-batches, and gradients are added over ranks. `finish` replays every input on the bundled
-weights (float32, sdpa) and writes what those make of it, so that a replay compares like with like: ids,
+weights (float32, sdpa) and writes what those make of it, so that a replay compares like with like. Ids,
 masks, rewards, advantages and rollout logprobs stay those of the run.
 """
 

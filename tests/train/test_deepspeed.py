@@ -17,7 +17,7 @@ import torch
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.train.deepspeed import DeepSpeedBackend
-from lockstep.train.deepspeed_setup import announced_build
+from lockstep.train.deepspeed_setup import announced_build, check_cuda_architectures
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 TIMEOUT = 300  # DeepSpeed compiles its collectives at the first use on a machine
@@ -155,3 +155,10 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         announced_build(torch.device("cpu")),
     ):
         raise AssertionError("it started")
+
+
+def test_an_architecture_that_deepspeed_cannot_read_is_named() -> None:
+    check_cuda_architectures("")
+    check_cuda_architectures("8.0 9.0+PTX")
+    with pytest.raises(ConfigError, match=r"for 9.0a; set TORCH_CUDA_ARCH_LIST='8.0;9.0'"):
+        check_cuda_architectures("8.0;9.0a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,7 @@ def refuse_impossible(
                 "--deepcompile works with ZeRO 1, 2 and 3 only; add --zero-stage 1, or leave out "
                 "--deepcompile"
             )
+        check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     if config.execution not in ("eager", "compile", "deepcompile"):
         raise ConfigError(
             f"train.execution = {config.execution!r} is not available with DeepSpeed; set 'eager', "
@@ -64,6 +66,21 @@ def refuse_impossible(
                 "at ZeRO 0 DeepSpeed steps bfloat16 weights differently than at 1 to 3; set "
                 "--zero-stage 1, or --dtype float32"
             )
+
+
+def check_cuda_architectures(listed: str) -> None:
+    """DeepSpeed's extension builder reads "9.0" and "9.0+PTX" in TORCH_CUDA_ARCH_LIST, and fails on "9.0a".
+
+    Raises:
+        ConfigError: an entry of the list has a letter.
+    """
+    odd = [entry for entry in re.split(r"[ ;]+", listed.strip()) if re.search(r"\d[a-z]", entry)]
+    if odd:
+        plain = re.sub(r"(?<=\d)[a-z]", "", listed)
+        raise ConfigError(
+            f"TORCH_CUDA_ARCH_LIST = {listed!r}: DeepSpeed cannot build its DeepCompile extension for "
+            f"{', '.join(odd)}; set TORCH_CUDA_ARCH_LIST='{plain}'"
+        )
 
 
 def torch_optimizer(
