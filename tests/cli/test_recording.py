@@ -27,7 +27,7 @@ def rec(tmp_path: Path) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, list[str], dict[str, Any]]:
     """Exit status, lines, and what --json wrote."""
-    out = Path(str(argv[1])).parent / "out.json"
+    out = next(value for value in argv if isinstance(value, Path)).parent / "out.json"
     status = main(["recording", *map(str, argv), "--json", str(out)])
     return status, capsys.readouterr().out.splitlines(), json.loads(out.read_text())
 
