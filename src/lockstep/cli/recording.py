@@ -13,7 +13,6 @@ Without a path: the corpus that comes with Lockstep.
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections import Counter
@@ -126,7 +125,7 @@ class Import:
     """Inputs that another framework dumped with torch.save or pickle; the loader executes nothing."""
 
     source: Annotated[Path, tyro.conf.Positional]
-    """The dump."""
+    """A dump, or a folder of dumps."""
     out: Path
     """A directory that does not exist yet."""
     model: str | None = None
@@ -429,18 +428,14 @@ def _selection(step: str | None, rank: str | None, **more: Any) -> Any:
 def import_inputs(args: Import) -> Result:
     """A dump of another framework as a recording."""
     from lockstep.recording import Recording
+    from lockstep.recording.importers import import_dump
 
-    try:
-        importers = importlib.import_module("lockstep.recording.importers")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "this installation has no lockstep.recording.importers; install a later one"
-        ) from error
-    importers.import_dump(args.source, args.out, model=args.model)
+    report = import_dump(args.source, args.out, model=args.model)
+    print("\n".join(report.lines()))
     recording = Recording.open(args.out)
     tokens = sum(map(sum, recording.lengths))
     verdict = f"import: {len(recording)} inputs, {tokens:,} tokens, written to {args.out}"
-    return {"path": args.out, "inputs": len(recording), "tokens": tokens}, 0, verdict
+    return {**report.as_dict(), "tokens": tokens}, 0, verdict
 
 
 COMMANDS: dict[str, tuple[Any, Callable[[Any], Result]]] = {
