@@ -205,7 +205,6 @@ class Guard:
         return [int(at) for at in steps.tolist()]
 
     def _reduce(self, tensor: Tensor, *, step: int, what: str) -> None:
-        self.at(step, what)
         with self.explained(step, what):
             work = dist.all_reduce(tensor, async_op=True)
             work.wait(timedelta(seconds=self.seconds))
@@ -213,7 +212,7 @@ class Guard:
                 torch.cuda.synchronize(tensor.device)
 
     def explained(self, step: int, what: str) -> _Explained:
-        """A context in which collectives run that this guard does not make itself: their timeouts and lost
+        """A context in which collectives run: it says where this rank is, and their timeouts and lost
         connections become a Desync."""
         return _Explained(self, step, what)
 
@@ -227,7 +226,7 @@ class _Explained:
         self.guard, self.step, self.what = guard, step, what
 
     def __enter__(self) -> None:
-        return None
+        self.guard.at(self.step, self.what)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, RankError) and collective_failed(error):
