@@ -52,6 +52,9 @@ class ForeignModule:
     wrapper: str
     """torch, ddp, fsdp2 or deepspeed."""
     compiled: bool
+    """Whether it or a part of it is."""
+    compiled_around: nn.Module | None
+    """The outermost compiled module that it is in, or is: its call is where torch's tracing begins."""
     temperature: float
 
     @property
@@ -103,7 +106,8 @@ def foreign_module(
         world_size=found_size if world_size is None else world_size,
         device=torch.device("cpu") if first is None else first.device,
         wrapper=_wrapper(given, module),
-        compiled=_compiled(given),
+        compiled=any(_is_compiled(module) for module in given.modules()),
+        compiled_around=_compiled_around(given, path),
         temperature=temperature,
     )
 
@@ -128,9 +132,10 @@ def _fused_temperature(module: nn.Module) -> float | None:
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if not str(getattr(function, "__globals__", {}).get("__name__")).startswith("trl."):
         return None
-    if "temperature" not in names:
+    cells = getattr(function, "__closure__", None)
+    if cells is None or "temperature" not in names:
         return None
-    value = function.__closure__[names.index("temperature")].cell_contents
+    value = cells[names.index("temperature")].cell_contents
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -144,11 +149,15 @@ def _wrapper(given: nn.Module, module: nn.Module) -> str:
     return "torch"
 
 
-def _compiled(given: nn.Module) -> bool:
-    return any(
-        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
-        for module in given.modules()
-    )
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module), or by module.compile()."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _compiled_around(given: nn.Module, path: str) -> nn.Module | None:
+    names = path.split(".") if path else []
+    chain = (given.get_submodule(".".join(names[:count])) for count in range(len(names) + 1))
+    return next((module for module in chain if _is_compiled(module)), None)
 
 
 def _ranks() -> tuple[int, int]:
@@ -178,8 +187,11 @@ def inner_optimizer(given: nn.Module) -> torch.optim.Optimizer | None:
 # --- weights ------------------------------------------------------------------------------------------------
 
 
-def save_foreign_weights(policy: ForeignModule, directory: Path) -> str:
-    """The module's weights and config in `directory`, by rank 0; every rank takes part if sharded.
+def save_foreign_weights(policy: ForeignModule, directory: Path, *, writes: bool) -> str:
+    """The module's weights and config in `directory`; every rank takes part if they are sharded.
+
+    Args:
+        writes: whether this rank does; the others only compute the fingerprint.
 
     Returns:
         Their fingerprint.
@@ -197,24 +209,24 @@ def save_foreign_weights(policy: ForeignModule, directory: Path) -> str:
             "ZeRO stage 3; set weights='none' and replay with --model"
         )
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        found = _save_sharded(policy, tensors, directory)
-    elif policy.rank == 0:
+        found = _save_sharded(tensors, directory, writes=writes)
+    elif writes:
         found = save_weights(policy.module, directory)
     else:
         return fingerprint(tensors.items())
-    if policy.rank == 0 and isinstance(policy.module, PreTrainedModel):
+    if writes and isinstance(policy.module, PreTrainedModel):
         policy.module.config.save_pretrained(directory)
     return found
 
 
-def _save_sharded(policy: ForeignModule, tensors: Mapping[str, Tensor], directory: Path) -> str:
-    """Gathers one tensor at a time; all of them are on the host of rank 0 in the end."""
+def _save_sharded(tensors: Mapping[str, Tensor], directory: Path, *, writes: bool) -> str:
+    """Gathers one tensor at a time; all of them are on every rank's host in the end."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         whole[name] = full.to("cpu")
     found = fingerprint(whole.items())
-    if policy.rank == 0:
+    if writes:
         directory.mkdir(parents=True, exist_ok=True)
         metadata = {"format": "pt", "lockstep": "lockstep-weights", "fingerprint": found, "stored": found}
         write_tensors(directory / "model.safetensors", whole, metadata, sync=True)
@@ -225,15 +237,20 @@ def _save_sharded(policy: ForeignModule, tensors: Mapping[str, Tensor], director
 
 
 def foreign_header(
-    policy: ForeignModule, seen: SeenCall, *, capacity: Mapping[str, int], notes: Mapping[str, Any]
+    policy: ForeignModule,
+    seen: SeenCall,
+    *,
+    capacity: Mapping[str, int],
+    notes: Mapping[str, Any],
+    weights: Path | None,
 ) -> RecordingHeader:
-    """What is known when the first forward comes."""
+    """What is known when the first forward comes. `weights`: where they are stored."""
     padding = seen.call.layout.padding
     return RecordingHeader(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         framework=_framework(policy),
         versions=versions(),
-        model=_model(policy, notes.get("weights")),
+        model=_model(policy, weights),
         vocab_size=_vocab_size(policy.module, seen),
         algorithm={"name": "surrogate"},
         temperature=policy.temperature,
@@ -248,7 +265,9 @@ def foreign_header(
             "device": policy.device.type,
             "dtype": _dtype(policy.module),
             "static_capacity": False,
-            "activation_checkpointing": bool(getattr(policy.module, "is_gradient_checkpointing", False)),
+            "activation_checkpointing": any(
+                getattr(module, "gradient_checkpointing", False) is True for module in policy.module.modules()
+            ),
         },
         capacity=capacity,
         world_size=policy.world_size,
@@ -275,8 +294,10 @@ def _framework(policy: ForeignModule) -> str:
     return "trl" if source.startswith("trl.") else policy.wrapper
 
 
-def _model(policy: ForeignModule, weights: str | None) -> dict[str, Any]:
-    name = str(getattr(getattr(policy.module, "config", None), "_name_or_path", "") or weights or "")
+def _model(policy: ForeignModule, weights: Path | None) -> dict[str, Any]:
+    """A model that was made of a config has no name: then the folder with its stored weights is it."""
+    stored = "" if weights is None or not isinstance(policy.module, PreTrainedModel) else weights.resolve()
+    name = str(getattr(getattr(policy.module, "config", None), "_name_or_path", "") or stored)
     name = name or f"unknown:{type(policy.module).__name__}"
     dtype = _dtype(policy.module)
     known = dtype if dtype in ("bfloat16", "float16", "float32") else "auto"

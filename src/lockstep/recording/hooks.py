@@ -40,6 +40,8 @@ from lockstep.schema.recording import RecordingHeader
 StepSignal = torch.optim.Optimizer | Literal["manual", "backward"] | None
 
 _WEIGHTS = "weights/step-000000"
+_MUCH = 0.02
+"""A relative residual that is told at the end; logits of bfloat16 leave about 0.005."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,7 @@ class RecordOptions:
     forwards: str = "grad"
     rank: int | None = None
     world_size: int | None = None
+    ranks: Sequence[int] | None = None
     step: StepSignal = None
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHa
         forwards: "grad": those that build a graph, the training inputs. "all": also those that do not, but
             for decoding with a cache.
         rank, world_size: None: of torch.distributed, else of the environment, else 0 of 1.
+        ranks: those that record; None: all. The others may call this too, and must if the weights are
+            sharded (FSDP2): their handle does nothing.
         step: what ends an update. None: the step of any torch optimizer that holds one of the module's
             Parameters (found for DeepSpeed too). An optimizer: its step. "manual": `handle.step()`.
             "backward": every backward that is followed by another forward.
@@ -143,7 +148,9 @@ class RecordHandle:
         self.policy: ForeignModule = foreign_module(
             module, rank=options.rank, world_size=options.world_size, temperature=options.temperature
         )
-        if self.policy.rank == 0 and (directory / "recording.json").exists():
+        self._ranks = _recording_ranks(options.ranks, self.policy.world_size)
+        first = self.policy.rank == self._ranks[0]
+        if first and (directory / "recording.json").exists():
             raise RecordingError(
                 f"{directory / 'recording.json'}: the directory already holds a recording; give record() "
                 "another one, or remove it"
@@ -157,7 +164,10 @@ class RecordHandle:
         self._fingerprint: str | None = None
         self._told_size = False
         if options.weights == "first":
-            self._fingerprint = save_foreign_weights(self.policy, directory / _WEIGHTS)
+            self._fingerprint = save_foreign_weights(self.policy, directory / _WEIGHTS, writes=first)
+        if self.policy.rank not in self._ranks:
+            self.closed = True
+            return
         self._removers = self._hook(module)
         atexit.register(self._at_exit)
 
@@ -165,19 +175,23 @@ class RecordHandle:
         # torch.compile must neither trace them nor break a graph over them
         before = torch.compiler.disable(self._before, recursive=True)
         after = torch.compiler.disable(self._after, recursive=True)
-        target = self.policy.module
-        handles: list[Any] = [
-            target.register_forward_pre_hook(before, with_kwargs=True),
-            target.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
+        # Hooks inside a compiled call would be traced, or not be seen by what is compiled already.
+        target = self.policy.compiled_around or self.policy.module
+        if target._compiled_call_impl is not None:
+            removers = [_around_compiled_call(target, before, after)]
+        else:
+            removers = [
+                target.register_forward_pre_hook(before, with_kwargs=True).remove,
+                target.register_forward_hook(after, with_kwargs=True, always_call=True).remove,
+            ]
         signal = self.options.step
         if signal is None:
             signal = inner_optimizer(given)
         if isinstance(signal, torch.optim.Optimizer):
-            handles.append(signal.register_step_post_hook(lambda *_: self._optimizer_stepped()))
+            removers.append(signal.register_step_post_hook(lambda *_: self._optimizer_stepped()).remove)
         elif signal is None:
-            handles.append(register_optimizer_step_post_hook(self._any_optimizer))
-        return [handle.remove for handle in handles]
+            removers.append(register_optimizer_step_post_hook(self._any_optimizer).remove)
+        return removers
 
     # --- the three sights of a forward ----------------------------------------------------------------------
 
@@ -200,7 +214,7 @@ class RecordHandle:
         self._counts.calls += 1
         self._counts.micro_batches += 1
         if wanted:
-            named = bound_arguments(module.forward, args, kwargs)
+            named = bound_arguments(self.policy.module.forward, args, kwargs)
             self._current = self._begin(foreign_call(named), named, micro_batch)
 
     def _reason_to_skip(self, kwargs: Mapping[str, Any]) -> str | None:
@@ -236,8 +250,16 @@ class RecordHandle:
             largest[name] = max(largest[name], value)
         self._counts.paddings.update(call.layout.padding)
         if self._writer is None:
-            self._header = foreign_header(self.policy, seen, capacity=dict(largest), notes=self._notes())
-            self._writer = RecordingWriter(self.directory, self._header, rank=self.policy.rank)
+            self._header = foreign_header(
+                self.policy,
+                seen,
+                capacity=dict(largest),
+                notes=self._notes(),
+                weights=None if self._fingerprint is None else self.directory / _WEIGHTS,
+            )
+            self._writer = RecordingWriter(
+                self.directory, self._header, rank=self.policy.rank, ranks=self._ranks
+            )
         self._writer.begin([self._recorded(seen, outcome="pending", of=micro_batch + 1)])
         self._open.append(seen)
         return seen
@@ -296,7 +318,7 @@ class RecordHandle:
         for one in seen:
             if error is not None and one.error is None and one.gradient is None:
                 one.error = error
-            outcome = "finished" if one.error is None else "failed"
+            outcome: Literal["finished", "failed"] = "finished" if one.error is None else "failed"
             inputs.append(self._recorded(one, outcome=outcome, of=self._counts.micro_batches))
             self._counts.residual = max(self._counts.residual, one.relative_residual())
         self._writer.finish(inputs)
@@ -348,6 +370,27 @@ class RecordHandle:
                 dataclasses.replace(self._header, capacity=dict(self._counts.capacity), notes=self._notes())
             )
             self._writer.close()
+        self._tell()
+
+    def _tell(self) -> None:
+        """What the owner of the recording should know of it, on stderr."""
+        counts = self._counts
+        if self._writer is None:
+            skipped = ", ".join(f"{n} {reason}" for reason, n in counts.skipped.items()) or "none at all"
+            print(
+                f"lockstep: {self.directory}: rank {self.policy.rank} recorded no forward of "
+                f"{type(self.policy.module).__name__} (other forwards: {skipped})",
+                file=sys.stderr,
+                flush=True,
+            )
+        elif counts.residual > _MUCH:
+            print(
+                f"lockstep: {self.directory}: dL/dlogprob leaves {counts.residual:.0%} of dL/dlogits "
+                f"unexplained (in the worst input). temperature={self.options.temperature} may not be what the loss "
+                "divides logits by, or the loss has other terms, such as entropy",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _at_exit(self) -> None:
         self.close(getattr(sys, "last_value", None))
@@ -362,6 +405,41 @@ class RecordHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+def _recording_ranks(given: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+    ranks = tuple(range(world_size)) if given is None else tuple(sorted(set(given)))
+    if not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
+        raise RecordingError(f"record: ranks = {given!r}; they must be ranks from 0 to {world_size - 1}")
+    return ranks
+
+
+def _around_compiled_call(
+    target: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> Callable[[], None]:
+    """What hooks are elsewhere, for a module whose hooks torch would compile too (`module.compile()`).
+
+    Returns:
+        What takes it off again.
+    """
+    compiled = target._compiled_call_impl
+    assert compiled is not None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(target, args, kwargs)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+            return output
+        finally:
+            after(target, args, kwargs, output)
+
+    def remove() -> None:
+        if target._compiled_call_impl is call:
+            target._compiled_call_impl = compiled
+
+    target._compiled_call_impl = call
+    return remove
 
 
 def _autocast(device: torch.device) -> str | None:
