@@ -23,7 +23,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(mode: str) -> tuple[int, list[dict[str, Any] | None]]:
         command = [sys.executable, str(WORKER), mode]
-        status = launch_command(command, ranks=2, timeout=90, log_dir=tmp_path / "logs")
+        status = launch_command(command, ranks=2, timeout=300, log_dir=tmp_path / "logs")
         paths = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
         return status, [json.loads(p.read_text()) if p.exists() else None for p in paths]
 

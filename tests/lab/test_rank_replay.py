@@ -209,7 +209,7 @@ def test_a_killed_rank_ends_the_replay_within_30_seconds_and_is_named(recorded: 
         text=True,
     )
     try:
-        assert wait_for((out / "rank-1").exists, seconds=60)
+        assert wait_for((out / "rank-1").exists, seconds=300)
         pids = children(process.pid)
         start = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
@@ -244,7 +244,7 @@ def test_the_same_command_runs_under_other_launchers(
     out = tmp_path / "out"
     command = [*start, "replay", str(recorded), "--shuffle-inputs", "--ranks", "2", *KEEP, "--out", str(out)]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     logprobs, gradients = difference(
         load_file(simulated / "outputs.safetensors"), load_file(out / "outputs.safetensors")
