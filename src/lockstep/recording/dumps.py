@@ -144,7 +144,11 @@ class DumpReader:
         ids = self._ids()
         mask = self._mask(ids)
         positions = self._take(POSITIONS, "position_ids", shape=ids.shape)
-        found = {"attention_mask": mask, "position_ids": positions, "cu_seqlens": self._bounds(ids, mask)}
+        bounds = self._bounds(ids)
+        if bounds is not None and mask is None and int(bounds[-1]) < ids.shape[1]:
+            mask = torch.arange(ids.shape[1])[None] < bounds[-1]
+            self.said.append("the documents' lengths end before the row does: what is behind them is padding")
+        found = {"attention_mask": mask, "position_ids": positions, "cu_seqlens": bounds}
         try:
             layout = find_documents(ids, {n: t for n, t in found.items() if t is not None})
         except RecordingError as error:
@@ -157,7 +161,7 @@ class DumpReader:
         tokens = ids.flatten()[layout.slots]
         trained = self._trained(ids, layout)
         floats = self._floats(ids, layout, trained)
-        rewards = self._rewards(layout)
+        rewards = self._rewards(ids, layout)
         scalars, extras, dropped = self._rest()
         return DumpedInput(
             token_ids=tokens,
@@ -203,7 +207,7 @@ class DumpReader:
     def _rows(self, name: str, value: Any) -> Tensor:
         """[B, L] int64; documents of several lengths become one row."""
         self.mapped[name] = "token_ids"
-        if _ragged(value):
+        if _ragged(value) and _tensor(value) is None:
             parts = [self._vector(name, part) for part in value]
             self.documents = [part.shape[0] for part in parts]
             ids = torch.cat(parts)[None]
@@ -222,6 +226,8 @@ class DumpReader:
         value = self.left.pop(name)
         self.mapped[name] = "documents"
         mask = self._joined(name, value) if self.documents is not None else self._grid(name, value)
+        if self.documents is not None and not bool(mask.all()):
+            self._bad(name, "masks tokens in a list of documents of several lengths; leave its pads out")
         if mask.shape != ids.shape:
             self._bad(name, f"is {list(mask.shape)}, but the ids are {list(ids.shape)}; dump the 2-D mask")
         if mask.is_floating_point():
@@ -230,22 +236,18 @@ class DumpReader:
             mask = mask != 0
         return mask
 
-    def _bounds(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+    def _bounds(self, ids: Tensor) -> Tensor | None:
         """Cumulative lengths, if documents are dumped as such."""
         lengths = self.documents
         for name in LENGTHS:
             if lengths is None and ids.shape[0] == 1 and name in self.left:
-                lengths = [int(n) for n in self._vector(name, self.left.pop(name))]
+                lengths = self._counts(name, self.left.pop(name))
                 self.mapped[name] = "documents"
         for name in CU_SEQLENS:
             if name in self.left and lengths is None:
                 self.mapped[name] = "documents"
-                return self._vector(name, self.left.pop(name)).to(torch.int64)
-        if lengths is None:
-            return None
-        if min(lengths, default=-1) < 0:
-            self._bad("lengths", "of documents must not be negative")
-        return torch.tensor([0, *lengths]).cumsum(0)
+                return torch.tensor(self._counts(name, self.left.pop(name)))
+        return None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
 
     # --- values of tokens -----------------------------------------------------------------------------------
 
@@ -266,6 +268,8 @@ class DumpReader:
         self.mapped["num_actions"] = "loss_mask"
         counts = self._action_counts(layout)
         if isinstance(counts, int):
+            if counts > ids.shape[1]:
+                self._bad("num_actions", f"is {counts}, more than the {ids.shape[1]} columns of the ids")
             columns = torch.zeros(ids.shape, dtype=torch.bool)
             columns[:, ids.shape[1] - counts :] = True
             return _shifted(columns, layout) != 0
@@ -306,7 +310,7 @@ class DumpReader:
     def _per_token(self, name: str, value: Any, ids: Tensor, layout: Layout) -> Tensor:
         """[B, L]: the value about each token, 0 where there is none; see the module."""
         rows, width = ids.shape
-        if self.documents is not None and _ragged(value, of=len(self.documents)):
+        if _ragged(value, of=len(layout.lengths)) and (self.documents is not None or _tensor(value) is None):
             parts = [self._vector(name, part) for part in value]
             return self._last_of_each(torch.cat(parts), [p.shape[0] for p in parts], ids, layout)
         values = self._grid(name, value)
@@ -340,12 +344,10 @@ class DumpReader:
     def _action_counts(self, layout: Layout) -> int | list[int]:
         """num_actions: of all rows, or per document."""
         value = self.left["num_actions"]
-        if type(value) is int or (isinstance(value, Tensor) and value.numel() == 1):
-            count = int(value)
-            if count < 0:
-                self._bad("num_actions", "must not be negative")
-            return [count] if layout.layout == "packed" and len(layout.lengths) == 1 else count
-        return [int(n) for n in self._vector("num_actions", value)]
+        single = type(value) is int or (isinstance(value, Tensor) and value.ndim == 0)
+        counts = self._counts("num_actions", [int(value)] if single else value)
+        of_rows = layout.layout == "padded" or len(layout.lengths) > 1
+        return counts[0] if len(counts) == 1 and of_rows else counts
 
     def _per_document(self, value: Any, ids: Tensor, layout: Layout) -> Tensor | None:
         """[D] values, if there is one per document."""
@@ -354,21 +356,18 @@ class DumpReader:
         if isinstance(value, list | tuple) and value and not all(isinstance(x, int | float) for x in value):
             return None
         values = _tensor(value)
-        if values is None or values.numel() != len(layout.lengths) or values.ndim > 2:
+        if values is None or values.ndim not in (1, 2) or (values.ndim == 2 and values.shape[1] != 1):
             return None
-        if values.ndim == 2 and values.shape[1] != 1:
-            return None
-        if values.numel() == 1 and ids.shape[0] == 1 and values.ndim == 2:
-            return None  # [1, 1]: of the last token
-        return values.flatten()
+        return _of_documents(values.flatten(), ids.shape[0], layout)
 
-    def _rewards(self, layout: Layout) -> list[float] | None:
+    def _rewards(self, ids: Tensor, layout: Layout) -> list[float] | None:
         for name in REWARDS:
-            value = _tensor(self.left.get(name))
-            if value is not None and value.numel() == len(layout.lengths) and value.squeeze().ndim <= 1:
+            value = self.left.get(name)
+            found = None if value is None else self._per_document(value, ids, layout)
+            if found is not None:
                 del self.left[name]
                 self.mapped[name] = "reward of each document"
-                return [float(x) for x in value.flatten()]
+                return [float(x) for x in found]
         return None
 
     # --- the rest -------------------------------------------------------------------------------------------
@@ -403,6 +402,9 @@ class DumpReader:
                 if tensor is None or tensor.ndim not in (1, 2):
                     continue
                 found = tensor if tensor.ndim == 2 else tensor[None]
+            if found.is_floating_point() or found.dtype == torch.bool:
+                continue
+            found = _wide(found)
             if found.shape[-1] == shape[1] and found.shape[0] in (1, shape[0]):
                 del self.left[name]
                 self.mapped[name] = target
@@ -420,7 +422,13 @@ class DumpReader:
         if found is None or found.ndim not in (1, 2):
             what = type(value).__name__ if found is None else f"{list(found.shape)}"
             self._bad(name, f"is {what}; it must be [B, L], or [L] of one document")
-        return found if found.ndim == 2 else found[None]
+        return _wide(found if found.ndim == 2 else found[None])
+
+    def _counts(self, name: str, value: Any) -> list[int]:
+        found = self._vector(name, value)
+        if found.is_floating_point() or not found.numel() or int(found.min()) < 0:
+            self._bad(name, "must hold integers, none negative")
+        return [int(n) for n in found]
 
     def _vector(self, name: str, value: Any) -> Tensor:
         found = _tensor(value)
@@ -428,7 +436,7 @@ class DumpReader:
             found = found[0]
         if found is None or found.ndim != 1:
             self._bad(name, "must hold vectors of numbers")
-        return found
+        return _wide(found)
 
     def _bad(self, name: str, what: str) -> NoReturn:
         raise RecordingError(f"{self.where}: field {name[:80]!r} {what}")
@@ -440,9 +448,27 @@ def _tensor(value: Any) -> Tensor | None:
         return None if value.is_complex() else value
     if isinstance(value, list | tuple) and value:
         try:
+            if all(isinstance(part, Tensor) and part.ndim for part in value):
+                return torch.stack(list(value))
             return torch.tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             return None
+    return None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Of a dtype that arithmetic is done in."""
+    if tensor.is_floating_point():
+        return tensor if tensor.itemsize > 1 else tensor.float()
+    return tensor if tensor.dtype == torch.bool else tensor.to(torch.int64)
+
+
+def _of_documents(values: Tensor, rows: int, layout: Layout) -> Tensor | None:
+    """[D] of values per document, or per row of which some may be all padding; None: of neither."""
+    if values.numel() == len(layout.lengths):
+        return values
+    if values.numel() == rows and layout.layout == "padded":
+        return values[torch.tensor([row for row, _ in layout.starts])]
     return None
 
 

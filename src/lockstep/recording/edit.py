@@ -195,7 +195,7 @@ def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weight
         raise RecordingError(f"{out}: exists already; name a directory that does not")
     ranks = sorted({recording.metas[index].rank for recording, index in items})
     without = 0
-    with _whole_or_not(out) as folder:
+    with whole_or_not(out) as folder:
         copies = _Weights(folder, weights)
         for rank in ranks:
             with RecordingWriter(folder, header, rank=rank, ranks=ranks) as writer:
@@ -217,7 +217,7 @@ def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weight
 
 
 @contextmanager
-def _whole_or_not(out: Path) -> Iterator[Path]:
+def whole_or_not(out: Path) -> Iterator[Path]:
     """A folder that gets its name when all of it is written."""
     folder = out.with_name(f".{out.name}.partial")
     if folder.exists():

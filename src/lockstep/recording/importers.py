@@ -26,6 +26,7 @@ from lockstep.models import shapes
 from lockstep.models.load import model_folder, read_config
 from lockstep.packing import pack
 from lockstep.recording.dumps import IDS, DumpedInput, DumpReader, find_inputs
+from lockstep.recording.edit import whole_or_not
 from lockstep.recording.files import DTYPES
 from lockstep.recording.foreign import versions
 from lockstep.recording.show import printable
@@ -86,25 +87,21 @@ def import_dump(source: Path, out: Path, *, model: str | None = None) -> ImportR
     """A file, or all dumps of a folder, as a recording. Nothing that they hold is executed.
 
     Args:
-        out: a directory that does not hold a recording.
+        out: a directory that does not exist yet.
         model: what model.name takes: the policy that was fed. None: not known.
 
     Raises:
         RecordingError: a file is no dump, holds what is not read, or fields that do not fit; names both.
     """
     source, out = Path(source), Path(out)
+    if out.exists():
+        raise RecordingError(f"{out}: exists already; name a directory that does not")
     files = _files(source)
     survey = _survey(files)
     vocab_size = _vocab_size(model, survey)
     header = _header(source, model, survey, vocab_size=vocab_size)
-    ranks = sorted({place.rank for place in survey.places})
-    with ExitStack() as stack:
-        writers = {
-            rank: stack.enter_context(RecordingWriter(out, header, rank=rank, ranks=ranks)) for rank in ranks
-        }
-        for place, (_, dumped, _) in zip(survey.places, _inputs(files), strict=True):
-            recorded = _recorded(dumped, place, kind=survey.kind, world_size=header.world_size)
-            writers[place.rank].add([recorded])
+    with whole_or_not(out) as folder:
+        _write(files, survey, header, folder)
     return ImportReport(
         path=out,
         inputs=len(survey.places),
@@ -113,6 +110,19 @@ def import_dump(source: Path, out: Path, *, model: str | None = None) -> ImportR
         vocab_size=vocab_size,
         **_told(survey),
     )
+
+
+def _write(files: Sequence[Path], survey: _Survey, header: RecordingHeader, folder: Path) -> None:
+    """The second pass."""
+    ranks = sorted({place.rank for place in survey.places})
+    with ExitStack() as stack:
+        writers = {
+            rank: stack.enter_context(RecordingWriter(folder, header, rank=rank, ranks=ranks))
+            for rank in ranks
+        }
+        for place, (_, dumped, _) in zip(survey.places, _inputs(files), strict=True):
+            recorded = _recorded(dumped, place, kind=survey.kind, world_size=header.world_size)
+            writers[place.rank].add([recorded])
 
 
 # --- what there is ------------------------------------------------------------------------------------------
@@ -179,7 +189,14 @@ def _inputs(files: Sequence[Path]) -> Iterator[tuple[Path, DumpedInput, str]]:
                 f"{path.name}: holds no token ids, only {names}; a dump is a dict, or a list of dicts, with "
                 f"one of {', '.join(IDS)} or prompts and responses"
             )
+        left = 6 * path.stat().st_size + 2**26
         for number, named in enumerate(dicts):
+            left -= sum(value.nbytes for value in named.values() if isinstance(value, Tensor))
+            if left < 0:
+                raise RecordingError(
+                    f"{path.name}: its inputs share tensors, and are far larger apart than the file is; dump "
+                    "each input's own part"
+                )
             where = path.name if len(dicts) == 1 else f"{path.name}, input {number}"
             yield path, DumpReader(named, where).read(), dump.kind
 
