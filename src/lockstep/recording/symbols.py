@@ -29,17 +29,17 @@ class Budget:
 
     where: str
     """The file's name, for errors."""
-    steps: int = MAX_STEPS
-    bytes: int = _SPARE_BYTES
+    steps: int
+    bytes: int
 
     @classmethod
     def of(cls, size: int, where: str) -> Budget:
         """For a file of `size` bytes: each byte may be copied a few times (archives in archives, views)."""
-        return cls(where=where, bytes=6 * size + _SPARE_BYTES)
+        return cls(where=where, steps=MAX_STEPS, bytes=6 * size + _SPARE_BYTES)
 
-    def step(self) -> None:
+    def step(self, count: int = 1) -> None:
         """Raises RecordingError after MAX_STEPS."""
-        self.steps -= 1
+        self.steps -= count
         if self.steps < 0:
             raise RecordingError(
                 f"{self.where}: more than {MAX_STEPS:,} values; dump tensors instead of lists, or fewer "

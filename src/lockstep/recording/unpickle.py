@@ -190,15 +190,20 @@ def _load_legacy(data: bytes, at: int, where: str, budget: Budget, *, level: int
 # --- values -------------------------------------------------------------------------------------------------
 
 
+_ATOMS = frozenset((int, float, bool, str, bytes, type(None)))
+
+
 def _plain(value: Any, budget: Budget, *, depth: int) -> Any:
     """Containers without symbols, tensors built."""
-    budget.step()
+    if type(value) in _ATOMS:
+        return value
     if depth > MAX_NESTING:
         raise RecordingError(f"{budget.where}: containers are nested more than {MAX_NESTING} deep")
     if isinstance(value, LazyTensor | LazyArray):
         return value.build(budget)
     if isinstance(value, Symbol | StorageKind | LazyDtype | Storage | torch.dtype):
         return Opaque(type(value).__name__)
+    budget.step(1 + len(value) if type(value) in (dict, list, tuple) else 1)
     if type(value) is dict:
         return {key: _plain(item, budget, depth=depth + 1) for key, item in value.items()}
     if type(value) in (list, tuple):
