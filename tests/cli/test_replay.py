@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,10 +54,20 @@ tensorboard = false
 """
 
 
-def record_run(folder: Path, *, train: str = "", dtype: str = "float32", more: str = "") -> Path:
+EVERY_STEP = ("--record-weights", "every 1")
+
+
+def record_run(
+    folder: Path,
+    *,
+    train: str = "",
+    dtype: str = "float32",
+    more: str = "",
+    weights: tuple[str, ...] = EVERY_STEP,
+) -> Path:
     """A tiny GRPO run that records every input and the weights of every step."""
     (folder / "run.toml").write_text(RUN.format(train=train, dtype=dtype) + more)
-    flags = ["--record", "--record-weights", "every 1", "--log.display", "off"]
+    flags = ["--record", *weights, "--log.display", "off"]
     assert main(["train", str(folder / "run.toml"), "--run-dir", str(folder / "run"), *flags]) == 0
     return folder / "run"
 
@@ -100,6 +111,23 @@ def test_a_real_run_is_replayed_to_the_bit_at_every_step(tmp_path: Path, train: 
         assert (row["weights"], row["loss_difference"], row["logprob_max_difference"]) == ("match", 0.0, 0.0)
     assert summary["verdict"].endswith("equal to the recording, to the bit")
     assert summary["compile"]["recompiles"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_runs_own_checkpoints_replay_later_steps_to_the_bit(tmp_path: Path, dtype: str) -> None:
+    weights = ("--record-weights", "none", "--checkpoint.every", "1", "--checkpoint.keep-last", "5")
+    run = record_run(tmp_path, dtype=dtype, weights=weights)
+    assert not (run / "recordings/weights").exists()
+    rows, _ = replayed(run)
+    assert {row["step"] for row in rows} == {0, 1, 2}
+    for row in rows:
+        assert (row["weights"], row["loss_difference"], row["logprob_max_difference"]) == ("match", 0.0, 0.0)
+    # Without the checkpoint of step 2 its inputs are not compared with like, and that is said.
+    shutil.rmtree(run / "checkpoints/step-000002")
+    rows, summary = replayed(run)
+    assert {(row["step"], row["weights"]) for row in rows} == {(0, "match"), (1, "match"), (2, "mismatch")}
+    assert all(row["logprob_max_difference"] > 1e-3 for row in rows if row["step"] == 2)
+    assert "NOT the recorded weights" in summary["verdict"]
 
 
 def test_adapters_are_replayed_to_the_bit_with_their_dropout(tmp_path: Path) -> None:
