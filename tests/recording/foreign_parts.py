@@ -68,9 +68,9 @@ def words(count: int, seed: int) -> str:
     return " ".join(f"w{int(n)}" for n in numbers)
 
 
-def load_recorded(recording: Recording, index: int = 0) -> LoadedModel:
+def load_recorded(recording: Recording, name: str | None, index: int = 0) -> LoadedModel:
     """The policy with the weights that an input saw, as Lockstep has it."""
-    name = recording.header.model["name"]
+    name = name or recording.header.model["name"]
     loaded = load_model(ModelConfig(name=name, dtype="float32"), attention="sdpa", device=torch.device("cpu"))
     weights = find_weights(recording.path, recording.metas[index])
     assert weights is not None
@@ -78,12 +78,14 @@ def load_recorded(recording: Recording, index: int = 0) -> LoadedModel:
     return loaded
 
 
-def recomputed(recording: Recording, inputs: Sequence[RecordedInput]) -> LocalBackend:
+def recomputed(
+    recording: Recording, inputs: Sequence[RecordedInput], *, name: str | None = None
+) -> LocalBackend:
     """Runs the surrogate over inputs on their weights; checks their logprobs, and gives the gradients."""
     config = TrainConfig(attention="sdpa", device="cpu", grad_accum_dtype="float32")
     backend = LocalBackend(
         config,
-        model=load_recorded(recording),
+        model=load_recorded(recording, name),
         total_steps=0,
         temperature=recording.header.temperature,
     )

@@ -272,6 +272,9 @@ def ranks(kind: str, out: Path, *, count: int, **options: Any) -> list[dict[str,
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(count)]
 
 
+BACKENDS = {"ddp-compiled": "ddp"} | {f"deepspeed{stage}": "deepspeed" for stage in range(3)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "count"),

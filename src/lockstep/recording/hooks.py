@@ -176,7 +176,8 @@ class RecordHandle:
         before = torch.compiler.disable(self._before, recursive=True)
         after = torch.compiler.disable(self._after, recursive=True)
         # Hooks inside a compiled call would be traced, or not be seen by what is compiled already.
-        target = self.policy.compiled_around or self.policy.module
+        around = self.policy.compiled_around  # no `or`: a compiled module forwards len()
+        target = self.policy.module if around is None else around
         if target._compiled_call_impl is not None:
             removers = [_around_compiled_call(target, before, after)]
         else:
@@ -239,6 +240,7 @@ class RecordHandle:
             time=time.time(),
             keep=named.get("logits_to_keep"),
             autocast=_autocast(self.policy.device),
+            graph=torch.is_grad_enabled(),
         )
         lengths = call.layout.lengths
         largest = self._counts.capacity
@@ -316,7 +318,7 @@ class RecordHandle:
             return
         inputs = []
         for one in seen:
-            if error is not None and one.error is None and one.gradient is None:
+            if error is not None and one.error is None:
                 one.error = error
             outcome: Literal["finished", "failed"] = "finished" if one.error is None else "failed"
             inputs.append(self._recorded(one, outcome=outcome, of=self._counts.micro_batches))
@@ -356,7 +358,7 @@ class RecordHandle:
 
     def close(self, error: BaseException | None = None) -> None:
         """Takes the hooks off and completes the recording. What had no optimizer step yet is kept; with
-        `error`, as failed where its gradient never came. Twice is once."""
+        `error`, as failed. Twice is once."""
         if self.closed:
             return
         self.closed = True
@@ -386,8 +388,8 @@ class RecordHandle:
         elif counts.residual > _MUCH:
             print(
                 f"lockstep: {self.directory}: dL/dlogprob leaves {counts.residual:.0%} of dL/dlogits "
-                f"unexplained (in the worst input). temperature={self.options.temperature} may not be what the loss "
-                "divides logits by, or the loss has other terms, such as entropy",
+                "unexplained (in the worst input): the loss does not divide logits by "
+                f"temperature={self.options.temperature}, or has other terms, such as entropy",
                 file=sys.stderr,
                 flush=True,
             )

@@ -42,6 +42,8 @@ class SeenCall:
     keep: Any = None
     """The argument logits_to_keep."""
     autocast: str | None = None
+    graph: bool = True
+    """Whether the forward built one."""
     tokens: Tensor | None = None
     """[R] int64, host: which tokens of the documents the outputs below are of."""
     logprobs: Tensor | None = None
@@ -181,8 +183,8 @@ def _watch_logprobs(seen: SeenCall, logprobs: Tensor) -> None:
     def arrived(gradient: Tensor) -> None:
         with torch.no_grad():
             values = gradient.flatten().index_select(0, rows).float()
-            total = gradient.float().square().sum()
-            seen.add(values, (total - values.square().sum()).clamp(min=0), total)
+            total = gradient.float().square().sum(dtype=torch.float64)
+            seen.add(values, (total - values.square().sum(dtype=torch.float64)).clamp(min=0), total)
 
     logprobs.register_hook(arrived)
 
@@ -193,7 +195,7 @@ def _watch_other(seen: SeenCall, output: Tensor | None) -> None:
 
     def arrived(gradient: Tensor) -> None:
         with torch.no_grad():
-            square = gradient.float().square().sum()
+            square = gradient.float().square().sum(dtype=torch.float64)
             seen.unexplained = square if seen.unexplained is None else seen.unexplained + square
             seen.total = square if seen.total is None else seen.total + square
 
@@ -264,6 +266,7 @@ def _documents(seen: SeenCall) -> tuple[dict[str, Any], ...]:
     call: dict[str, Any] = {
         "shape": list(seen.call.token_ids.shape),
         "padding": list(seen.call.layout.padding),
+        "graph": seen.graph,
     }
     if seen.call.scalars:
         call["arguments"] = dict(seen.call.scalars)

@@ -42,9 +42,9 @@ class TokenGradients:
     values: Tensor
     """[R] float32."""
     unexplained: Tensor
-    """Scalar float32: sum of squares of dL/dlogits less what `values` give, rows without a next token too."""
+    """Scalar float64: sum of squares of dL/dlogits less what `values` give, rows without a next token too."""
     total: Tensor
-    """Scalar float32: sum of squares of dL/dlogits."""
+    """Scalar float64: sum of squares of dL/dlogits."""
 
 
 def token_gradients(
@@ -57,9 +57,10 @@ def token_gradients(
         logits: [S, V], what the gradient is of.
         rows, labels: [R] int64, as in `token_logprobs`.
     """
-    total = gradient.new_zeros((), dtype=torch.float32)
+    # float64: the difference of two sums below is of rows that are all 0 in most losses
+    total = gradient.new_zeros((), dtype=torch.float64)
     for part in _chunks(gradient.shape[0], gradient.shape[1]):
-        total += gradient[part].float().square().sum()
+        total += gradient[part].float().square().sum(dtype=torch.float64)
     inside, left = torch.zeros_like(total), torch.zeros_like(total)
     values = []
     for part in _chunks(rows.shape[0], logits.shape[1]):
@@ -68,8 +69,8 @@ def token_gradients(
         square = direction.square().sum(dim=1)
         # a token of probability 1 has no direction, and its logprob no gradient
         solved = torch.where(square > 0, (x * direction).sum(dim=1) / square, 0.0)
-        inside += x.square().sum()
-        left += x.sub_(direction.mul_(solved[:, None])).square_().sum()
+        inside += x.square().sum(dtype=torch.float64)
+        left += x.sub_(direction.mul_(solved[:, None])).square_().sum(dtype=torch.float64)
         values.append(solved * temperature)
     found = torch.cat(values) if values else gradient.new_zeros(0, dtype=torch.float32)
     return TokenGradients(values=found, unexplained=left + (total - inside).clamp(min=0), total=total)
