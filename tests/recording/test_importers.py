@@ -334,7 +334,10 @@ def _values(draw: st.DrawFn) -> Any:
     return draw({"int": st.integers(-2, 2**40), "float": st.floats(), "text": st.text(max_size=5)}[kind])
 
 
-@given(ids=_values(), others=st.dictionaries(st.sampled_from(NAMES), _values(), max_size=4))
+@given(
+    ids=_values() | st.sampled_from([IDS, IDS[:1], [[1, 2, 3], [4]]]),
+    others=st.dictionaries(st.sampled_from(NAMES), _values(), max_size=4),
+)
 @settings(max_examples=120, deadline=5000, suppress_health_check=list(HealthCheck))
 def test_any_dict_is_imported_or_refused(
     ids: Any, others: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
