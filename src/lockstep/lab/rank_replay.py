@@ -37,6 +37,8 @@ is what is to be shown."""
 _FAREWELL_SECONDS = 5.0
 """After a desync or Ctrl-C: how long rank 0 waits for what the others have left to say."""
 
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
 OnRow = Callable[[ReplayRow, int, int], None]
 
 
@@ -414,7 +416,10 @@ def _rows_of_all(out: Path, world_size: int) -> list[ReplayRow]:
         path = out / f"rank-{rank}" / "results.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in lines:
-            values = json.loads(line)
+            # numbers that are not finite are strings there, see observe.files.jsonable
+            values: dict[str, Any] = {
+                k: float(v) if v in _NOT_FINITE else v for k, v in json.loads(line).items()
+            }
             values["shape"] = None if values["shape"] is None else tuple(values["shape"])
             error = values["error"]
             if error is not None and error["log"]:

@@ -17,6 +17,7 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.observe.files import jsonable, write_atomic, write_json
+from lockstep.recording import show
 
 Status = Literal["ok", "failed", "oom", "skipped", "desync"]
 _LINE = 400
@@ -110,7 +111,12 @@ class ReplayFiles:
     def _files(self) -> tuple[TextIO, TextIO]:
         """(results, log)."""
         if self._opened is None:
-            self.out.mkdir(parents=True, exist_ok=True)
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--out {self.out}: cannot be made ({error.strerror}); name another"
+                ) from error
             results = (self.out / f"results{self.suffix}.jsonl").open("w", encoding="utf-8")
             self._opened = results, (self.out / f"replay{self.suffix}.log").open("w", encoding="utf-8")
         return self._opened
@@ -164,8 +170,8 @@ def check_fresh(out: Path) -> None:
 
 
 def printable(text: str) -> str:
-    """Without control characters: what recordings and models say must not drive a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """Without control characters but line ends: what recordings and models say must not drive a terminal."""
+    return "\n".join(map(show.printable, text.split("\n")))
 
 
 def row_text(row: ReplayRow) -> str:
@@ -247,10 +253,15 @@ def _differences(rows: Sequence[ReplayRow]) -> dict[str, Any]:
     losses = [abs(row.loss_difference) for row in rows if row.loss_difference is not None]
     return {
         "compared": len(worst),
-        "logprob_max": max(worst, default=None),
+        "logprob_max": _largest(worst),
         "logprob_mean": statistics.fmean(means) if means else None,
-        "loss_max": max(losses, default=None),
+        "loss_max": _largest(losses),
     }
+
+
+def _largest(values: Sequence[float]) -> float | None:
+    """nan if any of them is: `max` would drop one that is not the first."""
+    return max(values, key=lambda value: (math.isnan(value), value), default=None)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
