@@ -115,7 +115,10 @@ def _status(
             )
         return f"crashed: {name}", line or "no output"
     if summary is not None:
-        return _inputs(rows, summary)
+        status, reason = _inputs(rows, summary)
+        if status == "ok" and code != 0:  # all inputs ran, and the process failed behind them
+            return "failed", f"exit status {code}: {line_that_matters(log) or 'no output'}"
+        return status, reason
     line = line_that_matters(log) or "no output"
     if code == _USAGE_STATUS and line.startswith("lockstep ") and ": error: " not in line:
         return "refused", line.partition(": ")[2]
@@ -127,16 +130,18 @@ def _status(
 
 def _inputs(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[str, str]:
     """Of a replay that came to its end."""
-    bad = [row for row in rows if row.get("status") in ("failed", "oom")]
+    bad = [row for row in rows if row.get("status") != "ok"]
     if not bad:
         if not rows:
             return "failed", "no input was replayed"
         if summary.get("interrupted"):
             return "failed", "the replay was interrupted"
         return "ok", ""
+    bad.sort(key=lambda row: row.get("error") is None)  # inputs that were skipped cannot say why
     error = bad[0].get("error") or {}
     line = ": ".join(str(error[key]) for key in ("type", "line") if error.get(key)) or "no reason given"
-    status = "out of memory" if all(row.get("status") == "oom" for row in bad) else "failed"
+    tried = [row for row in bad if row.get("status") != "skipped"]
+    status = "out of memory" if tried and all(row.get("status") == "oom" for row in tried) else "failed"
     # A device that an error has broken fails every later input as well: the first one says why.
     return status, f"{len(bad)} of {len(rows)} inputs; input {bad[0].get('index')}: {line}"
 
