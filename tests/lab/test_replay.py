@@ -223,6 +223,19 @@ def test_optimizer_steps_move_the_weights(recording: Any) -> None:
     assert "only the first input is comparable" in result.summary["verdict"]
 
 
+def test_a_model_that_was_recorded_with_fewer_layers_is_like_with_like(recording: Any) -> None:
+    header = dataclasses.replace(recording.header, model=dict(recording.header.model) | {"num_layers": 1})
+    bare = [
+        dataclasses.replace(r, meta=dataclasses.replace(r.meta, checkpoint=None, step=9))
+        for r in recording.inputs[:1]
+    ]
+    result = run(dataclasses.replace(recording, header=header, inputs=bare))
+    assert result.ok
+    assert (result.summary["model"]["num_layers"], result.summary["model"]["num_layers_full"]) == (1, 2)
+    assert "like with like" not in result.summary["verdict"]
+    assert "NOT the recorded weights for 1 input)" in result.summary["verdict"]
+
+
 def test_fewer_layers_are_another_model(recording: Any) -> None:
     whole, result = run(recording, max_inputs=3), run(recording, {"num_layers": 1}, max_inputs=3)
     assert result.ok and losses(whole) != losses(result)

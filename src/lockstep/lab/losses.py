@@ -17,7 +17,6 @@ from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordingHeader
 
 LossName = Literal["recorded", "logprob-sum", "cross-entropy"]
-LOSSES: tuple[LossName, ...] = ("recorded", "logprob-sum", "cross-entropy")
 
 
 class LogprobSum:

@@ -206,7 +206,7 @@ class Policy:
             return "mismatch"
         if meta.weights is None:
             return "unknown"
-        same = meta.weights == self.fingerprint and self.config.num_layers == self._recorded_layers()
+        same = meta.weights == self.fingerprint and self.recorded_layers
         return "match" if same else "mismatch"
 
     def statement(self, meta: InputMeta) -> str:
@@ -214,7 +214,7 @@ class Policy:
         source = self.config.name if self._checkpoint is None else f"{self.config.name}, {self._checkpoint}"
         cast = "" if self._loaded_dtype == self._cell_dtype else f", converted to {self.options.cell.dtype}"
         about = f"weights of {source}{cast}: fingerprint {self.fingerprint}"
-        if self.config.num_layers != self._recorded_layers():
+        if not self.recorded_layers:
             return f"{about}; with --num-layers this is another model: nothing recorded is comparable with it"
         match self.match(meta):
             case "match":
@@ -224,8 +224,10 @@ class Policy:
                 return f"{about}, NOT the recorded {meta.weights}{stored}: differences are of the weights too"
         return f"{about}; the recording names none, so nobody knows whether these are the recorded weights"
 
-    def _recorded_layers(self) -> Any:
-        return self.recording.header.model.get("num_layers")
+    @property
+    def recorded_layers(self) -> bool:
+        """Whether the model has as many layers as the one that was recorded."""
+        return bool(self.config.num_layers == self.recording.header.model.get("num_layers"))
 
     @property
     def _cell_dtype(self) -> torch.dtype:

@@ -85,14 +85,14 @@ def compared(summary: Mapping[str, Any]) -> str:
     if not differences["compared"]:
         return "nothing recorded to compare with"
     text = _distance(differences)
-    kept, whole = summary["model"]["num_layers"], summary["model"]["num_layers_full"]
-    if kept != whole:
-        return f"{text} (not like with like: {kept} of {whole} layers)"
+    model = summary["model"]
+    if not model["num_layers_recorded"]:
+        return f"{text} (not like with like: {model['num_layers']} of {model['num_layers_full']} layers)"
     if summary["optimizer_step"]:
         return f"{text} (weights moved: only the first input is comparable)"
     if matches["mismatch"]:
         own = differences["on_recorded_weights"]
-        text += f" (NOT the recorded weights for {matches['mismatch']} inputs"
+        text += f" (NOT the recorded weights for {counted(matches['mismatch'], 'input')}"
         return f"{text}; the {own['compared']} others: {_distance(own)})" if own["compared"] else f"{text})"
     return text if not matches["unknown"] else f"{text} (whether these are its weights is unknown)"
 
@@ -107,6 +107,11 @@ def _distance(differences: Mapping[str, Any]) -> str:
     return text + (f", loss within {loss:.2g}" if loss else ", the loss to the bit")
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 shape", "2 shapes"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def model_summary(replayer: Replayer) -> dict[str, Any]:
     """Which model, and what --num-layers saves."""
     size = replayer.size
@@ -114,6 +119,7 @@ def model_summary(replayer: Replayer) -> dict[str, Any]:
         "name": replayer.policy.config.name,
         "num_layers": size.num_layers,
         "num_layers_full": size.num_layers_full,
+        "num_layers_recorded": replayer.policy.recorded_layers,
         "vocab_size": size.vocab_size,
         "max_positions": size.max_positions,
     }
@@ -159,12 +165,15 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
             f"{totals['documents']} documents, {totals['tokens']:,} tokens, {totals['computed_slots']:,} "
             f"computed slots in {totals['seconds']:.1f} s"
         )
+    # Where every input is the first of its shape there are no others to look at.
+    only_first = len(summary["first_call_ms"]) == summary["counts"]["ok"]
+    without = ", all of them first calls" if only_first else ", without first calls"
     for name in ("forward", "backward"):
         spread = percentiles[f"{name}_ms"]
         if steady[name] is not None:
             lines.append(
                 f"{name}: median {steady[name]:.1f} ms, p10 {spread['p10']:.1f}, p90 {spread['p90']:.1f}, "
-                f"max {spread['max']:.1f}, without first calls"
+                f"max {spread['max']:.1f}{without}"
             )
     if totals["tokens_per_second"] is not None:
         lines.append(
@@ -180,8 +189,9 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     if summary["cell"]["execution"] != "eager":
         made = summary["compile"]
         lines.append(
-            f"compiled: {made['graphs']} graphs for {made['shapes']} shapes, {made['recompiles']} "
-            f"recompiles, {made['graph_breaks']} graph breaks, {made['seconds']:.1f} s"
+            f"compiled: {counted(made['graphs'], 'graph')} for {counted(made['shapes'], 'shape')}, "
+            f"{counted(made['recompiles'], 'recompile')}, {counted(made['graph_breaks'], 'graph break')}, "
+            f"{made['seconds']:.1f} s"
         )
     for kind, count in summary["errors"].items():
         lines.append(f"errors: {count} x {kind}")
