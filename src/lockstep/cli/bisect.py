@@ -128,7 +128,10 @@ def _fresh(out: Path | None) -> Path:
         out = Path("runs", time.strftime("bisect-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is there already and not an empty folder; name a new one")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
     return out
 
 

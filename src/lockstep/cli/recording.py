@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 RecordingPath = Annotated[Path | None, tyro.conf.Positional]
 PERCENTILES = (0, 50, 90, 99, 100)
+WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +175,9 @@ def info(args: Info) -> Result:
     recording = Recording.open(args.path)
     found = describe(recording)
     for name, value in found.items():
-        print(f"{name.replace('_', ' '):>20}  {_plain(value)}")
+        text = f"{value[0]} to {value[1]}" if name == "steps" else _plain(value)
+        head = f"{name.replace('_', ' '):>21}  "
+        print(textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
     end = "" if recording.closed else "; its run still records, or ended in the middle"
     return found, 0, f"recording: {len(recording)} inputs, {found['tokens']:,} tokens, {recording.path}{end}"
 

@@ -146,7 +146,12 @@ class _Work:
                 raise ConfigError(f"--out {str(out)!r} holds something that is no matrix; give a new folder")
             if self.options.resume:
                 raise ConfigError(f"--resume: {str(out)!r} holds no matrix to go on with; leave --resume out")
-            (out / "cells").mkdir(parents=True, exist_ok=True)
+            try:
+                (out / "cells").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--out {str(out)!r}: cannot be made ({error.strerror}); give another folder"
+                ) from error
             return
         if not self.options.resume:
             raise ConfigError(
