@@ -134,7 +134,12 @@ def launch_command(command: Sequence[str], *, ranks: int, timeout: float | None,
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} already (RANK and "
             "WORLD_SIZE are set); leave --ranks out under torchrun or deepspeed, or unset them"
         )
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
+        ) from error
     with _quiet_elastic(), _signals_restored():
         return _Launch(command, ranks=ranks, log_dir=log_dir).run(timeout)
 
@@ -291,10 +296,12 @@ class _Launch:
 
     def _explain_failure(self) -> int:
         first, *others = self.ends()
-        lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
-        if first.status > 0 and first.rank == 0 and (first.error or {"told": True}).get("told"):
+        zero = next(end for end in (first, *others) if end.rank == 0)
+        same = first is zero or (first.status > 0 and _message(first) is not None)
+        if zero.status > 0 and _told(zero) and same and _message(zero) == _message(first):
             # It ended in order and its message has been shown already: a wrong flag, a verdict that failed.
-            return first.status
+            return zero.status
+        lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
         lines += [f"  | {line}" for line in self._last_words(first)]
         lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in others]
         lines.append(f"logs: {self.log_dir}/rank-*.log")
@@ -321,6 +328,18 @@ class _Launch:
 
 def _rank(end: RankEnd) -> int:
     return end.rank
+
+
+def _told(end: RankEnd) -> bool:
+    """Whether the command has said in its own words why it ends."""
+    return end.error is None or bool(end.error.get("told"))
+
+
+def _message(end: RankEnd) -> str | None:
+    """The last line of its error, which is the same on all ranks where all were asked for the same nonsense;
+    None: it posted none."""
+    lines = str((end.error or {}).get("text", "")).splitlines()
+    return lines[-1] if lines else None
 
 
 def _one_file_each(log_dir: Path) -> Any:
