@@ -127,7 +127,8 @@ def test_flags_of_replay_are_checked_before_any_cell(ran: Ran, capsys: pytest.Ca
     with pytest.raises(SystemExit) as stop:
         main(["matrix", "--max-inputs", "0"])
     assert stop.value.code == 2 and ran.options is None
-    assert "lockstep matrix: error: argument --max-inputs: 0 must be at least 1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "lockstep matrix: error: argument --max-inputs: '0' is no whole number of at least 1" in said
 
 
 def test_the_list_of_axes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.cli import arguments
 from lockstep.cli import replay as replay_cli
 from lockstep.errors import ConfigError
 
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--b", default="", metavar="FLAGS", help="flags of cell b (as recorded)")
     parser.add_argument(
         "--tolerance",
-        type=_positive_float,
+        type=arguments.above_zero,
         metavar="X",
         help="nats of a logprob, and relative difference of a tensor (measured: 4 times what reordering the "
         "documents does in cell a, with a floor for the dtype)",
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-trials", type=int, default=200, metavar="N", help="of --crash (200)")
     parser.add_argument(
         "--trial-timeout",
-        type=_positive_float,
+        type=arguments.above_zero,
         default=300.0,
         metavar="SECONDS",
         help="a trial of --crash that takes longer hangs, which is a crash too (300)",
@@ -125,7 +125,7 @@ def _replay_args(name: str, text: str, shared: Sequence[str]) -> argparse.Namesp
 
 def _fresh(out: Path | None) -> Path:
     if out is None:
-        out = Path("runs", time.strftime("bisect-%Y%m%d-%H%M%S"))
+        out = arguments.default_out("bisect")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is there already and not an empty folder; name a new one")
     try:
@@ -214,10 +214,3 @@ def _say(args: argparse.Namespace) -> Any:
             print(printable(text), flush=True)
 
     return say
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value

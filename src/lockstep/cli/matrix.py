@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.cli import arguments
 from lockstep.errors import ConfigError
 from lockstep.observe.files import write_json
 
@@ -82,17 +82,19 @@ def _cell_flags(group: Any) -> None:
     )
     group.add_argument("--model", metavar="NAME", help="instead of the recorded one")
     group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the cells")
-    group.add_argument("--num-layers", type=_positive, metavar="N", help="only the first N layers")
+    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
     group.add_argument("--padding-side", choices=["left", "right"], help="of padded cells")
     group.add_argument("--activation-checkpointing", action=_SWITCH, help="less memory, more time")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
 
 
 def _work_flags(group: Any) -> None:
-    group.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="seconds per cell (600)")
+    group.add_argument(
+        "--timeout", type=arguments.above_zero, default=600.0, metavar="S", help="seconds per cell (600)"
+    )
     group.add_argument(
         "--jobs",
-        type=_positive,
+        type=arguments.positive,
         default=1,
         metavar="N",
         help="N cells at a time, without comparable times (1)",
@@ -102,10 +104,16 @@ def _work_flags(group: Any) -> None:
     group.add_argument("--retry", action="store_true", help="with --resume: run again what did not work")
     group.add_argument("--keep-outputs", action="store_true", help="keep every cell's logprobs and gradients")
     group.add_argument(
-        "--tolerance-logprob", type=_seconds, metavar="NATS", help="largest difference (1e-4 in float32)"
+        "--tolerance-logprob",
+        type=arguments.above_zero,
+        metavar="NATS",
+        help="largest difference (1e-4 in float32)",
     )
     group.add_argument(
-        "--tolerance-gradient", type=_seconds, metavar="X", help="relative error (1e-4 in float32)"
+        "--tolerance-gradient",
+        type=arguments.above_zero,
+        metavar="X",
+        help="relative error (1e-4 in float32)",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="everything, once more")
     group.add_argument("--quiet", action="store_true", help="print the verdict only")
@@ -128,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.loop.interrupt import Interrupted
 
     options = make_options(args, argv)
-    say = _nothing if args.quiet else _say
+    say = arguments.nothing if args.quiet else _say
     say(f"matrix: {options.out}")
     try:
         result = run_matrix(args.recording, options, progress=lambda *news: say(brief(*news)))
@@ -153,7 +161,7 @@ def make_options(args: argparse.Namespace, argv: Sequence[str]) -> MatrixOptions
 
     names = [name.strip() for name in args.axes.split(",")] if args.axes else []
     return MatrixOptions(
-        out=args.out if args.out is not None else default_out(),
+        out=args.out if args.out is not None else arguments.default_out("matrix"),
         axes=parse_axes(names, given=args.axis),
         base=tuple((name, value) for name in _BASE if (value := getattr(args, name)) is not None),
         device=args.device,
@@ -168,13 +176,6 @@ def make_options(args: argparse.Namespace, argv: Sequence[str]) -> MatrixOptions
         keep_outputs=args.keep_outputs,
         command=shlex.join(["lockstep", "matrix", *argv]),
     )
-
-
-def default_out() -> Path:
-    """runs/matrix-TIMESTAMP, with a number when two start in one second."""
-    name = time.strftime("matrix-%Y%m%d-%H%M%S")
-    candidates = (Path("runs", name if n == 0 else f"{name}-{n}") for n in range(1000))
-    return next(path for path in candidates if not path.exists())
 
 
 def _shared(args: argparse.Namespace) -> list[str]:
@@ -222,10 +223,18 @@ def _diff(argv: Sequence[str]) -> int:
     made.add_argument("a", type=Path, metavar="A", help="folder or matrix.json, the older one")
     made.add_argument("b", type=Path, metavar="B", help="the newer one")
     made.add_argument(
-        "--threshold", type=_seconds, default=0.1, metavar="X", help="tell a change of speed above this (0.1)"
+        "--threshold",
+        type=arguments.above_zero,
+        default=0.1,
+        metavar="X",
+        help="tell a change of speed above this (0.1)",
     )
     made.add_argument(
-        "--grew", type=_seconds, default=2.0, metavar="X", help="tell differences X times as large (2)"
+        "--grew",
+        type=arguments.above_zero,
+        default=2.0,
+        metavar="X",
+        help="tell differences X times as large (2)",
     )
     made.add_argument("--all", action="store_true", help="show cells that are as they were, too")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the changes to this file")
@@ -259,21 +268,3 @@ def _console() -> Console:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _nothing(_: str) -> None:
-    pass
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.cli import arguments
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _input_flags(group: Any) -> None:
-    group.add_argument("--max-inputs", type=_positive, metavar="N", help="at most N inputs")
+    group.add_argument("--max-inputs", type=arguments.positive, metavar="N", help="at most N inputs")
     group.add_argument("--inputs", type=_indices, metavar="LIST", help="these inputs, such as 3,7,10-20")
     group.add_argument("--steps", type=_range, metavar="A:B", help="inputs of steps A to B - 1")
     group.add_argument(
@@ -68,12 +69,12 @@ def _cell_flags(group: Any) -> None:
     group.add_argument("--packing", action=_SWITCH, help="documents end to end, or one a row with pads")
     group.add_argument("--padding-side", choices=["left", "right"], help="of --no-packing")
     group.add_argument(
-        "--capacity", type=_positive, metavar="TOKENS", help="static capacity of compiled packs"
+        "--capacity", type=arguments.positive, metavar="TOKENS", help="static capacity of compiled packs"
     )
     group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the model")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
     group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="by DeepSpeed, at this stage")
-    group.add_argument("--num-layers", type=_positive, metavar="N", help="only the first N layers")
+    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
     group.add_argument("--activation-checkpointing", action=_SWITCH, help="less memory, more time")
     group.add_argument(
         "--model", metavar="NAME", help="instead of the recorded one: folder, hub name, shape:NAME"
@@ -81,7 +82,9 @@ def _cell_flags(group: Any) -> None:
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that comes with a hub model"
     )
-    group.add_argument("--ranks", type=_positive, metavar="N", help="so many processes, started here (1)")
+    group.add_argument(
+        "--ranks", type=arguments.positive, metavar="N", help="so many processes, started here (1)"
+    )
     group.add_argument("--simulate", action="store_true", help="the ranks of --ranks in this one process")
     group.add_argument(
         "--no-guard",
@@ -89,7 +92,10 @@ def _cell_flags(group: Any) -> None:
         help="ranks do not agree before a step: those without an input skip it",
     )
     group.add_argument(
-        "--rank-timeout", type=_seconds, metavar="SECONDS", help="how long a rank waits for another (300; 20)"
+        "--rank-timeout",
+        type=arguments.above_zero,
+        metavar="SECONDS",
+        help="how long a rank waits for another (300; 20)",
     )
     group.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
 
@@ -103,10 +109,13 @@ def _work_flags(group: Any) -> None:
         "--optimizer-step", action="store_true", help="a real one after each input: the weights move"
     )
     group.add_argument(
-        "--warmup", type=_count, default=0, metavar="N", help="first run N inputs unmeasured (0)"
+        "--warmup", type=arguments.count, default=0, metavar="N", help="first run N inputs unmeasured (0)"
     )
     group.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="end the replay when one input takes longer"
+        "--timeout",
+        type=arguments.above_zero,
+        metavar="SECONDS",
+        help="end the replay when one input takes longer",
     )
 
 
@@ -119,14 +128,14 @@ def _output_flags(group: Any) -> None:
     )
     group.add_argument(
         "--gradient-inputs",
-        type=_count,
+        type=arguments.count,
         default=1,
         metavar="G",
         help="of how many inputs gradients are kept (1)",
     )
     group.add_argument(
         "--gradient-entries",
-        type=_positive,
+        type=arguments.positive,
         default=2**20,
         metavar="N",
         help="entries kept of one parameter's gradient (1048576)",
@@ -145,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
 
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
-    out = args.out if args.out is not None else default_out()
+    out = args.out if args.out is not None else arguments.default_out("replay")
     if os.environ.get("RANK", "0") == "0":  # other ranks come when rank 0 has begun to write there
         check_fresh(out)
     recording, options = open_options(args)
@@ -155,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
         return replay_ranks.main(args, argv, recording, options, out)
     from lockstep.lab.replay import replay
 
-    files = ReplayFiles(out, echo=_nothing if args.quiet else print)
+    files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
         with Progress(files, quiet=args.quiet) as progress, quiet_transformers():
             result = replay(recording, options, files=files, on_ready=progress.ready, on_row=progress.row)
@@ -334,38 +343,6 @@ class Progress:
         if row.error is not None or done == total or now - self._last >= 1.0:
             self._last = now
             print(f"[{done}/{total}] {printable(row_text(row))}", flush=True)
-
-
-def default_out() -> Path:
-    """runs/replay-TIMESTAMP, with a number when two start in one second."""
-    name = time.strftime("replay-%Y%m%d-%H%M%S")
-    candidates = (Path("runs", name if n == 0 else f"{name}-{n}") for n in range(1000))
-    return next(path for path in candidates if not path.exists())
-
-
-def _nothing(_: str) -> None:
-    pass
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} must not be negative")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 seconds")
-    return value
 
 
 def _indices(text: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.cli import arguments
 from lockstep.lab.launch import in_launcher, launch_ranks
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def main(
     from lockstep.lab.results import ReplayFiles
     from lockstep.models.quiet import quiet_transformers
 
-    files = ReplayFiles(out, echo=_nothing if args.quiet else print)
+    files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
         with Progress(files, quiet=args.quiet) as shown, quiet_transformers():
             result = replay_simulated(recording, options, files=files, on_ready=shown.ready, on_row=shown.row)
@@ -61,7 +62,7 @@ def _as_first(
     from lockstep.lab.rank_replay import RankPlace, replay_ranks
     from lockstep.lab.results import ReplayFiles
 
-    files = ReplayFiles(out, echo=_nothing if args.quiet else print)
+    files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
         with Progress(files, quiet=args.quiet) as shown:
             place = RankPlace(ranks, out, files=files, checked=not args.no_guard)
@@ -69,7 +70,3 @@ def _as_first(
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:
         files.close()
-
-
-def _nothing(_: str) -> None:
-    pass

@@ -1,0 +1,45 @@
+"""Values of flags, and the folders of results."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.arguments import above_zero, count, default_out, positive
+
+
+def test_numbers_are_read() -> None:
+    assert (positive("1"), count("0"), count(" 12 "), above_zero("2.5e-3")) == (1, 0, 12, 0.0025)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (positive, "0", "'0' is no whole number of at least 1"),
+        (positive, "three", "'three' is no whole number of at least 1"),
+        (positive, "", "'' is no whole number of at least 1"),
+        (count, "-1", "'-1' is no whole number of at least 0"),
+        (above_zero, "0", "'0' is no number above 0"),
+        (above_zero, "inf", "'inf' is no number above 0"),
+        (above_zero, "soon", "'soon' is no number above 0"),
+    ],
+)
+def test_what_is_no_such_number_is_named(read: Callable[[str], object], text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        read(text)
+    assert str(caught.value) == message
+
+
+def test_two_results_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: form.replace("%Y%m%d-%H%M%S", "20260101-000000"))
+    first = default_out("matrix")
+    first.mkdir(parents=True)
+    assert [str(first), str(default_out("matrix"))] == [
+        "runs/matrix-20260101-000000",
+        "runs/matrix-20260101-000000-1",
+    ]
