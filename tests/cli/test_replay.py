@@ -367,16 +367,30 @@ def test_neither_ray_nor_deepspeed_is_imported(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
-def test_zero_stages(run_dir: Path, stage: str) -> None:
+def test_zero_stages(run_dir: Path) -> None:
+    """Four replays in one process, which starts torch and DeepSpeed once; and one without DeepSpeed."""
     pytest.importorskip("deepspeed")
-    process = started(run_dir, "--zero-stage", stage, "--out", "out", "--max-inputs", "2")
-    err = process.communicate(timeout=300)[1]
+    assert main(["replay", str(run_dir), "--max-inputs", "2", "--out", "local", "--keep-outputs"]) == 0
+    flags = ["replay", str(run_dir), "--max-inputs", "2", "--keep-outputs"]
+    before = (
+        "from lockstep.cli.main import main\nfor stage in '012':\n"
+        f"    assert main([*{flags!r}, '--zero-stage', stage, '--out', 'zero-' + stage]) == 0\n"
+    )
+    process = started(run_dir, *flags[2:], "--zero-stage", "3", "--out", "zero-3", code=before)
+    err = process.communicate(timeout=600)[1]
     assert process.returncode == 0, err
-    rows = [json.loads(line) for line in Path("out/results.jsonl").read_text().splitlines()]
-    for row in rows:
-        assert row["weights"] == "match" and row["logprob_max_difference"] < 1e-5
-        assert abs(row["loss_difference"]) < 1e-6 and row["grad_norm"] > 0
+    expected = load_file("local/outputs.safetensors")
+    gradients = [name for name in expected if name.startswith("gradients/")]
+    for stage in range(4):
+        rows = [json.loads(line) for line in Path(f"zero-{stage}/results.jsonl").read_text().splitlines()]
+        assert len(rows) == 2
+        for row in rows:
+            assert row["weights"] == "match" and row["logprob_max_difference"] < 1e-5
+            assert abs(row["loss_difference"]) < 1e-6 and row["grad_norm"] > 0
+        found = load_file(f"zero-{stage}/outputs.safetensors")
+        error = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in gradients)
+        size = sum(float(expected[n].double().square().sum()) for n in gradients)
+        assert gradients and size > 0.0 and error < 1e-10 * size  # relative error below 1e-5
 
 
 def test_a_missing_deepspeed_is_a_setting_that_is_wrong(

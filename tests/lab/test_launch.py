@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import lockstep.lab.launch
 from lockstep.errors import ConfigError
 from lockstep.lab.launch import (
     in_launcher,
@@ -98,7 +99,12 @@ def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.Cap
 
 
 @pytest.mark.slow
-def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(out: Path) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lockstep.lab.launch._GRACE_SECONDS + lockstep.lab.launch._CLOSE_SECONDS < 30
+    monkeypatch.setattr("lockstep.lab.launch._GRACE_SECONDS", 2.0)
+    monkeypatch.setattr("lockstep.lab.launch._CLOSE_SECONDS", 2)
     start = time.monotonic()
     assert launch("stubborn", out) == 3
     assert time.monotonic() - start < 45

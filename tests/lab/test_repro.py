@@ -167,8 +167,15 @@ def test_the_script_imports_neither_lockstep_nor_transformers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-@pytest.mark.parametrize("model", ["shape:tiny-llama", "shape:tiny-gemma3", "shape:tiny-mistral"])
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [
+        ("shape:tiny-llama", "sdpa"),
+        ("shape:tiny-llama", "varlen"),
+        ("shape:tiny-gemma3", "varlen"),
+        ("shape:tiny-mistral", "sdpa"),
+    ],
+)
 def test_a_whole_layer_compiled_and_eager(tmp_path, capsys, model, attention):
     """Rope, GQA, biases, norms and windows of the inlined layer are the model's: it recomputes both sides."""
     torch._dynamo.reset()
