@@ -295,7 +295,7 @@ def test_wrapped(kind: str, count: int, tmp_path: Path) -> None:
     header = recording.header
     assert (header.world_size, header.axes["backend"]) == (
         count,
-        kind.rstrip("012").removesuffix("-compiled"),
+        BACKENDS.get(kind, kind),
     )
     assert header.axes["execution"] == ("compile" if "compiled" in kind else "eager")
     backend = recomputed(recording, [recording[index] for index in range(2 * count)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from foreign_parts import gradient_error, recomputed
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.algorithms.sft import SFTLoss
@@ -282,7 +283,13 @@ def test_a_program_that_ends_closes_its_recording(tmp_path: Path, end: str) -> N
     recomputed(recording, [recording[0]])  # on the stored weights alone: the model has no name
 
 
-@pytest.mark.parametrize("how", ["module", "in place", "fullgraph", "layers", "before"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "in place", "fullgraph", "layers")),
+        "before",
+    ],
+)
 def test_compiled(tmp_path: Path, how: str) -> None:
     """Nothing but dynamo (backend "eager"): what is in question is whose hooks run when."""
     torch._dynamo.reset()
@@ -387,3 +394,15 @@ def test_no_warning_of_transformers(tmp_path: Path) -> None:
     with lockstep.record(module, tmp_path / "r"):
         one_step(module, input_ids=batch(0)[0])
     assert Recording.open(tmp_path / "r").header.axes["activation_checkpointing"] is False
+
+
+def test_a_forward_that_checkpointing_repeats_is_one_input(tmp_path: Path) -> None:
+    module, (ids, _) = model().train(), batch(0)
+    with lockstep.record(module, tmp_path / "r", step="manual") as handle:
+        logits = checkpoint(lambda given: module(input_ids=given).logits, ids, use_reentrant=False)
+        logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum().neg().backward()
+        handle.step()
+    recording = Recording.open(tmp_path / "r")
+    assert [tuple(meta.key) for meta in recording.metas] == [(0, 0, 0)]
+    weights = recording[0].batch.loss_weights[recording[0].batch.loss_mask]
+    torch.testing.assert_close(weights, torch.ones(24), rtol=0, atol=1e-5)
