@@ -283,10 +283,22 @@ def test_a_program_that_ends_closes_its_recording(tmp_path: Path, end: str) -> N
     recomputed(recording, [recording[0]])  # on the stored weights alone: the model has no name
 
 
+class Holder(nn.Module):
+    def __init__(self, policy: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, **named: Any) -> Any:
+        return self.policy(**named)
+
+
 @pytest.mark.parametrize(
     "how",
     [
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "in place", "fullgraph", "layers")),
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ("module", "in place", "fullgraph", "layers", "inside")
+        ),
         "before",
     ],
 )
@@ -300,6 +312,9 @@ def test_compiled(tmp_path: Path, how: str) -> None:
         called = torch.compile(module, backend="eager")
     elif how == "in place":
         module.compile(backend="eager")
+    elif how == "inside":  # the policy's own call is traced then
+        called = torch.compile(Holder(module), backend="eager", fullgraph=True)
+        called(input_ids=ids, attention_mask=mask)
     elif how == "fullgraph":
         called = torch.compile(module, backend="eager", fullgraph=True)
     else:
