@@ -85,7 +85,7 @@ def test_a_foreign_header_without_axes_means_plain_sdpa() -> None:
 
 
 def test_all_off() -> None:
-    cell = Cell.all_off(header(**(CPU | {"execution": "compile"})), device="cpu")
+    cell, _ = resolve_cell(header(**(CPU | {"execution": "compile"})), device="cpu", given=ALL_OFF)
     assert cell.label() == "sdpa + eager + padded"
     assert dataclasses.asdict(cell).items() >= ALL_OFF.items()
 

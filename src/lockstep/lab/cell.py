@@ -67,11 +67,6 @@ class Cell:
         """The recorded configuration, resolved for `device`. Raises RecordingError, ConfigError."""
         return resolve_cell(header, device=device)[0]
 
-    @classmethod
-    def all_off(cls, header: RecordingHeader, *, device: str = "auto") -> Cell:
-        """Padded, sdpa, eager: the most conservative choice. Raises RecordingError, ConfigError."""
-        return resolve_cell(header, device=device, given=ALL_OFF)[0]
-
     @property
     def deepspeed(self) -> bool:
         """Whether DeepSpeed's engine runs it."""
@@ -120,7 +115,7 @@ ALL_OFF: Mapping[str, Any] = {
     "padding_side": "right",
     "activation_checkpointing": False,
 }
-"""`--preset all-off`."""
+"""`--preset all-off`, the most conservative choice: fields of Cell, for `resolve_cell`."""
 
 
 def recorded_axes(header: RecordingHeader) -> dict[str, Any]:
