@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.arguments import above_zero, count, default_out, positive
+from lockstep.cli.arguments import above_zero, count, default_out, positive, steps
 
 
 def test_numbers_are_read() -> None:
+    assert (steps("10:20"), steps("10:"), steps(":20")) == ((10, 20), (10, None), (None, 20))
     assert (positive("1"), count("0"), count(" 12 "), above_zero("2.5e-3")) == (1, 0, 12, 0.0025)
 
 
@@ -25,6 +26,7 @@ def test_numbers_are_read() -> None:
         (count, "-1", "'-1' is no whole number of at least 0"),
         (above_zero, "0", "'0' is no number above 0"),
         (above_zero, "inf", "'inf' is no number above 0"),
+        (steps, "3-9", "'3-9' is no range of steps; write it like 10:20, 10: or :20"),
         (above_zero, "soon", "'soon' is no number above 0"),
     ],
 )

@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recording"))  # for recordin
 
 from recordings import batch, documents, recorded, run_inputs, write
 
+from lockstep.cli import replay
 from lockstep.cli.main import main
+from lockstep.lab.capacity import select_inputs
 from lockstep.packing import pack
 from lockstep.recording import Recording, corpus
 from lockstep.recording.show import Style, printable, show_input
@@ -55,15 +57,35 @@ def test_validate_tells_damage_by_its_exit_status(rec: Path, capsys: pytest.Capt
 
 
 def test_list_filters_by_step_and_rank(rec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines, found = run(capsys, "list", rec, "--step", "1-2", "--rank", "1")
+    status, lines, found = run(capsys, "list", rec, "--steps", "1:3", "--rank", "1")
     assert status == 0 and lines[-1] == "list: 6 of 20 inputs, 102 tokens"
     assert [row["index"] for row in found["inputs"]] == [9, 11, 13, 15, 17, 19]
     assert found["inputs"][0] | {"loss": 0} == {
         **{"index": 9, "step": 1, "update": 2, "micro_batch": 0, "rank": 1, "documents": 3},
         **{"tokens": 17, "longest": 9, "reward_mean": pytest.approx(0.1), "loss": 0, "outcome": "finished"},
     }
-    assert main(["recording", "list", str(rec), "--step", "77"]) == 1
+    assert main(["recording", "list", str(rec), "--steps", "77:"]) == 1
     assert "no input is selected; it has steps 0 to 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "taken"), [("1:3", {1, 2}), ("1:2", {1}), ("1:", {1, 2}), (":1", {0})])
+def test_steps_are_those_that_replay_takes(
+    rec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, taken: set[int]
+) -> None:
+    status, _, found = run(capsys, "list", rec, "--steps", steps)
+    assert status == 0 and {row["step"] for row in found["inputs"]} == taken
+    _, options = replay.parse([str(rec), "--steps", steps, "--device", "cpu"])
+    listed = [row["index"] for row in found["inputs"]]
+    assert list(select_inputs(Recording.open(rec), options)) == listed
+    status, _, found = run(capsys, "slice", rec, "--steps", steps, "--out", tmp_path / "part")
+    assert status == 0 and {meta.step for meta in Recording.open(tmp_path / "part").metas} == taken
+
+
+def test_steps_that_are_no_range_are_refused(rec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("3-9", "3", "a:b"):
+        assert main(["recording", "list", str(rec), "--steps", text]) == 2
+        assert f"--steps {text!r} is no range of steps; write it like 10:20" in capsys.readouterr().err
+    assert main(["recording", "list", str(rec), "--steps", "2:2"]) == 1
 
 
 def test_show_marks_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,14 @@ def above_zero(text: str) -> float:
     return value
 
 
+def steps(text: str) -> tuple[int | None, int | None]:
+    """ "A:B", either of which may be missing: steps from A on, below B. Raises ArgumentTypeError."""
+    first, colon, last = text.partition(":")
+    if not colon or any(part and not part.isdecimal() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps; write it like 10:20, 10: or :20")
+    return int(first) if first else None, int(last) if last else None
+
+
 def default_out(command: str) -> Path:
     """runs/COMMAND-TIMESTAMP, with a number when two start in one second."""
     name = time.strftime(f"{command}-%Y%m%d-%H%M%S")

@@ -2,9 +2,9 @@
 
 lockstep recording info
 lockstep recording validate runs/demo
-lockstep recording list runs/demo --step 3-5 --rank 0
+lockstep recording list runs/demo --steps 3:6 --rank 0
 lockstep recording show 7 runs/demo --tokens
-lockstep recording slice runs/demo --out small --step 0-9 --every 4
+lockstep recording slice runs/demo --out small --steps 0:10 --every 4
 lockstep recording merge rank0 rank1 --out both
 lockstep recording import dump.pt --out imported
 
@@ -13,6 +13,7 @@ Without a path: the corpus that comes with Lockstep.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from lockstep.cli import arguments
 from lockstep.errors import ConfigError, LockstepError, RecordingError, unknown_name
 
 if TYPE_CHECKING:
@@ -62,8 +64,8 @@ class List:
 
     path: RecordingPath = None
     """A recording or a run directory. None: the shipped corpus."""
-    step: str | None = None
-    """One step or a range: 3 or 3-9."""
+    steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
+    """Inputs of steps A to B - 1."""
     rank: str | None = None
     """Ranks: 0 or 0,2-3."""
     json: Path | None = None
@@ -96,8 +98,8 @@ class Slice:
     """A directory that does not exist yet."""
     inputs: str | None = None
     """Indices: 0,3,8-11."""
-    step: str | None = None
-    """One step or a range: 3 or 3-9."""
+    steps: Annotated[str | None, tyro.conf.arg(metavar="A:B")] = None
+    """Inputs of steps A to B - 1."""
     rank: str | None = None
     """Ranks: 0 or 0,2-3."""
     every: int = 1
@@ -296,7 +298,7 @@ def list_inputs(args: List) -> Result:
     from lockstep.recording import Recording
 
     recording = Recording.open(args.path)
-    chosen = _selection(args.step, args.rank).of(recording)
+    chosen = _selection(args.steps, args.rank).of(recording)
     rows = [list_row(recording, index) for index in chosen]
     print(
         f"{'index':>6} {'step':>6} {'update':>6} {'micro':>7} {'rank':>4} {'docs':>5} {'tokens':>7} "
@@ -394,7 +396,7 @@ def slice_inputs(args: Slice) -> Result:
 
     recording = Recording.open(args.path)
     indices = None if args.inputs is None else parse_numbers(args.inputs, what="--inputs")
-    selection = _selection(args.step, args.rank, indices=indices, every=args.every)
+    selection = _selection(args.steps, args.rank, indices=indices, every=args.every)
     edited = slice_recording(recording, args.out, selection, weights=args.weights)
     return _edited("slice", edited, f" of {len(recording)}")
 
@@ -421,10 +423,14 @@ def _edited(name: str, edited: Edited, of: str) -> Result:
     return asdict(edited), 0, verdict
 
 
-def _selection(step: str | None, rank: str | None, **more: Any) -> Any:
-    from lockstep.recording.edit import Selection, parse_numbers, steps_of
+def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:
+    from lockstep.recording.edit import Selection, parse_numbers
 
-    first, last = (None, None) if step is None else steps_of(step)
+    try:
+        first, end = (None, None) if steps is None else arguments.steps(steps)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--steps {error}") from None
+    last = None if end is None else end - 1
     ranks = None if rank is None else parse_numbers(rank, what="--rank")
     return Selection(first_step=first, last_step=last, ranks=ranks, **more)
 

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 def _input_flags(group: Any) -> None:
     group.add_argument("--max-inputs", type=arguments.positive, metavar="N", help="at most N inputs")
     group.add_argument("--inputs", type=_indices, metavar="LIST", help="these inputs, such as 3,7,10-20")
-    group.add_argument("--steps", type=_range, metavar="A:B", help="inputs of steps A to B - 1")
+    group.add_argument("--steps", type=arguments.steps, metavar="A:B", help="inputs of steps A to B - 1")
     group.add_argument(
         "--shuffle-inputs",
         action="store_true",
@@ -129,9 +129,9 @@ def _output_flags(group: Any) -> None:
     group.add_argument(
         "--gradient-inputs",
         type=arguments.count,
-        default=1,
+        default=8,
         metavar="G",
-        help="of how many inputs gradients are kept (1)",
+        help="of how many inputs gradients are kept (8)",
     )
     group.add_argument(
         "--gradient-entries",
@@ -356,10 +356,3 @@ def _indices(text: str) -> tuple[int, ...]:
             raise argparse.ArgumentTypeError(f"{part!r} is no range of inputs; write it like 10-20")
         found += range(low, high + 1)
     return tuple(found)
-
-
-def _range(text: str) -> tuple[int | None, int | None]:
-    first, colon, last = text.partition(":")
-    if not colon or any(part and not part.isdecimal() for part in (first, last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps; write it like 10:20, 10: or :20")
-    return int(first) if first else None, int(last) if last else None

@@ -6,7 +6,7 @@ import dataclasses
 import filecmp
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,11 +247,3 @@ def parse_numbers(text: str, *, what: str) -> tuple[int, ...]:
             raise RecordingError(f"{what} {text[:60]!r} has more than a million numbers")
         found |= set(range(int(low), last + 1))
     return tuple(sorted(found))
-
-
-def steps_of(text: str) -> tuple[int, int]:
-    """ "3" or "3-9" as (first, last)."""
-    numbers: Collection[int] = parse_numbers(text, what="--step") if "," not in text else ()
-    if not numbers:
-        raise RecordingError(f"--step {text[:60]!r} must be one step or a range such as 3-9")
-    return min(numbers), max(numbers)
