@@ -74,7 +74,15 @@ def test_16_bits_are_judged_by_the_yardstick() -> None:
     agrees, why = judge(beyond, rounds=True, yardstick=yardstick, limits=FREE)
     assert not agrees and "RMS logprob difference 0.015 nats, limit 0.015; gradient" in why
     assert judge(beyond, rounds=True, yardstick=None, limits=FREE)[0]
-    assert not judge(made.comparison(logprob_rms=0.06), rounds=True, yardstick=None, limits=FREE)[0]
+
+
+def test_16_bits_without_a_yardstick_are_judged_by_depth() -> None:
+    shallow, deep = made.comparison(logprob_rms=0.03), made.comparison(logprob_rms=0.14)
+    assert not judge(shallow, rounds=True, yardstick=None, limits=FREE, num_layers=1)[0]
+    assert judge(shallow, rounds=True, yardstick=None, limits=FREE, num_layers=2)[0]  # 0.0354
+    assert judge(deep, rounds=True, yardstick=None, limits=FREE, num_layers=32)[0]  # 0.1414
+    agrees, why = judge(deep, rounds=True, yardstick=None, limits=FREE, num_layers=16)
+    assert not agrees and why == "RMS logprob difference 0.14 nats, limit 0.1"
 
 
 def test_verdicts() -> None:

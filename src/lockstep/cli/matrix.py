@@ -32,7 +32,7 @@ _PASSED_ON = {
     "--capacity": ("TOKENS", "static capacity of compiled packs"),
     "--loss": ("NAME", "recorded, logprob-sum or cross-entropy (recorded)"),
     "--warmup": ("N", "first run N inputs unmeasured (0)"),
-    "--gradient-inputs": ("G", "of how many inputs gradients are compared (1)"),
+    "--gradient-inputs": ("G", "of how many inputs gradients are compared (8)"),
     "--gradient-entries": ("N", "entries compared of one parameter's gradient (1048576)"),
 }
 """Flags of `lockstep replay` that all cells share."""

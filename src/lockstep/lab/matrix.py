@@ -343,7 +343,14 @@ class _Work:
         if result.comparison is None:
             return result
         rounds = cell.cell.dtype != "float32" or self.reference.dtype != "float32"
-        agrees, why = judge(result.comparison, rounds=rounds, yardstick=self._yardstick(cell), limits=limits)
+        layers = None if result.measures is None else result.measures.num_layers
+        agrees, why = judge(
+            result.comparison,
+            rounds=rounds,
+            yardstick=self._yardstick(cell),
+            limits=limits,
+            num_layers=layers or 1,
+        )
         return replace(result, agrees=agrees, disagreement=why)
 
     def _yardstick(self, cell: MatrixCell) -> Comparison | None:

@@ -127,6 +127,11 @@ def _compare_gradients(
         own = _ratio(one, of)
         if own > worst_error:
             worst, worst_error = name.removeprefix(GRADIENTS), own
+    if norm_a == norm_b == 0:
+        return nothing | {
+            "gradient_note": "the gradients are zero in both cells, as where all advantages are 0; take more "
+            "inputs into them with --gradient-inputs"
+        }
     return nothing | {
         "gradient_relative_error": _ratio(error, norm_b),
         "gradient_cosine": _cosine(inner, norm_a, norm_b),

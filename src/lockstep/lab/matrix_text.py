@@ -114,7 +114,7 @@ def limits_text(result: MatrixResult) -> str:
         parts.append(
             f"in 16 bits {ROUNDING_FACTOR:g} times the RMS logprob difference and gradient error of the "
             "reference's own kernels in that dtype, where they are a cell, "
-            f"else {HALF_RMS_LIMIT:g} nats (RMS) and {HALF_GRADIENT_LIMIT:g}"
+            f"else {HALF_RMS_LIMIT:g} nats (RMS) and {HALF_GRADIENT_LIMIT:g}, times the square root of the layers"
         )
     parts += [f"{name} {value:g} as given" for name, value in given.items()]
     return f"A cell agrees within {'; '.join(parts)}."

@@ -67,7 +67,7 @@ class ReplayOptions:
     timeout: float | None = None
     """Seconds that one input may take before the process is ended."""
     keep_outputs: bool = False
-    gradient_inputs: int = 1
+    gradient_inputs: int = 8
     """keep_outputs: of how many inputs the gradients are added up."""
     gradient_entries: int = GRADIENT_ENTRIES
     trust_remote_code: bool = False
