@@ -21,6 +21,7 @@ from lockstep.errors import RecordingError
 from lockstep.models.load import load_model
 from lockstep.ops.losses import ppo_clip
 from lockstep.recording import Recording
+from lockstep.recording.calls import foreign_call
 from lockstep.train.local import LocalBackend
 
 
@@ -166,6 +167,29 @@ def test_cumulative_lengths_are_documents(tmp_path: Path, name: str) -> None:
     wrong = pytest.raises(RecordingError, match=r"'cu_seqlens' \[0, 4, 40\] is no list")
     with wrong, lockstep.record(module, tmp_path / "bad"):
         module(ids, cu_seqlens=torch.tensor([0, 4, 40]))
+
+
+@pytest.mark.parametrize(
+    ("real", "bounds", "lengths", "starts"),
+    [
+        # the second document has its pads in front, so that its first slot is none of the real ones
+        ([1, 1, 1, 0, 0, 1, 1, 1], [0, 4, 8], (3, 3), ((0, 0), (0, 5))),
+        # nothing is left of the middle one
+        ([1, 1, 0, 0, 1, 1, 1, 1], [0, 2, 4, 8], (2, 4), ((0, 0), (0, 4))),
+        ([0, 1, 1, 1, 0, 1, 0, 1], [0, 4, 6, 8], (3, 1, 1), ((0, 1), (0, 5), (0, 7))),
+        # the same documents, counted without the pads
+        ([1, 1, 1, 0, 0, 1, 1, 1], [0, 3, 6], (3, 3), ((0, 0), (0, 5))),
+    ],
+)
+def test_a_document_whose_first_slot_is_masked_is_not_part_of_the_one_before(
+    real: list[int], bounds: list[int], lengths: tuple[int, ...], starts: tuple[tuple[int, int], ...]
+) -> None:
+    ids = torch.arange(3, 11)[None]
+    given = {"attention_mask": torch.tensor([real]), "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    call = foreign_call({"input_ids": ids, **given})
+    assert (call.layout.lengths, call.layout.starts) == (lengths, starts)
+    # lengths over all slots cannot be told from the real tokens: they are kept
+    assert ("cu_seqlens" in call.extras) == (bounds[-1] == len(real))
 
 
 def test_the_whole_gradient_of_the_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

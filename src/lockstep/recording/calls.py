@@ -138,7 +138,9 @@ def _derivable(name: str, value: Tensor, call: ForeignCall) -> bool:
     if name == _POSITIONS:
         return value.shape == call.token_ids.shape and not layout.offset_positions
     if name in CU_SEQLENS:
-        return value.ndim == 1 and bool((value.diff() > 0).all())
+        # over all slots of a masked call they are not the documents' lengths
+        fits = value.ndim == 1 and value.numel() > 0 and int(value[-1]) == layout.slots.numel()
+        return fits and bool((value.diff() > 0).all())
     return False
 
 
@@ -160,7 +162,9 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
     begins = torch.ones_like(slots, dtype=torch.bool)
     begins[1:] = row[1:] != row[:-1]
     if (bounds := _bounds(tensors, slots.numel(), flat.numel())) is not None:
-        begins |= torch.isin(slots if bounds[-1] == flat.numel() else torch.arange(slots.numel()), bounds)
+        # Which document, not where one begins: that slot may be masked.
+        places = slots if bounds[-1] == flat.numel() else torch.arange(slots.numel())
+        begins[1:] |= torch.searchsorted(bounds, places, right=True).diff() != 0
     for name in SEQUENCE_IDS:
         if (ids := tensors.get(name)) is not None and ids.shape == token_ids.shape:
             begins[1:] |= ids.flatten()[slots].diff() != 0
