@@ -114,7 +114,8 @@ def limits_text(result: MatrixResult) -> str:
         parts.append(
             f"in 16 bits {ROUNDING_FACTOR:g} times the RMS logprob difference and gradient error of the "
             "reference's own kernels in that dtype, where they are a cell, "
-            f"else {HALF_RMS_LIMIT:g} nats (RMS) and {HALF_GRADIENT_LIMIT:g}, times the square root of the layers"
+            f"else {HALF_RMS_LIMIT:g} nats (RMS) and {HALF_GRADIENT_LIMIT:g}, times the square root of the "
+            "number of layers"
         )
     parts += [f"{name} {value:g} as given" for name, value in given.items()]
     return f"A cell agrees within {'; '.join(parts)}."
