@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from safetensors.torch import load_file
 
 import lockstep.train.local as local
 from lockstep.errors import ConfigError, RecordingError
+from lockstep.lab import rank_replay
+from lockstep.lab import replay as lab_replay
 from lockstep.lab.cell import Cell
 from lockstep.lab.deadline import Deadline
 from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult, replay
@@ -370,8 +374,6 @@ def test_ctrl_c_writes_what_there_is(recording: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_a_deadline_ends_the_process_with_everything_written(tmp_path: Path) -> None:
-    import time
-
     files, ended, partial = ReplayFiles(tmp_path / "out", echo=lambda _: None), [], []
     with Deadline(0.05, files=files, on_expiry=partial.append, leave=ended.append) as deadline:
         deadline.start(3)
@@ -383,6 +385,29 @@ def test_a_deadline_ends_the_process_with_everything_written(tmp_path: Path) -> 
         time.sleep(0.5)
     assert (partial, ended) == ([4], [1])
     assert "test_a_deadline" in (tmp_path / "out/tracebacks/000004.txt").read_text()
+
+
+@pytest.mark.parametrize("module", [lab_replay, rank_replay])
+def test_the_deadline_is_there_in_the_warm_up_too(
+    recording: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any
+) -> None:
+    real, calls, ended = Replayer.run, [], []
+
+    def slow_at_first(self: Replayer, index: int) -> ReplayRow:
+        calls.append(index)
+        if len(calls) == 1:
+            time.sleep(2.5)
+        return real(self, index)
+
+    monkeypatch.setattr(Replayer, "run", slow_at_first)
+    monkeypatch.setattr(module, "Deadline", functools.partial(Deadline, leave=ended.append))
+    files = ReplayFiles(tmp_path / "out", echo=lambda _: None)
+    call = replay if module is lab_replay else rank_replay.replay_simulated
+    call(recording, options(recording, max_inputs=2, warmup=1, timeout=2.0), files=files)
+    assert ended == [1] and calls[0] == 0 and len(calls) == 3
+    assert "slow_at_first" in (tmp_path / "out/tracebacks/000000.txt").read_text()
+    late = json.loads((tmp_path / "out/results.jsonl").read_text().splitlines()[0])
+    assert (late["index"], late["error"]["type"]) == (0, "Timeout")
 
 
 def edited(recorded: RecordedInput, **fields: Any) -> RecordedInput:

@@ -115,7 +115,7 @@ def _work_flags(group: Any) -> None:
         "--timeout",
         type=arguments.above_zero,
         metavar="SECONDS",
-        help="end the replay when one input takes longer",
+        help="end the replay when one input takes longer, in the warm-up too",
     )
 
 

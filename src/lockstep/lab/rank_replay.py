@@ -125,7 +125,16 @@ def replay_simulated(
     # The cell is that of one process: nothing of what it computes is distributed.
     options = dataclasses.replace(options, cell=dataclasses.replace(options.cell, ranks=ranks))
     replayer = Replayer(recording, options, files=files)
-    replayer.warm_up()
+    state = _State()
+
+    def partial(index: int) -> None:
+        state.rows.append(replayer.late(index))
+        if files is not None:
+            files.row(state.rows[-1])
+            files.summary(finish(replayer, state.rows, started=started, interrupted=True))
+
+    with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
+        replayer.warm_up(deadline)
     plan = plan_of(recording, replayer.order, options)
     report = diagnose(plan, recording.lengths, zero_stage=_zero_stage(options))
     backend = SimulatedBackend(
@@ -136,13 +145,6 @@ def replay_simulated(
     _announce(replayer, report, files, how=f"{ranks} simulated ranks, one after the other in this process")
     if on_ready is not None:
         on_ready(replayer)
-    state = _State()
-
-    def partial(index: int) -> None:
-        state.rows.append(replayer.late(index))
-        if files is not None:
-            files.summary(finish(replayer, state.rows, started=started, interrupted=True))
-
     try:
         with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
             for step in plan.steps:
@@ -237,7 +239,8 @@ def replay_ranks(
     guard.at(-1, "loading the policy")
     own = ReplayFiles(place.out / f"rank-{ranks.rank}", echo=_nothing)
     replayer = Replayer(recording, options, files=own)
-    replayer.warm_up()
+    with _deadline(replayer, own) as deadline:
+        replayer.warm_up(deadline)
     plan = plan_of(recording, replayer.order, options)
     report = diagnose(plan, recording.lengths, zero_stage=_zero_stage(options))
     backend = RankBackend(
@@ -283,11 +286,8 @@ def _run_steps(
         if on_row is not None:
             on_row(row, row.step + 1, total)
 
-    def partial(index: int) -> None:
-        own.row(replayer.late(index))
-
     try:
-        with Deadline(replayer.options.timeout, files=own, on_expiry=partial) as deadline:
+        with _deadline(replayer, own) as deadline:
             for step in plan.steps:
                 index = step.inputs[rank]
                 if index is not None and state.desync is not None:
@@ -301,6 +301,15 @@ def _run_steps(
                         keep(row)
     except KeyboardInterrupt:
         state.interrupted = True
+
+
+def _deadline(replayer: Replayer, own: ReplayFiles) -> Deadline:
+    """Of each of this rank's inputs."""
+
+    def partial(index: int) -> None:
+        own.row(replayer.late(index))
+
+    return Deadline(replayer.options.timeout, files=own, on_expiry=partial)
 
 
 def _step(replayer: Replayer, backend: RankBackend, step: PlannedStep, state: _State) -> ReplayRow | None:

@@ -290,12 +290,14 @@ class Replayer:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def warm_up(self) -> None:
+    def warm_up(self, deadline: Deadline) -> None:
         """Run the first inputs once, unmeasured; what they raise, they raise again when it counts."""
         for index in self.order[: self.options.warmup]:
             kept, self.kept = self.kept, None
             files, self.files = self.files, None
+            deadline.start(index)
             self.run(index)
+            deadline.stop()
             self.kept, self.files = kept, files
         self.matches.clear()
 
@@ -342,7 +344,7 @@ def replay(
 
     try:
         with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
-            replayer.warm_up()
+            replayer.warm_up(deadline)
             for index in replayer.order:
                 deadline.start(index)
                 row = replayer.run(index)
