@@ -10,6 +10,7 @@ import matrix_results as made
 
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix_result import judge, read_matrix, read_measures
+from lockstep.lab.matrix_text import footnotes
 from lockstep.observe.files import write_json
 
 FREE: dict[str, float | None] = {"logprob": None, "gradient": None}
@@ -108,3 +109,26 @@ def test_measures_of_a_replay_without_backward() -> None:
     assert (found.first_call_ms, found.steady_ms, found.tokens) == (90.0, 3.0, 12)
     assert (found.inputs_ok, found.inputs_failed, found.inputs_oom, found.inputs_skipped) == (2, 0, 1, 1)
     assert found.graphs is None and found.peak_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ({"statement": "weights of x"}, "weights of x"),
+        ({"statement": "w", "inputs": {"match": "3", "mismatch": None}}, "w"),
+        (
+            {"statement": "w", "inputs": {"match": 6, "mismatch": 0, "unknown": 0}},
+            "of 6 inputs 6 on the recorded weights; the first: w",
+        ),
+        (
+            {"statement": "w, the recorded one", "inputs": {"match": 3, "mismatch": 2, "unknown": 1}},
+            "of 6 inputs 3 on the recorded weights, 2 NOT on them, 1 on weights unknown; "
+            "the first: w, the recorded one",
+        ),
+    ],
+)
+def test_the_footnote_counts_the_weights_of_all_inputs(weights: dict[str, object], text: str) -> None:
+    measures = read_measures({"weights": weights}, [])
+    assert measures.weights == text
+    result = made.result(made.reference(), made.cell(measures=measures))
+    assert ("-", text) in footnotes(result)

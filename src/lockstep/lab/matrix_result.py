@@ -57,7 +57,8 @@ class Measures:
     num_layers: int | None = None
     """Of the model that was replayed."""
     weights: str = ""
-    """What replay says of the weights: a fingerprint that is not the recording's, for example."""
+    """How many inputs ran on the recorded weights, and what replay says of the first one's: a fingerprint
+    that is not the recording's, for example."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,13 +228,24 @@ def read_measures(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         tokens=sum(_count(row.get("tokens")) or 0 for row in done),
         computed_slots=sum(_count(row.get("computed_slots")) or 0 for row in done),
         num_layers=_count(_table(summary, "model").get("num_layers")),
-        weights=str(_table(summary, "weights").get("statement") or ""),
+        weights=_weights(_table(summary, "weights")),
     )
 
 
 def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = values.get(name)
     return found if isinstance(found, Mapping) else {}
+
+
+def _weights(told: Mapping[str, Any]) -> str:
+    statement, inputs = str(told.get("statement") or ""), _table(told, "inputs")
+    names = {"match": "on the recorded weights", "mismatch": "NOT on them", "unknown": "on weights unknown"}
+    counts = {kind: _count(inputs.get(kind)) or 0 for kind in names}
+    total = sum(counts.values())
+    if not total:
+        return statement
+    text = ", ".join(f"{count} {names[kind]}" for kind, count in counts.items() if count)
+    return f"of {total} inputs {text}" + (f"; the first: {statement}" if statement else "")
 
 
 def _total_ms(row: Mapping[str, Any]) -> float | None:
