@@ -99,6 +99,7 @@ def test_simulated_ranks_and_real_ones_compute_the_same(
     ranks = summary_of(out)["ranks"]
     assert ranks["desync"] is None and ranks["notes"] == [] and ranks["statement"] == "2 ranks on cpu, gloo"
     assert "no-input" in [finding["kind"] for finding in ranks["findings"]]
+    assert ranks["mixed_weights"] == summary_of(simulated)["ranks"]["mixed_weights"] > 0
     assert summary_of(out)["counts"]["ok"] == 6 and summary_of(out)["differences"]["logprob_max"] == 0.0
     assert text.rstrip().splitlines()[-1].startswith("replay: 6 of 6 inputs replayed")
 
@@ -112,6 +113,29 @@ def test_gradients_of_simulated_ranks_are_those_of_the_inputs_added_up(
     logprobs, gradients = difference(alone, together)
     assert logprobs == 0.0 and gradients < 1e-6
     assert sorted(summary_of(simulated)["outputs"]["gradient_inputs"]) == list(range(6))
+
+
+def test_gradients_over_different_weights_are_told(recorded: Path, simulated: Path, tmp_path: Path) -> None:
+    updates: dict[int, set[int]] = {}
+    for row in rows_of(simulated):
+        updates.setdefault(row["step"], set()).add(row["update"])
+    mixed = sum(len(each) > 1 for each in updates.values())  # each update has its own weights stored
+    found, log = summary_of(simulated), (simulated / "replay.log").read_text()
+    assert mixed and found["ranks"]["mixed_weights"] == mixed
+    steps = f"{mixed} step{'s' if mixed > 1 else ''}"
+    assert found["verdict"].endswith(f"; gradients of {steps} are sums over DIFFERENT weights")
+    assert log.count(f"mixed weights in {mixed} of {len(updates)} steps") == 1
+    for name, flags in (
+        ("own", ["--simulate", "--ranks", "2"]),  # the recorded steps: one set of weights each
+        ("one", ["--shuffle-inputs", "--steps", "1:2"]),
+        ("forward", ["--shuffle-inputs", "--no-backward"]),  # no gradients, no sum
+        ("fixed", ["--shuffle-inputs", "--optimizer-step"]),  # those of the first input for all
+    ):
+        out = tmp_path / name
+        assert main(["replay", str(recorded), *flags, "--quiet", "--out", str(out)]) == 0
+        assert summary_of(out)["ranks"]["mixed_weights"] == 0
+        assert "DIFFERENT weights" not in summary_of(out)["verdict"]
+        assert "mixed weights" not in (out / "replay.log").read_text()
 
 
 @pytest.mark.slow

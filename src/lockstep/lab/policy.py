@@ -200,6 +200,11 @@ class Policy:
             self._place(meta)
         return self.match(meta)
 
+    def weights_of(self, meta: InputMeta) -> str:
+        """Tells the weights apart that `use` puts in place for the inputs of this replay."""
+        stored = None if self._fixed else self._stored(meta)
+        return "" if stored is None else meta.weights or str(stored)
+
     def match(self, meta: InputMeta) -> Match:
         """Whether the weights in place are those that saw this input, by fingerprint."""
         if self.moved:

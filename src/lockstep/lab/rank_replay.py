@@ -26,6 +26,7 @@ from lockstep.lab.ranks import RankContext
 from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult, finish, opening
 from lockstep.lab.results import ReplayFiles, ReplayRow
 from lockstep.lab.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
+from lockstep.lab.summary import counted
 from lockstep.schema.batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ def replay_simulated(
         if files is not None:
             replayer.kept.write(files.out)
     summary = finish(replayer, state.rows, started=started, interrupted=state.interrupted)
-    extra = {"simulated": True, "notes": state.notes, "desync": None}
+    mixed = _mixed_weights(replayer, report)
+    extra = {"simulated": True, "notes": state.notes, "desync": None, "mixed_weights": mixed}
     summary = _with_ranks(summary, report, extra)
     if files is not None:
         files.summary(summary)
@@ -398,6 +400,7 @@ def _merged(
         "guard": guard.checked,
         "statement": ranks.statement,
         "notes": list(dict.fromkeys(note for other in told for note in other["notes"])),
+        "mixed_weights": _mixed_weights(replayer, report),
         "desync": next((other["desync"] for other in told if other["desync"]), said["desync"]),
     }
     summary = _with_ranks(summary, report, extra)
@@ -452,8 +455,23 @@ def _merge_logprobs(replayer: Replayer, out: Path, world_size: int) -> None:
 def _announce(replayer: Replayer, report: PlanReport, files: ReplayFiles | None, *, how: str) -> None:
     if files is None:
         return
-    for line in [*opening(replayer), how, *report.lines()]:
+    mixed = _mixed_weights(replayer, report)
+    about = [
+        f"mixed weights in {mixed} of {len(report.steps)} steps: the inputs of one step ran with different "
+        "stored weights, each with its own, and their gradients are added up all the same: a sum that no job "
+        "computes"
+    ]
+    for line in [*opening(replayer), how, *report.lines(), *(about if mixed else [])]:
         files.line(line)
+
+
+def _mixed_weights(replayer: Replayer, report: PlanReport) -> int:
+    """Steps whose gradients are a sum over inputs that have weights of their own."""
+    if not replayer.options.backward:
+        return 0
+    metas, policy = replayer.recording.metas, replayer.policy
+    inputs = ([index for index in step.inputs if index is not None] for step in report.steps)
+    return sum(len({policy.weights_of(metas[index]) for index in own}) > 1 for own in inputs)
 
 
 def _with_ranks(summary: dict[str, Any], report: PlanReport, extra: dict[str, Any]) -> dict[str, Any]:
@@ -461,6 +479,8 @@ def _with_ranks(summary: dict[str, Any], report: PlanReport, extra: dict[str, An
     count, kinds = report.ranks, ", ".join(finding.kind for finding in report.findings)
     about = f"{count} {'simulated ' if extra['simulated'] else ''}ranks"
     verdict = f"{summary['verdict']}; {about}, {f'in a job: {kinds}' if kinds else 'nothing to diagnose'}"
+    if extra["mixed_weights"]:
+        verdict += f"; gradients of {counted(extra['mixed_weights'], 'step')} are sums over DIFFERENT weights"
     if extra["desync"]:
         verdict += "; the ranks got OUT OF STEP"
     return summary | {"ranks": report.to_json() | extra, "verdict": verdict}
