@@ -32,7 +32,7 @@ PROMPT_SHARE = 0.25
 MODEL = "--model shape:llama-3.1-8b --dtype bfloat16"
 CAPACITY, CHECKPOINTING = "--capacity 4096", "--activation-checkpointing"
 FLASH, ALL_OFF = "--flash-attn --compile --packing", "--preset all-off"
-SAMPLED = "--gradient-entries 65536"
+SAMPLED = "--gradient-entries 65536 --gradient-inputs 40"
 IN_BF16 = "--reference dtype=bfloat16"
 JOBS: dict[str, tuple[str, str, str]] = {
     # name: command, recording, flags
@@ -138,7 +138,8 @@ def run(args: argparse.Namespace) -> None:
             continue
         command, recording, flags = JOBS[name]
         words = [command, str(args.inputs / recording), *shlex.split(f"{MODEL} {flags} {args.extra}")]
-        words += ["--quiet", "--out", str(args.out / name), *(["--resume"] if command == "matrix" else [])]
+        words += ["--quiet", "--out", str(args.out / name)]
+        words += ["--resume"] if command == "matrix" and (args.out / name).exists() else []
         started = time.perf_counter()
         with (args.out / f"{name}.log").open("a") as log:
             print("lockstep", *words, file=log, flush=True)
@@ -150,7 +151,10 @@ def run(args: argparse.Namespace) -> None:
         seconds = round(time.perf_counter() - started, 1)
         results[name] = {"exit": status, "seconds": seconds, "command": shlex.join(["lockstep", *words])}
         path.write_text(json.dumps(results, indent=2) + "\n")
-        verdict = (args.out / f"{name}.log").read_text().splitlines()[-1]
+        lines = (args.out / f"{name}.log").read_text().splitlines()
+        verdict = next(
+            (line for line in reversed(lines) if line.startswith(("matrix: ", "replay: "))), lines[-1]
+        )
         print(f"{name}: exit {status}, {seconds} s: {verdict}", flush=True)
 
 
