@@ -45,7 +45,7 @@ JOBS: dict[str, tuple[str, str, str]] = {
         "whole",
         f"--num-layers 2 {CAPACITY} {FLASH} {CHECKPOINTING}",
     ),
-    "all-cells-2-layers": ("matrix", "third", f"--num-layers 2 {CAPACITY} {CHECKPOINTING} {SAMPLED}"),
+    "all-cells-2-layers": ("matrix", "whole", f"--num-layers 2 {CAPACITY} {CHECKPOINTING} {SAMPLED}"),
     "all-cells-32-layers-no-checkpointing": ("matrix", "few", f"{CAPACITY} {SAMPLED} {IN_BF16}"),
 } | {
     f"zero-{stage}-{mode or 'eager'}-{kernel}": (
@@ -109,7 +109,7 @@ def write(out: Path, batches: Sequence[PackedBatch]) -> None:
 
 
 def make(out: Path) -> None:
-    """whole: the corpus and rl_512. third, thin and few: every so many inputs of both."""
+    """whole: the corpus and rl_512. thin and few: every so many inputs of both."""
     lengths = json.loads((Path(__file__).parent / "lengths.json").read_text())
     corpus = Recording.open(None)
     vocab_size = corpus.header.vocab_size
@@ -119,7 +119,6 @@ def make(out: Path) -> None:
     )
     budget = sum(lengths["rl_32"])
     write(out / "whole", own + rl_512)
-    write(out / "third", own[::3] + rl_512[::2])
     write(out / "thin", own[::44] + rl_512[::9])
     write(out / "few", own[::200] + rl_512[::40])
     write(out / "rl_512", rl_512[5::9])
