@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from lockstep import __version__
 from lockstep.errors import ConfigError, LockstepError, unknown_name
-from lockstep.lab.launch import without_local_rank
+from lockstep.ranks.launch import without_local_rank
 
 COMMANDS = {
     "train": "train a policy: lockstep train grpo --recipe demo",

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
-from lockstep.lab.launch import in_launcher, launch_ranks
+from lockstep.ranks.launch import in_launcher, launch_ranks
 
 if TYPE_CHECKING:
-    from lockstep.lab.ranks import RankContext
     from lockstep.lab.replay import ReplayOptions
+    from lockstep.ranks.context import RankContext
     from lockstep.recording import Recording
 
 
@@ -41,8 +41,8 @@ def main(
 
 def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
     from lockstep.lab.rank_replay import RankPlace, agree_on_directory, replay_ranks, waiting_seconds
-    from lockstep.lab.ranks import init_ranks
     from lockstep.models.quiet import quiet_transformers
+    from lockstep.ranks.context import init_ranks
 
     checked, device = not args.no_guard, options.cell.device.partition(":")[0]
     seconds = waiting_seconds(args.rank_timeout, checked=checked)

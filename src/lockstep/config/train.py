@@ -23,7 +23,22 @@ class TrainConfig(Config):
     """How the policy is trained: backend, kernel, execution mode, optimizer and schedule."""
 
     backend: Backend = "local"
-    """Where the policy trains; local is one process on one device."""
+    """Where the policy trains; local is one process on one device, the others span the ranks of --ranks,
+    torchrun or deepspeed."""
+    tp: PositiveInt = 1
+    """Tensor parallel: ranks that share each matrix. fsdp2; deepspeed where AutoTP works."""
+    ring: PositiveInt = 1
+    """Ring attention: ranks that share the tokens of each pack. fsdp2; the rest of the ranks, ranks / (tp *
+    ring), is data parallel."""
+    tp_plan: Literal["auto", "hf", "lockstep"] = "auto"
+    """Which matrix is split how: transformers' plan or ours; auto: lockstep."""
+    zero_stage: int = Field(2, ge=0, le=3)
+    """Of deepspeed."""
+    reshard_after_forward: bool = True
+    """fsdp2: give a block's gathered weights back after its forward, and gather them again in backward: less
+    memory, more traffic."""
+    parameter_device: Literal["model", "cpu"] = "model"
+    """cpu: fsdp2 and deepspeed (ZeRO 3) keep their share of the weights in host memory between uses."""
     attention: str = "auto"
     """sdpa, varlen, flex, hf:NAME; auto: varlen on CUDA, sdpa elsewhere."""
     execution: Execution = "eager"

@@ -7,7 +7,6 @@ are those of a step of all ranks, added up.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -15,25 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.lab.collectives import Desync, Guard
 from lockstep.lab.policy import ReplayBackend
 from lockstep.lab.results import error_line
 from lockstep.lab.step_plan import PlannedStep, waits_in
 from lockstep.observe.spans import Spans
+from lockstep.packing import empty_batch
 from lockstep.protocols.train import StepStats, TokenLoss
-from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+from lockstep.ranks.guard import Desync, Guard
+from lockstep.schema.batch import PackedBatch
 from lockstep.train.gradients import global_norm
-
-
-def empty_batch(batch: PackedBatch) -> PackedBatch:
-    """The same batch with nothing to train on: what a rank runs that has no micro-batch of its own, where
-    the others need it for collectives inside forward and backward."""
-    return dataclasses.replace(
-        batch,
-        labels=torch.full_like(batch.labels, IGNORE_LABEL),
-        loss_mask=torch.zeros_like(batch.loss_mask),
-        loss_weights=torch.zeros_like(batch.loss_weights),
-    )
 
 
 class _Wrapped:

@@ -2,7 +2,7 @@
 
 Each step gives every rank one input; gradients are added up over the ranks. What a data-parallel job would
 make of the same steps is said before the first (lockstep.lab.step_plan); where ranks really get out of step,
-who waits for whom is said instead of a hang (lockstep.lab.collectives).
+who waits for whom is said instead of a hang (lockstep.ranks.guard).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
-from lockstep.lab.collectives import Desync, Guard
 from lockstep.lab.deadline import Deadline
 from lockstep.lab.rank_backend import PeerFailed, RankBackend, SimulatedBackend
-from lockstep.lab.ranks import RankContext
 from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult, finish, opening
 from lockstep.lab.results import ReplayFiles, ReplayRow
 from lockstep.lab.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
 from lockstep.lab.summary import counted
+from lockstep.ranks.context import RankContext
+from lockstep.ranks.guard import Desync, Guard
 from lockstep.schema.batch import PackedBatch
 
 if TYPE_CHECKING:

@@ -1,6 +1,23 @@
 """Documents into packs: balanced by token count, padded to static capacities, plain tensors out."""
 
 from lockstep.packing.balance import balance
-from lockstep.packing.packs import Bucket, PackLimits, buckets_for, pack, plan_micro_batches, repack
+from lockstep.packing.packs import (
+    Bucket,
+    PackLimits,
+    buckets_for,
+    empty_batch,
+    pack,
+    plan_micro_batches,
+    repack,
+)
 
-__all__ = ["Bucket", "PackLimits", "balance", "buckets_for", "pack", "plan_micro_batches", "repack"]
+__all__ = [
+    "Bucket",
+    "PackLimits",
+    "balance",
+    "buckets_for",
+    "empty_batch",
+    "pack",
+    "plan_micro_batches",
+    "repack",
+]

@@ -131,6 +131,17 @@ def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
     return dataclasses.replace(batch, **fields)
 
 
+def empty_batch(batch: PackedBatch) -> PackedBatch:
+    """The same batch with nothing to train on: what a rank runs that has no micro-batch of its own, where
+    the others need it for collectives inside forward and backward."""
+    return dataclasses.replace(
+        batch,
+        labels=torch.full_like(batch.labels, IGNORE_LABEL),
+        loss_mask=torch.zeros_like(batch.loss_mask),
+        loss_weights=torch.zeros_like(batch.loss_weights),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
     """What bounds the micro-batches of a run."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -48,6 +48,10 @@ class StepStats:
     """[T] float32 each, 0 where loss_mask is False."""
 
 
+FinishSave = Callable[[], dict[str, str]]
+"""Ends a save: this rank's files are then safe on the disk. No collective. Returns sha256 of each by name."""
+
+
 class TrainBackend(Protocol):
     """Owns the policy's Parameters, their float32 master copy, the optimizer and the schedule.
 
@@ -78,15 +82,18 @@ class TrainBackend(Protocol):
         """The current weights, under Hugging Face names, with the caller's version on them."""
         ...
 
-    def save(self, directory: Path) -> dict[str, str]:
-        """Weights, master weights, optimizer, schedule and RNG into an existing empty directory, safe on the
-        disk. Returns sha256 of each file written, by name. Raises CheckpointError when it does not fit on the
-        disk."""
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+        """Weights, master weights, optimizer, schedule and RNG into an existing empty directory, in the one
+        format that every backend loads (lockstep.train.state). Collective; each rank writes files of its
+        own. With `background` what the files will hold is copied now, and training may go on before the
+        returned function is called, in any thread. Raises CheckpointError when it does not fit on the disk.
+        """
         ...
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """The inverse, to the bit. verified: the caller has compared the files' hashes with what `save`
-        returned. Raises CheckpointError before anything was changed."""
+        """The inverse, of a save by any backend on any number of ranks; by the same ones, to the bit.
+        Collective. verified: the caller has compared the files' hashes with what `save` returned. Raises
+        CheckpointError on every rank before anything was changed."""
         ...
 
     def export(self, directory: Path) -> None:

@@ -25,6 +25,7 @@ from lockstep.models.forward import decoder_inputs, head_of
 from lockstep.models.load import LoadedModel
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.deepspeed_setup import (
@@ -37,7 +38,6 @@ from lockstep.train.deepspeed_setup import (
 from lockstep.train.local import _scatter
 from lockstep.train.loss_module import LogprobModule, LossModule
 from lockstep.train.optimizer import NamedParameter, trained_parameters
-from lockstep.train.process_group import ensure_process_group
 from lockstep.train.schedule import lr_at
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 """In the environment of ranks that `launch_ranks` started: whose death ends them."""
 
 POSITION_KEY = "lockstep/position/{rank}"
-"""Store: what a rank is about to do, JSON (lockstep.lab.collectives.Position)."""
+"""Store: what a rank is about to do, JSON (lockstep.ranks.guard.Position)."""
 ERROR_KEY = "lockstep/error/{rank}"
 """Store: {"time": unix seconds, "type", "text", "peer": bool, "told": bool} of the error that ends a rank.
 peer: it has only lost another rank. told: the command prints it in its own words."""
@@ -106,7 +106,7 @@ def launch_ranks(argv: Sequence[str], *, ranks: int, timeout: float | None, log_
     Rank 0's output is shown as it comes; everything a rank prints is in log_dir/rank-N.log and, for stderr,
     rank-N.err.log. When a rank dies all others end within 30 seconds, and what happened is printed: the rank
     that died first, its traceback, where every rank was. Ctrl-C and SIGTERM are passed on. No process is left
-    behind, not even when this one is killed (see lockstep.lab.ranks.init_ranks).
+    behind, not even when this one is killed (see lockstep.ranks.context.init_ranks).
 
     Args:
         argv: without the program's name.

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import lockstep.lab.launch
+import lockstep.ranks.launch
 from lockstep.errors import ConfigError
-from lockstep.lab.launch import (
+from lockstep.ranks.launch import (
     in_launcher,
     launch_command,
     launch_ranks,
@@ -25,7 +25,7 @@ from lockstep.lab.launch import (
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SCRIPT = (
-    "import sys; from pathlib import Path; from lockstep.lab.launch import launch_command; "
+    "import sys; from pathlib import Path; from lockstep.ranks.launch import launch_command; "
     "sys.exit(launch_command(sys.argv[2:], ranks=2, timeout=None, log_dir=Path(sys.argv[1])))"
 )
 
@@ -102,9 +102,9 @@ def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.Cap
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert lockstep.lab.launch._GRACE_SECONDS + lockstep.lab.launch._CLOSE_SECONDS < 30
-    monkeypatch.setattr("lockstep.lab.launch._GRACE_SECONDS", 2.0)
-    monkeypatch.setattr("lockstep.lab.launch._CLOSE_SECONDS", 2)
+    assert lockstep.ranks.launch._GRACE_SECONDS + lockstep.ranks.launch._CLOSE_SECONDS < 30
+    monkeypatch.setattr("lockstep.ranks.launch._GRACE_SECONDS", 2.0)
+    monkeypatch.setattr("lockstep.ranks.launch._CLOSE_SECONDS", 2)
     start = time.monotonic()
     assert launch("stubborn", out) == 3
     assert time.monotonic() - start < 45

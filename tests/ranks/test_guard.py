@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.collectives import Position, describe_desync
-from lockstep.lab.launch import launch_command
+from lockstep.ranks.guard import Position, describe_desync
+from lockstep.ranks.launch import launch_command
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 

@@ -3,7 +3,7 @@
     with init_ranks(device="cpu") as ranks:
         ...
 
-Ranks are started by `lockstep.lab.launch`, torchrun or the deepspeed launcher; all of them leave RANK,
+Ranks are started by `lockstep.ranks.launch`, torchrun or the deepspeed launcher; all of them leave RANK,
 WORLD_SIZE and the address of a store in the environment.
 """
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.lab.launch import ERROR_KEY, LAUNCHER_PID
+from lockstep.ranks.launch import ERROR_KEY, LAUNCHER_PID
 
 CONTROL_SECONDS = 60.0
 """Deadline of what ranks tell each other about themselves, where nothing else is asked for."""

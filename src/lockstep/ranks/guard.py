@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.lab.launch import ENDED_KEY, ERROR_KEY, POSITION_KEY
-from lockstep.lab.ranks import RankContext, RankError, lost_peer
+from lockstep.ranks.context import RankContext, RankError, lost_peer
+from lockstep.ranks.launch import ENDED_KEY, ERROR_KEY, POSITION_KEY
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.05
 """Seconds between two looks of a waiting rank; at the longer ones it looks for deaths too."""

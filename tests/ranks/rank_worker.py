@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.lab.collectives import Desync, Guard
-from lockstep.lab.ranks import RankContext, init_ranks
+from lockstep.ranks.context import RankContext, init_ranks
+from lockstep.ranks.guard import Desync, Guard
 
 
 def report(ranks: RankContext, **values: object) -> None:

@@ -1,0 +1,65 @@
+"""How the micro-batches of an optimizer step are dealt out to ranks, and how every rank gets to know what was
+seen of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.protocols.train import StepStats
+from lockstep.schema.batch import PackedBatch
+
+
+def deal(count: int, *, parts: int) -> list[list[int | None]]:
+    """Indices of the micro-batches of each part, as many for one part as for the next: collectives inside of
+    forward and backward must pair. None: the part runs an empty micro-batch (`lockstep.packing.empty_batch`).
+
+    Example:
+        >>> deal(5, parts=2)
+        [[0, 2, 4], [1, 3, None]]
+    """
+    rounds = -(-count // parts)
+    return [[i if i < count else None for i in range(part, rounds * parts, parts)] for part in range(parts)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What one rank saw of one micro-batch: detached, on its device."""
+
+    loss: Tensor
+    """Scalar: this rank's share."""
+    logprobs: Tensor
+    """[T] float32, 0 in slots that are not this rank's."""
+    entropy: Tensor
+    """[T] float32, likewise."""
+
+
+def share_stats(
+    batches: Sequence[PackedBatch],
+    seen: Mapping[int, Seen],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> StepStats:
+    """What all ranks of `group` saw, on every rank, in micro-batch order: one all-reduce for the whole step.
+
+    Args:
+        seen: this rank's, by index into `batches`. Each slot of each micro-batch is some rank's, and at most
+            one's: the others have 0 there (x + 0 = x to the bit, NaN stays NaN).
+    """
+    slots = [batch.num_slots for batch in batches]
+    flat = torch.zeros(len(batches) + 2 * sum(slots), dtype=torch.float32, device=device)
+    losses, logprobs, entropy = flat.split([len(batches), sum(slots), sum(slots)])
+    parts = list(zip(logprobs.split(slots), entropy.split(slots), strict=True))
+    for index, found in seen.items():
+        losses[index] = found.loss
+        parts[index][0].copy_(found.logprobs)
+        parts[index][1].copy_(found.entropy)
+    dist.all_reduce(flat, group=group)
+    return StepStats(
+        losses=list(losses.unbind()), logprobs=[p for p, _ in parts], entropy=[e for _, e in parts]
+    )
