@@ -6,7 +6,7 @@
 `make` writes recordings: the shipped corpus and the length set rl_512 (lengths.json: random ids, documents in
 micro-batches that fit 4,096 slots also when padded), whole and thinned out, and rl_32 as one input. `run`
 calls `lockstep matrix` and `lockstep replay` on them, each with its log, most important first; what is done
-is not run again, so that it can be called in parts.
+is not run again, so that it can be called in parts. With --parallel, times say nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -34,20 +35,31 @@ CAPACITY, CHECKPOINTING = "--capacity 4096", "--activation-checkpointing"
 FLASH, ALL_OFF = "--flash-attn --compile --packing", "--preset all-off"
 SAMPLED = "--gradient-entries 65536 --gradient-inputs 40"
 IN_BF16 = "--reference dtype=bfloat16"
+CELLS = {
+    # the eight, longest first
+    "sdpa-compile-packed": "--no-flash-attn --compile --packing",
+    "varlen-compile-packed": FLASH,
+    "sdpa-eager-packed": "--no-flash-attn --no-compile --packing",
+    "sdpa-eager-padded": "--no-flash-attn --no-compile --no-packing",
+    "varlen-compile-padded": "--flash-attn --compile --no-packing",
+    "sdpa-compile-padded": "--no-flash-attn --compile --no-packing",
+    "varlen-eager-packed": "--flash-attn --no-compile --packing",
+    "varlen-eager-padded": "--flash-attn --no-compile --no-packing",
+}
 JOBS: dict[str, tuple[str, str, str]] = {
     # name: command, recording, flags
     "all-cells-32-layers": ("matrix", "thin", f"{CAPACITY} {CHECKPOINTING} {SAMPLED} {IN_BF16}"),
-    "varlen-compile-packed-32-layers": ("replay", "whole", f"{CAPACITY} {FLASH} {CHECKPOINTING}"),
     "rl_32-default-8-layers": ("replay", "rl_32", f"--num-layers 8 {ALL_OFF} {CHECKPOINTING}"),
     "rl_32-varlen-compile-packed-8-layers": ("replay", "rl_32", f"--num-layers 8 {FLASH} {CHECKPOINTING}"),
-    "varlen-compile-packed-2-layers": (
-        "replay",
-        "whole",
-        f"--num-layers 2 {CAPACITY} {FLASH} {CHECKPOINTING}",
-    ),
-    "all-cells-2-layers": ("matrix", "whole", f"--num-layers 2 {CAPACITY} {CHECKPOINTING} {SAMPLED}"),
+    "all-cells-2-layers": ("matrix", "thin", f"--num-layers 2 {CAPACITY} {CHECKPOINTING} {SAMPLED}"),
     "all-cells-32-layers-no-checkpointing": ("matrix", "few", f"{CAPACITY} {SAMPLED} {IN_BF16}"),
-} | {
+}
+JOBS |= {
+    f"{cell}-{layers}-layers": ("replay", "whole", f"{depth} {CAPACITY} {flags} {CHECKPOINTING}")
+    for layers, depth in ((32, ""), (2, "--num-layers 2"))
+    for cell, flags in CELLS.items()
+}
+JOBS |= {
     f"zero-{stage}-{mode or 'eager'}-{kernel}": (
         "replay",
         "rl_512",
@@ -127,34 +139,38 @@ def make(out: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Every job that is not done, one after the other, each with a deadline; results.json keeps the ends."""
+    """Every job that is not done, each with a deadline; results.json keeps the ends."""
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     names = args.only.split(",") if args.only else list(JOBS)
-    for name in names:
-        if results.get(name, {}).get("exit") in (0, 1):
-            continue
-        command, recording, flags = JOBS[name]
-        words = [command, str(args.inputs / recording), *shlex.split(f"{MODEL} {flags} {args.extra}")]
-        words += ["--quiet", "--out", str(args.out / name)]
-        words += ["--resume"] if command == "matrix" and (args.out / name).exists() else []
-        started = time.perf_counter()
-        with (args.out / f"{name}.log").open("a") as log:
-            print("lockstep", *words, file=log, flush=True)
-            argv = [sys.executable, "-m", "lockstep", *words]
-            try:
-                status = subprocess.run(argv, stdout=log, stderr=log, timeout=args.timeout).returncode
-            except subprocess.TimeoutExpired:
-                status = 124
-        seconds = round(time.perf_counter() - started, 1)
-        results[name] = {"exit": status, "seconds": seconds, "command": shlex.join(["lockstep", *words])}
-        path.write_text(json.dumps(results, indent=2) + "\n")
-        lines = (args.out / f"{name}.log").read_text().splitlines()
-        verdict = next(
-            (line for line in reversed(lines) if line.startswith(("matrix: ", "replay: "))), lines[-1]
-        )
-        print(f"{name}: exit {status}, {seconds} s: {verdict}", flush=True)
+    todo = [name for name in names if results.get(name, {}).get("exit") not in (0, 1)]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        running = [pool.submit(run_job, name, args) for name in todo]
+        for name, ending in (future.result() for future in as_completed(running)):
+            results[name] = ending
+            path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def run_job(name: str, args: argparse.Namespace) -> tuple[str, dict[str, object]]:
+    """Run one job as a process with its log, and say how it ended."""
+    command, recording, flags = JOBS[name]
+    words = [command, str(args.inputs / recording), *shlex.split(f"{MODEL} {flags} {args.extra}")]
+    words += ["--quiet", "--out", str(args.out / name)]
+    words += ["--resume"] if command == "matrix" and (args.out / name).exists() else []
+    started = time.perf_counter()
+    with (args.out / f"{name}.log").open("a") as log:
+        print("lockstep", *words, file=log, flush=True)
+        argv = [sys.executable, "-m", "lockstep", *words]
+        try:
+            status = subprocess.run(argv, stdout=log, stderr=log, timeout=args.timeout).returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+    seconds = round(time.perf_counter() - started, 1)
+    lines = (args.out / f"{name}.log").read_text().splitlines()
+    verdict = next((line for line in reversed(lines) if line.startswith(("matrix: ", "replay: "))), lines[-1])
+    print(f"{name}: exit {status}, {seconds} s: {verdict}", flush=True)
+    return name, {"exit": status, "seconds": seconds, "command": shlex.join(["lockstep", *words])}
 
 
 def main() -> None:
@@ -168,6 +184,7 @@ def main() -> None:
     jobs.add_argument("--inputs", type=Path, required=True)
     jobs.add_argument("--out", type=Path, required=True)
     jobs.add_argument("--only", default="", help="names of jobs, joined by commas")
+    jobs.add_argument("--parallel", type=int, default=1, metavar="N", help="N jobs at a time (1)")
     jobs.add_argument("--timeout", type=float, default=900.0, help="seconds of one job")
     jobs.add_argument("--extra", default="", help="flags for every job, such as --max-inputs 2")
     args = parser.parse_args()
