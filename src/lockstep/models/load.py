@@ -16,11 +16,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
-from lockstep.errors import ModelError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.models import bundled, lora, shapes
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.quiet import quiet_transformers
+from lockstep.models.source import WeightSource, folder_source, random_source
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class LoadedModel:
 
     module: nn.Module
     """A transformers causal LM in eval mode, on its device, in `dtype`; with LoRA layers if the config
-    asks."""
+    asks. With a `source` its Parameters are on the meta device."""
     tokenizer: Tokenizer | None
     """None for models that come without one."""
     eos_token_ids: tuple[int, ...]
@@ -55,32 +56,50 @@ class LoadedModel:
     """ModelConfig.name."""
     max_positions: int
     """Longest document, in tokens, that the position encoding was made for."""
+    source: WeightSource | None = None
+    """Where the weights are read from, if the Parameters are on the meta device; None: the module has
+    them."""
 
 
-def load_model(config: ModelConfig, *, attention: str, device: torch.device) -> LoadedModel:
+def load_model(
+    config: ModelConfig, *, attention: str, device: torch.device, materialize: bool = True
+) -> LoadedModel:
     """Load `config.name` in its compute dtype on `device`.
 
     Args:
         attention: a kernel of lockstep.attention (sdpa, varlen, flex, hf:NAME); "auto" was resolved before.
+        materialize: False leaves the Parameters on the meta device; `LoadedModel.source` reads them. Buffers
+            are on `device` either way.
 
     Raises:
         ModelError: the model cannot be found or read, has weights missing, or is not supported.
-        ConfigError: model.lora is set and peft is missing.
+        ConfigError: model.lora is set and peft is missing, or materialize is False.
     """
+    if config.lora is not None and not materialize:
+        raise ConfigError(
+            "model.lora is not supported by backends that shard weights (fsdp2); train adapters with "
+            "train.backend = 'local', or without model.lora"
+        )
     dtype = resolve_dtype(config.dtype, device)
     implementation = attention_implementation(attention)
+    source: WeightSource | None = None
     if config.name.startswith(shapes.PREFIX):
-        hf_config = _prepared(shapes.shape_config(config.name.removeprefix(shapes.PREFIX)), config)
-        module = shapes.random_model(
-            hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation
-        )
         tokenizer = None
+        hf_config = _prepared(shapes.shape_config(config.name.removeprefix(shapes.PREFIX)), config)
+        make = shapes.random_model if materialize else random_source
+        made = make(hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation)
+        module, source = (made, None) if isinstance(made, nn.Module) else made
     else:
         folder = model_folder(config)
-        hf_config = _prepared(read_config(folder, config), config)
-        module = _read_module(folder, hf_config, config, dtype=dtype, implementation=implementation)
-        module = module.to(device).eval()
         tokenizer = _read_tokenizer(folder, config)
+        hf_config = _prepared(read_config(folder, config), config)
+        if materialize:
+            module = _read_module(folder, hf_config, config, dtype=dtype, implementation=implementation)
+            module = module.to(device).eval()
+        else:
+            module, source = folder_source(
+                folder, hf_config, config, dtype=dtype, device=device, attention=implementation
+            )
     if config.lora is not None:
         lora.add_lora(module, config.lora, seed=config.seed)
     eos = _eos_token_ids(module, tokenizer)
@@ -92,6 +111,7 @@ def load_model(config: ModelConfig, *, attention: str, device: torch.device) -> 
         dtype=dtype,
         name=config.name,
         max_positions=int(hf_config.get_text_config().max_position_embeddings),
+        source=source,
     )
 
 

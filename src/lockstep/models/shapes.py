@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -41,18 +41,23 @@ def random_model(
             config, dtype=dtype, attn_implementation=attention
         )
     module.tie_weights()
-    if module.generation_config is not None:
-        # transformers derives it from the config and would read a list of eos ids only from here.
-        module.generation_config.eos_token_id = config.eos_token_id
+    set_eos(module, config)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            _fill(name, parameter, seed=seed, config=config)
+            fill(name, parameter, seed=seed, config=config)
     module.eval()
     return module
 
 
-def _fill(name: str, parameter: nn.Parameter, *, seed: int, config: PretrainedConfig) -> None:
-    """Matrices N(0, initializer_range); biases too; norm weights around what acts as 1."""
+def set_eos(module: PreTrainedModel, config: PretrainedConfig) -> None:
+    """transformers derives the generation config from the config and would read a list of eos ids only from
+    there."""
+    if module.generation_config is not None:
+        module.generation_config.eos_token_id = config.eos_token_id
+
+
+def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -> None:
+    """Draw one Parameter: matrices and biases N(0, initializer_range); norm weights around what acts as 1."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if "norm" in name and parameter.ndim == 1:

@@ -1,0 +1,287 @@
+"""Models without weights, and where their weights are read from, tensor by tensor or part by part.
+
+A rank that keeps a share of a model builds it with Parameters on the meta device and copies its share in; no
+process ever holds a whole model:
+
+    loaded = load_model(config, attention="sdpa", device=device, materialize=False)
+    part = loaded.source.read_part("model.norm.weight", dim=0, start=0, stop=32, device=device)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from lockstep.config.model import ModelConfig
+from lockstep.errors import ModelError
+from lockstep.models import shapes
+from lockstep.models.causal_lm import causal_lm
+
+log = logging.getLogger(__name__)
+
+_COMPARED_ROWS = 4096  # of two embeddings that should be equal, at a time
+
+
+class WeightSource(Protocol):
+    """Gives the weights of a model whose Parameters are on the meta device."""
+
+    def read(self, name: str, *, device: torch.device) -> Tensor:
+        """The whole Parameter `name` in the compute dtype; memory of its own.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+        ...
+
+    def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+        """Entries start:stop along `dim`, equal to the bit to that part of `read`; memory of its own.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
+        ...
+
+
+def module_without_weights(
+    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
+) -> nn.Module:
+    """A causal LM in eval mode with Parameters on the meta device and true buffers, computed on `device`.
+
+    Args:
+        attention: name of the implementation in transformers' AttentionInterface.
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None  # as it is: a tied one stays tied
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    # torch annotates the hook as returning None, and documents that it may return a new Parameter.
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        # Buffers depend on no weight and are in no file, so they are made here; of the Parameters only one at
+        # a time exists, and nothing is written to it.
+        with torch.device(device), no_init_weights():
+            module: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
+        causal_lm(module).tie_weights()
+    finally:
+        hook.remove()
+    return module.eval()
+
+
+def random_source(
+    config: PretrainedConfig, *, seed: int, dtype: torch.dtype, device: torch.device, attention: str
+) -> tuple[nn.Module, WeightSource]:
+    """`shapes.random_model` without the weights, and where they come from."""
+    module = module_without_weights(config, dtype=dtype, device=device, attention=attention)
+    shapes.set_eos(causal_lm(module), config)
+    return module, ShapeSource(module, seed=seed, config=config)
+
+
+def folder_source(
+    folder: Path,
+    hf_config: PretrainedConfig,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+) -> tuple[nn.Module, WeightSource]:
+    """What `from_pretrained(folder)` makes, without the weights, and where they come from.
+
+    Raises:
+        ModelError: no or damaged files, or weights that are missing or have another shape.
+    """
+    # transformers computes buffers on the host, so that other devices do not have them in other last bits.
+    module = module_without_weights(hf_config, dtype=dtype, device=torch.device("cpu"), attention=attention)
+    source = FolderSource(folder, module, model_name=config.name, complain_of_more=config.num_layers is None)
+    if (folder / "generation_config.json").is_file():
+        causal_lm(module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
+    return module, source
+
+
+@contextlib.contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Buffers come out as they went in, moved to their new device: around `to_empty`, which empties them."""
+    before = {path: dict(part._buffers) for path, part in module.named_modules()}
+    yield
+    with torch.no_grad():
+        for path, part in module.named_modules():
+            for name, old in before[path].items():
+                new = part._buffers[name]
+                if old is not None and new is not None and new is not old:
+                    new.copy_(old)
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Every name of every Parameter -> the name that `named_parameters` gives it: tied ones have several."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    return {name: first[p] for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+class ShapeSource:
+    """Random weights of a `shape:` model, the very numbers that `random_model` draws on the same device."""
+
+    def __init__(self, module: nn.Module, *, seed: int, config: PretrainedConfig) -> None:
+        self._seed, self._config = seed, config
+        self._names = aliases(module)
+        self._like = dict(module.named_parameters())
+
+    def read(self, name: str, *, device: torch.device) -> Tensor:
+        """See WeightSource."""
+        own = self._names[name]
+        parameter = torch.empty_like(self._like[own], device=device, requires_grad=False)
+        shapes.fill(own, parameter, seed=self._seed, config=self._config)
+        return parameter
+
+    def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+        """See WeightSource. The whole Parameter is drawn first: a generator has no middle to start from."""
+        return self.read(name, device=device).narrow(dim, start, stop - start).clone()
+
+
+class FolderSource:
+    """The safetensors files of a model folder; reads no more of them than what is asked for.
+
+    Args:
+        model_name: for errors.
+        complain_of_more: whether weights that the module does not have are worth a warning.
+
+    Raises:
+        ModelError: no or damaged files, or weights that are missing or have another shape.
+    """
+
+    def __init__(self, folder: Path, module: nn.Module, *, model_name: str, complain_of_more: bool) -> None:
+        self._folder, self._model_name = folder, model_name
+        self._dtype = next(module.parameters()).dtype
+        with self._explained():
+            files = _tensor_files(folder)
+            self._place = _names_in_files(module, files)
+        self._check(module)
+        more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)}
+        if more and complain_of_more:
+            log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
+
+    def read(self, name: str, *, device: torch.device) -> Tensor:
+        """See WeightSource."""
+        return self._read(name, (), device)
+
+    def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+        """See WeightSource."""
+        return self._read(name, (*[slice(None)] * dim, slice(start, stop)), device)
+
+    def _read(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
+        stored, path = self._place[name]
+        # Opened for each read: pages of a mapped file that stays open count as this process's memory.
+        with self._explained(), safe_open(path, framework="pt") as file:
+            values: Tensor = file.get_slice(stored)[part or (...,)]
+            return torch.empty(values.shape, dtype=self._dtype, device=device).copy_(values)
+
+    def _check(self, module: nn.Module) -> None:
+        """Every Parameter is there in its shape; tied ones that are there twice are equal."""
+        missing, mismatched = [], []
+        for name, parameter in module.named_parameters():
+            if name not in self._place:
+                missing.append(name)
+            elif (found := self._shape(name)) != tuple(parameter.shape):
+                mismatched.append(str((name, found, tuple(parameter.shape))))
+        wrong = {"missing_keys": missing, "mismatched_keys": mismatched}
+        if missing or mismatched:
+            raise ModelError(
+                f"model.name = {self._model_name!r}: the weight files do not fit the config: "
+                + "; ".join(f"{k} {sorted(v)[:5]} ({len(v)} in all)" for k, v in wrong.items() if v)
+            )
+        for name, own in aliases(module).items():
+            if self._place[name] != self._place[own] and not self._equal(name, own):
+                raise ModelError(
+                    f"model.name = {self._model_name!r}: its config.json ties {name} to {own}, but its files "
+                    "hold other values for each; set tie_word_embeddings = false in config.json"
+                )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        stored, path = self._place[name]
+        with self._explained(), safe_open(path, framework="pt") as file:
+            return tuple(file.get_slice(stored).get_shape())
+
+    def _equal(self, left: str, right: str) -> bool:
+        shape = self._shape(left)
+        if shape != self._shape(right):
+            return False
+        cpu = torch.device("cpu")
+        for start in range(0, shape[0], _COMPARED_ROWS):
+            part = (slice(start, min(start + _COMPARED_ROWS, shape[0])),)
+            if not torch.equal(self._read(left, part, cpu), self._read(right, part, cpu)):
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of files, as load_model words them."""
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(
+                f"model.name = {self._model_name!r}: {self._folder} holds no readable safetensors weights "
+                f"({error}); pickled weights are not read, convert them with "
+                "save_pretrained(safe_serialization=True)"
+            ) from error
+        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+            raise ModelError(
+                f"model.name = {self._model_name!r}: a weight file in {self._folder} is damaged ({error}); "
+                "fetch it again"
+            ) from error
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Name of every stored tensor -> its file: one file, or several with an index, as transformers looks."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.is_file():
+        raise FileNotFoundError(f"neither {single.name} nor {index.name}")
+    listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    found: dict[str, Path] = {}
+    for name in dict.fromkeys(listed.values()):
+        if Path(name).name != name:
+            raise FileNotFoundError(f"{index.name} names {name!r}, which is not a file of the folder")
+        with safe_open(folder / name, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), folder / name)
+    return found
+
+
+def _names_in_files(module: nn.Module, files: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:
+    """Parameter name -> (name in its file, file), for those that are there.
+
+    A checkpoint of the bare decoder has no "model." in front. A tied Parameter may be stored under any of
+    its names.
+    """
+    base = causal_lm(module).base_model_prefix + "."
+    with_base = any(name.startswith(base) for name in files)
+    known = aliases(module)
+
+    def stored(name: str) -> tuple[str, Path] | None:
+        found = name if with_base else name.removeprefix(base)
+        return (found, files[found]) if found in files else None
+
+    own: dict[str, Any] = {name: stored(name) for name in known}
+    groups: dict[str, tuple[str, Path]] = {}
+    for name, first in known.items():
+        if own[name] is not None:
+            groups.setdefault(first, own[name])
+    return {name: own[name] or groups[first] for name, first in known.items() if first in groups}

@@ -1,0 +1,179 @@
+"""Models without weights: what is read tensor by tensor is what load_model gives whole, to the bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.errors import ConfigError, ModelError
+from lockstep.models.export import export_hf
+from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.source import kept_buffers
+
+CPU = torch.device("cpu")
+TINY = ["tiny-llama", "tiny-qwen3", "tiny-gemma3", "tiny-mistral"]
+
+
+def load(name: str | Path, *, materialize: bool = True, **options: object) -> LoadedModel:
+    config = ModelConfig(name=str(name), **{"dtype": "float32"} | options)
+    return load_model(config, attention="hf:sdpa", device=CPU, materialize=materialize)
+
+
+def assert_same(name: str | Path, **options: object) -> None:
+    """Everything that is known about the model is equal, and every weight, whole and in parts."""
+    whole, bare = load(name, **options), load(name, materialize=False, **options)
+    assert bare.source is not None and whole.source is None
+    for field in ("eos_token_ids", "pad_token_id", "dtype", "name", "max_positions"):
+        assert getattr(bare, field) == getattr(whole, field)
+    assert not bare.module.training
+    assert all(p.is_meta and p.requires_grad for p in bare.module.parameters())
+    theirs = dict(whole.module.named_parameters(remove_duplicate=False))
+    own = dict(bare.module.named_parameters(remove_duplicate=False))
+    assert [n for n, _ in bare.module.named_parameters()] == [n for n, _ in whole.module.named_parameters()]
+    assert own.keys() == theirs.keys()
+    for key, expected in theirs.items():
+        assert (own[key].shape, own[key].dtype) == (expected.shape, expected.dtype)
+        found = bare.source.read(key, device=CPU)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+        for dim, size in enumerate(expected.shape):
+            cuts = [0, size // 3, size // 3, size]
+            parts = [
+                bare.source.read_part(key, dim=dim, start=a, stop=b, device=CPU)
+                for a, b in zip(cuts, cuts[1:], strict=False)
+            ]
+            assert torch.equal(torch.cat(parts, dim), expected)
+            assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in parts)
+    buffers = dict(bare.module.named_buffers())
+    for key, buffer in whole.module.named_buffers():
+        assert buffers[key].dtype == buffer.dtype and torch.equal(buffers[key], buffer)
+    fill(bare)
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        assert torch.equal(bare.module(input_ids=ids).logits, whole.module(input_ids=ids).logits)
+
+
+def fill(bare: LoadedModel) -> None:
+    with kept_buffers(bare.module):
+        bare.module.to_empty(device=CPU)
+    with torch.no_grad():
+        for name, parameter in bare.module.named_parameters():
+            parameter.copy_(bare.source.read(name, device=CPU))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", TINY)
+def test_a_shape_gives_the_weights_of_random_model(shape: str, dtype: str) -> None:
+    assert_same(f"shape:{shape}", dtype=dtype, seed=3)
+
+
+@pytest.mark.parametrize("shape", TINY)
+def test_a_folder_gives_the_weights_that_from_pretrained_loads(shape: str, tmp_path: Path) -> None:
+    export_hf(load(f"shape:{shape}").module, None, tmp_path / "model")
+    assert_same(tmp_path / "model")
+    assert_same(tmp_path / "model", dtype="bfloat16", num_layers=1)
+
+
+@pytest.fixture()
+def folder(tmp_path: Path) -> Path:
+    """Tied, in several files."""
+    module = load("shape:tiny-qwen3").module
+    module.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    return tmp_path / "model"
+
+
+def test_an_index_of_several_files_is_followed(folder: Path) -> None:
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    assert_same(folder)
+
+
+def test_a_generation_config_counts(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [9, 7]}))
+    assert load(folder, materialize=False).eos_token_ids == (2, 7, 9)
+    assert_same(folder)
+
+
+def one_file(folder: Path) -> dict[str, torch.Tensor]:
+    """The folder's weights; its files are gone."""
+    weights: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def store(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_checkpoint_of_the_bare_decoder_is_read(folder: Path) -> None:
+    weights = one_file(folder)
+    store(folder, {name.removeprefix("model."): tensor for name, tensor in weights.items()})
+    assert_same(folder)
+
+
+def test_a_tied_weight_may_be_stored_under_either_name_or_both(folder: Path) -> None:
+    weights = one_file(folder)
+    embedding = weights.pop("model.embed_tokens.weight")
+    store(folder, weights | {"lm_head.weight": embedding})
+    assert_same(folder)
+    store(folder, weights | {"lm_head.weight": embedding, "model.embed_tokens.weight": embedding.clone()})
+    assert_same(folder)
+    other = embedding.clone()
+    other[-1, -1] += 1
+    store(folder, weights | {"lm_head.weight": other, "model.embed_tokens.weight": embedding})
+    with pytest.raises(ModelError, match="tie_word_embeddings = false"):
+        load(folder, materialize=False)
+
+
+def same_error(folder: Path, match: str) -> None:
+    for materialize in (True, False):
+        with pytest.raises(ModelError, match=match) as caught:
+            load(folder, materialize=materialize)
+        assert str(folder) in str(caught.value)
+
+
+def test_what_load_model_refuses_is_refused_in_the_same_words(folder: Path) -> None:
+    weights = one_file(folder)
+    store(folder, {k: v for k, v in weights.items() if k != "model.norm.weight"})
+    same_error(folder, r"missing_keys \['model.norm.weight'\] \(1 in all\)")
+    store(folder, weights | {"model.norm.weight": torch.ones(63)})
+    same_error(folder, r"mismatched_keys .*'model.norm.weight'")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    same_error(folder, "damaged")
+    path.unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    same_error(folder, "pickled weights are not read")
+
+
+def test_a_weight_that_nobody_uses_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = one_file(folder)
+    store(folder, weights | {"model.extra.weight": torch.ones(3)})
+    with caplog.at_level("WARNING"):
+        load(folder, materialize=False)
+    assert "model.extra.weight" in caplog.text
+
+
+def test_an_index_cannot_point_outside_the_folder(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="not a file of the folder"):
+        load(folder, materialize=False)
+
+
+def test_lora_needs_the_weights() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora"):
+        load("shape:tiny-llama", materialize=False, lora=LoraConfig())
+
+
+def test_modules_made_later_have_their_weights() -> None:
+    load("shape:tiny-llama", materialize=False)
+    assert not nn.Linear(2, 2).weight.is_meta
