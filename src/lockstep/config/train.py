@@ -153,6 +153,8 @@ class CheckpointConfig(Config):
     """Whether a larger or a smaller `metric` is better."""
     save_at_end: bool = True
     """A checkpoint after the last step."""
+    background: bool = False
+    """Write while training goes on: a save costs a step only the copy, and counts once it is whole."""
     export_at_end: bool = True
     """Write a Hugging Face folder under export/."""
 

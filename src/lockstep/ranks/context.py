@@ -1,14 +1,16 @@
-"""One of several ranks: its process groups, its device, its deadline, and how it says why it ends.
+"""One of several ranks: its process groups, its device, its deadline, what it agrees on with the others, and
+how it says why it ends.
 
     with init_ranks(device="cpu") as ranks:
-        ...
+        first_losses = ranks.gather(loss, what="the first loss")
 
 Ranks are started by `lockstep.ranks.launch`, torchrun or the deepspeed launcher; all of them leave RANK,
-WORLD_SIZE and the address of a store in the environment.
+WORLD_SIZE and the address of a store in the environment. A process without others is `RankContext.alone()`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,18 +20,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from lockstep import errors
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.ranks.launch import ERROR_KEY, LAUNCHER_PID
+from lockstep.ranks.launch import ERROR_KEY, LAUNCHER_PID, POSITION_KEY
+
+T = TypeVar("T")
 
 CONTROL_SECONDS = 60.0
 """Deadline of what ranks tell each other about themselves, where nothing else is asked for."""
@@ -43,6 +48,29 @@ class RankError(LockstepError, RuntimeError):
     """Ranks cannot be set up, or cannot work together."""
 
 
+class PeerFailed(RankError):
+    """This rank ends because another one failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Failure:
+    """An error of one rank, on its way to the others."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        return cls(kind=type(error).__name__, text=str(error))
+
+    def as_error(self, rank: int, what: str) -> LockstepError:
+        """The same error for every rank: its type where it is one of lockstep.errors."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, LockstepError):
+            return kind(f"rank {rank}: {self.text}")
+        return PeerFailed(f"{what}: rank {rank} failed with {self.kind}: {self.text}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
     """What a rank knows about itself. A context manager: an error that leaves it is posted to the store, so
@@ -54,14 +82,153 @@ class RankContext:
     device: torch.device
     backend: str
     """"gloo" or "cpu:gloo,cuda:nccl": of the default process group."""
-    control: dist.ProcessGroup
-    """gloo, on the host, whatever the device: small messages under a deadline."""
+    control: dist.ProcessGroup | None
+    """gloo, on the host, whatever the device: small messages under a deadline. None: alone."""
     store: Store
     """Shared by all ranks; the launcher's, where it hosts one, outlives every rank."""
     seconds: float
     """Deadline of every wait for another rank."""
     statement: str
     """One line: ranks, backend, devices."""
+
+    @classmethod
+    def alone(cls, device: str | torch.device = "cpu") -> RankContext:
+        """One process that waits for nobody, without a process group."""
+        return cls(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            device=torch.device(device),
+            backend="none",
+            control=None,
+            store=HashStore(),
+            seconds=CONTROL_SECONDS,
+            statement="1 process",
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which alone writes files and shows what happens."""
+        return self.rank == 0
+
+    # --- what ranks agree on: every method is collective ----------------------------------------------------
+
+    def gather(self, value: T, *, what: str) -> list[T]:
+        """Every rank's value, by rank; anything that can be pickled.
+
+        Args:
+            what: the reason, for the error of a rank that waits in vain and for the launcher.
+
+        Raises:
+            RankError: a rank did not come within `seconds`, or has gone.
+        """
+        if self.control is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        with self._waiting(what):
+            dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def broadcast(self, value: T, *, what: str) -> T:
+        """Rank 0's value, on every rank. Raises RankError."""
+        if self.control is None:
+            return value
+        values: list[T | None] = [value if self.is_first else None]
+        with self._waiting(what):
+            dist.broadcast_object_list(values, src=0, group=self.control)
+        return cast(T, values[0])
+
+    def any(self, flag: bool, *, what: str) -> bool:
+        """Whether a rank says True. Raises RankError."""
+        return any(self.gather(flag, what=what))
+
+    def barrier(self, *, what: str) -> None:
+        """Until every rank is here. Raises RankError."""
+        self.gather(None, what=what)
+
+    def each(self, make: Callable[[], T], *, what: str) -> list[T]:
+        """What `make`, which has no collectives, gives on every rank, by rank.
+
+        Raises:
+            LockstepError: the same on every rank where it failed on one: a RewardError of rank 1 is a
+                RewardError of all. PeerFailed for other exceptions, which the rank itself raises as they are.
+        """
+        if self.control is None:
+            return [make()]
+        error: Exception | None = None
+        mine: T | _Failure
+        try:
+            mine = make()
+        except Exception as raised:  # not swallowed: raised below, here and on every other rank
+            error, mine = raised, _Failure.of(raised)
+        found = self.gather(mine, what=what)
+        results: list[T] = []
+        for rank, value in enumerate(found):
+            if isinstance(value, _Failure):
+                if rank == self.rank and not isinstance(error, LockstepError):
+                    assert error is not None
+                    raise error
+                raise value.as_error(rank, what) from error
+            results.append(value)
+        return results
+
+    def from_first(self, make: Callable[[], T], *, what: str) -> T:
+        """What `make`, which has no collectives, gives on rank 0, the only one that calls it. Raises as
+        `each`."""
+        return cast(T, self.each(lambda: make() if self.is_first else None, what=what)[0])
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """The body, which has no collectives, fails on every rank if it fails on one. Raises as `each`."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # raised again by `fail`
+            error = raised
+
+        def fail() -> None:
+            if error is not None:
+                raise error
+
+        self.each(fail, what=what)
+
+    def require_same(self, values: Mapping[str, Any], *, what: str) -> None:
+        """Raise on every rank unless each value is equal on all of them.
+
+        Raises:
+            ConfigError: names the first values that differ, and what they are on which ranks.
+        """
+        everyone = self.gather(dict(values), what=f"comparing {what}")
+        names = dict.fromkeys(name for found in everyone for name in found)
+        differ = [n for n in names if any(f.get(n) != everyone[0].get(n) for f in everyone)]
+        if differ:
+            lines = [f"  {name}: {_by_rank([f.get(name) for f in everyone])}" for name in differ[:10]]
+            more = f"\n  and {len(differ) - 10} more" if len(differ) > 10 else ""
+            raise ConfigError(
+                f"the ranks differ in {what}; start all of them by the same command, with the same files and "
+                "installed versions:\n" + "\n".join(lines) + more
+            )
+
+    def at(self, what: str, *, step: int = -1) -> None:
+        """Say what this rank is about to do: the launcher tells it when a rank has died. step -1: before the
+        first."""
+        where = f"step {step}" if step >= 0 else "the start"
+        said = {"rank": self.rank, "step": step, "what": what, "time": time.time()}
+        self.store.set(POSITION_KEY.format(rank=self.rank), json.dumps(said | {"text": f"{where}: {what}"}))
+
+    @contextlib.contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo's and the store's errors are RuntimeErrors
+            line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            late = f"a rank did not come within {self.seconds:g} s"
+            reason = "another rank has gone" if lost_peer(error) else late
+            raise RankError(
+                f"rank {self.rank} of {self.world_size}, at {what}: {reason} (torch says: {line})"
+            ) from error
+
+    # --- how it ends ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> RankContext:
         return self
@@ -91,13 +258,26 @@ class RankContext:
     def close(self, *, failed: bool = False) -> None:
         """Leave the process groups. After a failure nobody is waited for: the process is about to end, and
         tearing down a group whose collectives are out of step can block."""
-        if dist.is_initialized() and not failed:
+        if self.control is not None and dist.is_initialized() and not failed:
             dist.destroy_process_group()
 
 
 def lost_peer(error: BaseException) -> bool:
     """Whether the error says only that another rank has gone."""
+    if isinstance(error, PeerFailed):
+        return True
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+def _by_rank(values: list[Any]) -> str:
+    """Such as "'adamw' on rank 0, 'sgd' on ranks 1, 2"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(repr(value), []).append(rank)
+    listed = {
+        value: f"rank{'s' if len(on) > 1 else ''} {', '.join(map(str, on))}" for value, on in ranks.items()
+    }
+    return ", ".join(f"{value} on {on}" for value, on in listed.items())
 
 
 def init_ranks(
@@ -172,7 +352,8 @@ def _placement(
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise ConfigError("device = 'cuda' on several ranks: this machine shows no GPU; set --device cpu")
-    local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+    # deepspeed's launcher says LOCAL_SIZE
+    local = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size)
     if local > gpus:
         return (
             torch.device("cuda", local_rank % gpus),
