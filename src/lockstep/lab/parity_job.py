@@ -1,0 +1,149 @@
+"""What one stack of a parity run is told, and what it leaves behind.
+
+A job is a JSON file; `python -m lockstep.lab.parity_worker JOB.json` runs it on `ranks` processes and writes
+into its folder:
+
+    metrics.jsonl                one line per optimizer step (StepRow)
+    logprobs.safetensors         "step-000003": [trained tokens] float32, in the order of the step's inputs
+    gradients-000000.safetensors Parameter name -> float32, unclipped; of the steps in `gradients_at`
+    result.json                  Outcome: status, reason, seconds, memory, versions
+    ranks/                       everything each rank printed
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from lockstep.config.base import Config
+from lockstep.config.model import ModelConfig
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
+
+METRICS, LOGPROBS, RESULT = "metrics.jsonl", "logprobs.safetensors", "result.json"
+RANK_LOGS = "ranks"
+
+
+class ParityJob(Config):
+    """One stack, its model and the optimizer steps that it takes."""
+
+    stack: str
+    """Its name, for people."""
+    ranks: PositiveInt = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    """train.backend is the backend; attention "auto" is resolved by the worker."""
+    inputs: Path
+    """A recording; the loss is its algorithm's."""
+    steps: tuple[tuple[int, ...], ...]
+    """Which inputs of the recording each optimizer step is given, on every rank."""
+    out: Path
+    """A folder that is there."""
+    timeout: PositiveFloat = 600.0
+    """Seconds of the whole job."""
+    wait: PositiveFloat = 120.0
+    """Seconds that one rank waits for another."""
+    keep_logprobs: bool = True
+    gradients_at: tuple[int, ...] = ()
+    """Steps, from 0, whose gradients are kept."""
+    total_steps: PositiveInt | None = None
+    """Where the schedule ends; None: with the last of `steps`, counted from the checkpoint that is loaded."""
+    load: Path | None = None
+    """A checkpoint folder of any backend to begin from."""
+    save: Path | None = None
+    """An empty folder to save to, behind the last step."""
+    threads: PositiveInt | None = Field(None)
+    """CPU threads of each rank; None: the launcher's choice."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ParityJob:
+        if not self.steps or not all(self.steps):
+            raise ValueError("steps must name at least one step, and each at least one input")
+        wrong = [step for step in self.gradients_at if not 0 <= step < len(self.steps)]
+        if wrong:
+            raise ValueError(f"gradients_at names step {wrong[0]}; there are {len(self.steps)}, from 0")
+        return self
+
+    def write(self) -> Path:
+        """OUT/job.json."""
+        path = self.out / "job.json"
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+class StepRow(Config):
+    """One line of metrics.jsonl."""
+
+    step: int
+    """From 1: after the step's update."""
+    loss: float = Field(allow_inf_nan=True)
+    grad_norm: float = Field(allow_inf_nan=True)
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Of real documents."""
+    seconds: float
+    """From the step's first forward to behind its optimizer step, device-synchronised."""
+    tokens_per_second: float
+    peak_memory_bytes: int
+    """Largest of any rank so far: allocated on a GPU, resident on a CPU."""
+
+
+class Outcome(Config):
+    """result.json, by rank 0."""
+
+    status: Literal["ok", "refused", "failed", "oom"]
+    """refused: the settings cannot work, and nothing was run."""
+    reason: str = ""
+    steps: int = 0
+    """Done."""
+    seconds: float = 0.0
+    """Of all steps, loading left out."""
+    load_seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    statement: str = ""
+    """Ranks and devices in words."""
+    attention: str = ""
+    dtype: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    spans: dict[str, float] = Field(default_factory=dict)
+    """Seconds in forward and backward, of rank 0, where the backend times them."""
+
+
+def read_job(path: Path) -> ParityJob:
+    """A job file. Raises ConfigError."""
+    try:
+        return ParityJob.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {where or 'the job'}: {first['msg']}") from error
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """What a worker wrote; None: it ended before it could. A file that is no outcome counts as none."""
+    try:
+        return Outcome.model_validate_json((folder / RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def read_rows(folder: Path) -> list[StepRow]:
+    """The steps that were done; a last line that is cut off is left out."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            value: dict[str, Any] = json.loads(line)
+            rows.append(StepRow.model_validate(value))
+        except (json.JSONDecodeError, ValidationError):
+            break
+    return rows

@@ -1,0 +1,232 @@
+"""Train stacks by name: NAME[:OPTION+OPTION...], such as `fsdp2:tp2+ring2` or `deepspeed:zero3+offload`.
+
+Nothing here loads torch: what a stack is, how many ranks it needs and which sizes of a model it cannot split
+are known before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import ConfigError, unknown_name
+
+BACKENDS = ("local", "fsdp2", "deepspeed")
+OPTIONS: Mapping[str, str] = {
+    "tpN": "N ranks share each matrix (fsdp2, deepspeed)",
+    "ringN": "N ranks share the tokens of each pack (fsdp2)",
+    "zeroN": "ZeRO stage N, 0 to 3 (deepspeed; 2)",
+    "offload": "optimizer states in host memory",
+    "compile": "each block by torch.compile",
+    "deepcompile": "DeepSpeed's compiler (deepspeed, on a GPU)",
+    "ranksN": "N ranks, whatever --gpus says",
+}
+DEFAULT_STACKS = ("deepspeed:zero2", "fsdp2", "fsdp2:tp2", "fsdp2:ring2", "fsdp2:tp2+ring2")
+SKIP_WORDS: Mapping[str, str] = {
+    "local": "the stack `local`",
+    "deepspeed": "all stacks of deepspeed",
+    "fsdp2": "the stack `fsdp2`, without options",
+    "tp": "stacks with tensor parallel",
+    "ring": "stacks with ring attention",
+    "tp_ring": "stacks with both",
+}
+"""What --skip and the environment variables SKIP_* may say, besides a stack's own name."""
+
+_NUMBERED = re.compile(r"(tp|ring|zero|ranks)(\d+)")
+_SWITCHES = ("offload", "compile", "deepcompile")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """One way to train."""
+
+    backend: str
+    tp: int = 1
+    ring: int = 1
+    zero: int | None = None
+    offload: bool = False
+    compile: bool = False
+    deepcompile: bool = False
+    ranks: int | None = None
+    """Asked for by name; None: as many as the suite gives."""
+
+    @property
+    def name(self) -> str:
+        """The name with its options in one order."""
+        words = [f"zero{self.zero}"] if self.zero is not None else []
+        words += [f"{axis}{size}" for axis, size in (("tp", self.tp), ("ring", self.ring)) if size > 1]
+        words += [word for word in _SWITCHES if getattr(self, word)]
+        words += [] if self.ranks is None else [f"ranks{self.ranks}"]
+        return self.backend + (":" + "+".join(words) if words else "")
+
+    @property
+    def log_stem(self) -> str:
+        """Of NAME_test.log: `deepspeed` (ZeRO 2, as such suites have it), `fsdp2_tp2_ring2`, ..."""
+        plain = self.name.replace(":zero2", ":", 1) if self.backend == "deepspeed" else self.name
+        return re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
+
+    def train_settings(self) -> dict[str, Any]:
+        """What TrainConfig is told."""
+        settings: dict[str, Any] = {"backend": self.backend, "tp": self.tp, "ring": self.ring}
+        if self.zero is not None:
+            settings["zero_stage"] = self.zero
+        if self.offload:
+            settings["optimizer_device"] = "cpu"
+        if self.compile or self.deepcompile:
+            settings["execution"] = "deepcompile" if self.deepcompile else "compile"
+        return settings
+
+    def ranks_for(self, gpus: int | None, *, default: int) -> int:
+        """How many ranks the stack runs on.
+
+        Args:
+            gpus: asked for by the caller; must divide. None: from `default` the nearest number that does:
+                the largest below it, else tp * ring.
+
+        Raises:
+            ConfigError: tp * ring does not divide what was asked for.
+        """
+        if self.backend == "local":
+            return 1
+        share, asked = self.tp * self.ring, self.ranks if self.ranks is not None else gpus
+        if asked is None:
+            return max(share, default // share * share)
+        if asked % share:
+            axes = " * ".join(f"{a} {n}" for a, n in (("tp", self.tp), ("ring", self.ring)) if n > 1)
+            raise ConfigError(
+                f"{axes} = {share} does not divide {asked} ranks; use {_nearest(asked, share)} ranks "
+                f"(--gpus, NUM_GPUS), or smaller axes"
+            )
+        return asked
+
+
+def parse_stack(text: str) -> Stack:
+    """The stack of a name.
+
+    Raises:
+        ConfigError: an unknown backend or option, one that is given twice, or one that the backend has not.
+
+    Example:
+        >>> parse_stack("fsdp2:ring2+tp2").name
+        'fsdp2:tp2+ring2'
+    """
+    backend, colon, rest = text.strip().partition(":")
+    if backend not in BACKENDS:
+        raise ConfigError(f"stack {text!r}: {unknown_name('train backend', backend, BACKENDS)}")
+    found: dict[str, Any] = {}
+    for word in rest.split("+") if colon else []:
+        name, value = _option(word, text)
+        if name in found:
+            raise ConfigError(f"stack {text!r}: {name} is given twice; name it once")
+        found[name] = value
+    stack = Stack(backend=backend, **found)
+    _check(stack, text)
+    return stack
+
+
+def parse_stacks(text: str) -> list[Stack]:
+    """Stacks joined by commas, each once, in the order given. Raises ConfigError."""
+    stacks = [parse_stack(word) for word in text.split(",") if word.strip()]
+    if not stacks:
+        raise ConfigError(f"--stacks {text!r} names no stack; name some, such as {','.join(DEFAULT_STACKS)}")
+    names = [stack.name for stack in stacks]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"--stacks names {', '.join(twice)} twice; name each stack once")
+    return stacks
+
+
+def skipped(stack: Stack, words: Iterable[str]) -> str | None:
+    """The word of --skip that leaves this stack out; None: it runs."""
+    found = {
+        "local": stack.backend == "local",
+        "deepspeed": stack.backend == "deepspeed",
+        "fsdp2": stack.name == "fsdp2",
+        "tp": stack.tp > 1,
+        "ring": stack.ring > 1,
+        "tp_ring": stack.tp > 1 and stack.ring > 1,
+    }
+    return next((word for word in words if found.get(word) or word == stack.name), None)
+
+
+def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
+    """Words and stack names joined by commas. Raises ConfigError."""
+    words = []
+    for word in (word.strip() for word in text.split(",") if word.strip()):
+        plain = word.lower().replace("-", "_")
+        if plain in SKIP_WORDS:
+            words.append(plain)
+            continue
+        try:
+            words.append(parse_stack(word).name)
+        except ConfigError:
+            problem = unknown_name("word", word, SKIP_WORDS)
+            raise ConfigError(f"{source}: {problem}; or the name of a stack") from None
+    return words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """What must divide."""
+
+    heads: int
+    kv_heads: int
+    name: str = "the model"
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """Tensor parallel sizes that work, from 2 on."""
+        return [n for n in range(2, self.kv_heads + 1) if self.heads % n == 0 and self.kv_heads % n == 0]
+
+
+def indivisible(stack: Stack, sizes: ModelSizes) -> str | None:
+    """Why tensor parallel cannot split this model; None: it can."""
+    if stack.tp == 1 or (sizes.heads % stack.tp == 0 and sizes.kv_heads % stack.tp == 0):
+        return None
+    works = ", ".join(map(str, sizes.tp_sizes))
+    fix = f"tp = {works} would do" if works else "no tp above 1 divides both"
+    return (
+        f"tp = {stack.tp} does not divide the {sizes.heads} attention heads and {sizes.kv_heads} key/value "
+        f"heads of {sizes.name}; {fix}"
+    )
+
+
+def _option(word: str, text: str) -> tuple[str, Any]:
+    if word in _SWITCHES:
+        return word, True
+    match = _NUMBERED.fullmatch(word)
+    if match is None:
+        raise ConfigError(f"stack {text!r}: {unknown_name('option', word, OPTIONS)}")
+    name, number = match[1], int(match[2])
+    if name != "zero" and not 1 <= number <= 4096:
+        raise ConfigError(f"stack {text!r}: {word} must be from 1 to 4096")
+    return name, number
+
+
+def _check(stack: Stack, text: str) -> None:
+    if stack.backend == "local":
+        options = [w for w in ("tp", "ring", "ranks") if getattr(stack, w) not in (1, None)]
+        if options:
+            raise ConfigError(f"stack {text!r}: local is one process, so it has no {options[0]}; use fsdp2")
+    if stack.zero is not None and stack.backend != "deepspeed":
+        raise ConfigError(f"stack {text!r}: zeroN is of deepspeed; leave it out, or use deepspeed")
+    if stack.zero is not None and stack.zero > 3:
+        raise ConfigError(f"stack {text!r}: there is no ZeRO stage {stack.zero}; use zero0 to zero3")
+    if stack.deepcompile and stack.backend != "deepspeed":
+        raise ConfigError(f"stack {text!r}: deepcompile is of deepspeed; use compile")
+    if stack.deepcompile and stack.compile:
+        raise ConfigError(f"stack {text!r}: compile and deepcompile exclude each other; choose one")
+    if stack.ring > 1 and stack.backend != "fsdp2":
+        raise ConfigError(f"stack {text!r}: ring attention is of fsdp2; use fsdp2:ring{stack.ring}")
+
+
+def _nearest(asked: int, share: int) -> str:
+    below, above = asked // share * share, -(-asked // share) * share
+    return f"{below} or {above}" if below else str(above)
+
+
+def names(stacks: Sequence[Stack]) -> str:
+    """Joined by commas, as --stacks takes them."""
+    return ",".join(stack.name for stack in stacks)
