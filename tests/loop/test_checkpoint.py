@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
 from lockstep.loop import checkpoint as module_under_test
 from lockstep.loop.checkpoint import CheckpointManager, verify
+from lockstep.protocols.train import FinishSave
+from lockstep.train.local import LAYOUT
 from lockstep.train.state import load_state, save_state
+from lockstep.train.state_parts import LiveTensors
 
 
 class Backend:
@@ -27,12 +29,12 @@ class Backend:
         self.weight = torch.full((size,), float(value))
         self.moment = torch.full((size,), value / 2)
 
-    def _state(self) -> dict[str, dict[str, Tensor]]:
-        return {"model": {"weight": self.weight}, "optimizer": {"exp_avg/weight": self.moment}}
+    def _state(self) -> dict[str, Any]:
+        live = {"model/weight": self.weight, "exp_avg/weight": self.moment}
+        return {"parts": LiveTensors(live), "progress": {"step": 0}, "layout": LAYOUT}
 
-    def save(self, directory: Path) -> dict[str, str]:
-        records = save_state(directory, progress={"step": 0}, **self._state())
-        return {name: record.sha256 for name, record in records.items()}
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+        return save_state(directory, background=background, **self._state())
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         load_state(directory, verified=verified, **self._state())

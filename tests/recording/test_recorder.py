@@ -379,7 +379,7 @@ def test_everything_else_goes_to_the_backend(case: Case) -> None:
     case.start()
     assert case.around.weights(policy_version=3) == ("weights", (), {"policy_version": 3})
     assert case.around.logprobs([], model="ref") == ("logprobs", ([],), {"model": "ref"})
-    assert case.around.save(Path("x")) == ("save", (Path("x"),), {})
+    assert case.around.save(Path("x")) == ("save", (Path("x"),), {"background": False})
     case.around.load(Path("x"), verified=True)
     case.around.export(Path("x"))
     case.around.close()

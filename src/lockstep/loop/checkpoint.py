@@ -187,7 +187,7 @@ class CheckpointManager:
         run_state: Mapping[str, Any],
         metric: float | None,
     ) -> None:
-        hashes = dict(backend.save(folder))
+        hashes = dict(backend.save(folder)())
         state = {**run_state, "step": step}
         try:
             json.dumps(state)

@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config.record import RecordConfig
 from lockstep.observe.spans import Spans
-from lockstep.protocols.train import StepStats, TokenLoss, TrainBackend
+from lockstep.protocols.train import FinishSave, StepStats, TokenLoss, TrainBackend
 from lockstep.recording.fingerprint import fingerprint, module_tensors
 from lockstep.recording.weights import FILE, save_weights, stored_fingerprint
 from lockstep.recording.writer import RecordingWriter
@@ -283,9 +283,9 @@ class RecordingBackend:
         """See protocols.TrainBackend."""
         return self.inner.weights(policy_version=policy_version)
 
-    def save(self, directory: Path) -> dict[str, str]:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """See protocols.TrainBackend."""
-        return self.inner.save(directory)
+        return self.inner.save(directory, background=background)
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """See protocols.TrainBackend."""

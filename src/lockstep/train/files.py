@@ -3,9 +3,11 @@ use."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
 
 _CHUNK = 1 << 24
-_DTYPES = {
+_MAX_JSON = 1 << 28
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -42,33 +44,63 @@ class FileRecord:
     sha256: str
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write a safetensors file and wait until it is on the disk.
+class TensorFile:
+    """A new safetensors file whose tensors are known, and come one at a time, in order.
 
     One tensor at a time passes through host memory (safetensors.torch.save_file takes a copy of all of them),
-    and the hash is of the bytes that were meant, not of what a disk gives back.
-
-    Raises:
-        OSError: the disk is full or the like; what was written stays for the caller to remove.
+    and the hash is of the bytes that were meant, not of what a disk gives back. `close` waits until the file
+    is on the disk. All methods raise OSError when the disk is full or the like; what was written stays for
+    the caller to remove.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with _HashingFile(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in tensors.values():
-            file.write(_bytes_of(tensor))
-    return file.record()
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._left = dict(tensors)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, (shape, dtype) in tensors.items():
+            size = math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, offset + size],
+            }
+            offset += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = _HashingFile(path).__enter__()
+        self._file.write(len(text).to_bytes(8, "little"))
+        self._file.write(text)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """The next one."""
+        assert name == next(iter(self._left)), f"{name} is not the next tensor of the file"
+        assert (tuple(tensor.shape), tensor.dtype) == self._left.pop(name), (
+            f"{name} is not what was announced"
+        )
+        self._file.write(_bytes_of(tensor))
+
+    def close(self) -> FileRecord:
+        """After the last one."""
+        assert not self._left, f"{list(self._left)[:3]} were announced"
+        self._file.__exit__(None)
+        return self._file.record()
+
+    def abandon(self) -> None:
+        """Close a file that will not be finished."""
+        with contextlib.suppress(OSError):  # what is still in its buffer does not fit either
+            self._file.__exit__(OSError)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write a safetensors file and wait until it is on the disk. Raises OSError."""
+    file = TensorFile(path, {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    try:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+        return file.close()
+    except BaseException:
+        file.abandon()
+        raise
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
@@ -84,13 +116,35 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """Raises CheckpointError: missing or not JSON."""
+    """Raises CheckpointError: missing, larger than any that is written, or not JSON."""
     try:
-        return json.loads(path.read_bytes())
+        size = path.stat().st_size
+        data = path.read_bytes() if size <= _MAX_JSON else b""
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    if size > _MAX_JSON:
+        raise CheckpointError(f"{path} has {size} bytes; no more than {_MAX_JSON} are ever written")
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); it is damaged") from error
+
+
+def read_record(path: Path, name: str, record: Any) -> FileRecord:
+    """A file's record from the JSON file `path`. Raises CheckpointError: a field is missing or of the wrong
+    type."""
+    if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
+        raise CheckpointError(f"{path}: field 'files.{name}' must have bytes and sha256; it is damaged")
+    if not is_count(record["bytes"]) or not isinstance(record["sha256"], str):
+        raise CheckpointError(f"{path}: field 'files.{name}' is {record}; it is damaged")
+    return FileRecord(**record)
+
+
+def is_count(value: Any) -> bool:
+    """An int that counts something; True and False count nothing."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
@@ -116,43 +170,6 @@ def sha256_of(path: Path) -> str:
     """Hash of a file's contents, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_tensors(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """Compare names, shapes and dtypes in a safetensors file with those of `expected`, reading only its
-    header.
-
-    Raises:
-        CheckpointError: names the file and the first tensor that does not fit.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            found = {}
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                part = file.get_slice(name)
-                found[name] = (str(part.get_dtype()), tuple(part.get_shape()))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing or extra:
-        raise CheckpointError(
-            f"{path} belongs to another model, optimizer or adapter: {len(missing)} tensors are missing "
-            f"{missing[:3]}, {len(extra)} are not known {extra[:3]}"
-        )
-    for name, tensor in expected.items():
-        wanted = (_DTYPES[tensor.dtype], tuple(tensor.shape))
-        if found[name] != wanted:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} is {found[name][0]} {list(found[name][1])}, the run has "
-                f"{wanted[0]} {list(wanted[1])}"
-            )
-
-
-def read_tensors(path: Path, into: Mapping[str, Tensor]) -> None:
-    """Copy every tensor of a file that `check_tensors` accepted into the tensor of that name, in place."""
-    with safe_open(path, "pt") as file, torch.no_grad():
-        for name, target in into.items():
-            target.copy_(file.get_tensor(name))
 
 
 def require_free_space(directory: Path, needed: int) -> None:

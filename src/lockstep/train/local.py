@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
-from lockstep.errors import CheckpointError, ConfigError, TrainError
+from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch, compile_blocks
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.export import export_hf
@@ -23,13 +23,16 @@ from lockstep.models.lora import has_lora, merged_state_dict, without_lora
 from lockstep.models.memory import advice
 from lockstep.observe.spans import Spans
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
-from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
 from lockstep.train.schedule import lr_at
-from lockstep.train.state import load_state, model_tensors, read_progress, save_state
+from lockstep.train.state import load_state, save_state
+from lockstep.train.state_parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
+
+LAYOUT = Layout(backend="local", mesh={})
 
 
 class LocalBackend:
@@ -355,12 +358,13 @@ class LocalBackend:
             shared_module=self.module,
         )
 
-    def save(self, directory: Path) -> dict[str, str]:
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Everything that decides how training goes on, into an existing empty directory (see
-        train/state.py).
+        train/state.py). With `background` it is copied into host memory now, all of it, and written by the
+        function that is returned.
 
         Returns:
-            sha256 of each file written, by name.
+            What ends the save; sha256 of each file written, by name.
 
         Raises:
             CheckpointError: it does not fit on the disk.
@@ -369,13 +373,16 @@ class LocalBackend:
         """
         if self._pending:
             raise TrainError("save in the middle of an optimizer step would lose its gradients; step first")
-        records = save_state(
-            directory, model=self._model_state(), optimizer=self._optimizer_state(), progress=self._progress()
+        return save_state(
+            directory,
+            parts=LiveTensors(self._live_state()),
+            progress=self._progress(),
+            layout=LAYOUT,
+            background=background,
         )
-        return {name: record.sha256 for name, record in records.items()}
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """The inverse of `save`, to the bit.
+        """The inverse of `save`, to the bit, and of a save by any other backend.
 
         Args:
             verified: the caller has compared the files' hashes already.
@@ -383,15 +390,8 @@ class LocalBackend:
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
-        found, own, path = read_progress(directory), self._progress(), directory / "state.json"
-        for key in ("optimizer", "lora", "dtype"):
-            if found.get(key) != own[key]:
-                raise CheckpointError(
-                    f"{path}: field 'progress.{key}' is {found.get(key)!r}, this run has {own[key]!r}"
-                )
-        if not isinstance(found.get("step"), int):
-            raise CheckpointError(f"{path}: field 'progress.step' is {found.get('step')!r}")
-        load_state(directory, model=self._model_state(), optimizer=self._optimizer_state(), verified=verified)
+        parts, progress = LiveTensors(self._live_state()), self._progress()
+        found = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)
         self.drop_gradients()
         self.steps_done = found["step"]
 
@@ -404,23 +404,24 @@ class LocalBackend:
         """Drop gradients; the module stays usable."""
         self.drop_gradients()
 
-    def _model_state(self) -> dict[str, Tensor]:
-        return model_tensors(self.module, trained_only=self._lora)
+    def _live_state(self) -> dict[str, Tensor]:
+        weights = model_tensors(self.module, trained_only=self._lora)
+        return {f"{MODEL}{name}": tensor for name, tensor in weights.items()} | self._optimizer_state()
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        masters = {f"master/{name}": master for name, master in self._optimizer.separate_masters().items()}
-        return masters | self._optimizer.state()
+        if self._made_optimizer is None:
+            return {}
+        masters = self._optimizer.separate_masters()
+        return {f"{MASTER}{name}": tensor for name, tensor in masters.items()} | self._optimizer.state()
 
     def _progress(self) -> dict[str, Any]:
-        return {
-            "step": self.steps_done,
-            "total_steps": self.total_steps,
-            "schedule": self.config.schedule,
-            "lr_next": lr_at(self.steps_done, config=self.config, total_steps=self.total_steps),
-            "optimizer": self.config.optimizer,
-            "lora": self._lora,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-        }
+        return train_progress(
+            self.config,
+            steps_done=self.steps_done,
+            total_steps=self.total_steps,
+            dtype=self.model.dtype,
+            lora=self._lora,
+        )
 
 
 def _part(rows: Tensor | slice, part: slice) -> Tensor | slice:

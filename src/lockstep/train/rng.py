@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.errors import CheckpointError
 
-def rng_state() -> dict[str, Tensor]:
+_CUDA = "torch_cuda"
+
+
+def rng_state(*, all_devices: bool = True) -> dict[str, Tensor]:
     """torch CPU and CUDA, Python's `random`, numpy's global generator. Python's and numpy's are [625] int64:
-    624 words of the Mersenne twister and the position; a cached second Gaussian is kept as float64 bits."""
+    624 words of the Mersenne twister and the position; a cached second Gaussian is kept as float64 bits.
+
+    Args:
+        all_devices: "torch_cuda_INDEX" of every CUDA device; False: "torch_cuda" of the current one.
+    """
     version, words, gauss = random.getstate()
     assert version == 3, f"Python's random state has version {version}; 3 is known"
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -24,22 +36,96 @@ def rng_state() -> dict[str, Tensor]:
         "numpy_gauss": torch.tensor([cached] if has_gauss else [], dtype=torch.float64),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        for index, cuda in enumerate(torch.cuda.get_rng_state_all()):
-            state[f"torch_cuda_{index}"] = cuda
+        if all_devices:
+            for index, cuda in enumerate(torch.cuda.get_rng_state_all()):
+                state[f"{_CUDA}_{index}"] = cuda
+        else:
+            state[_CUDA] = torch.cuda.get_rng_state()
     return state
 
 
-def restore_rng_state(state: dict[str, Tensor]) -> None:
+def restore_rng_state(state: Mapping[str, Tensor]) -> None:
     """The inverse of `rng_state`. States of CUDA devices that this machine does not have are left out."""
     torch.set_rng_state(state["torch_cpu"])
-    gauss = state["python_gauss"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
-    cached = state["numpy_gauss"].tolist()
-    keys = np.array(state["numpy"][:-1].tolist(), dtype=np.uint32)
-    np.random.set_state(
-        ("MT19937", keys, int(state["numpy"][-1]), int(bool(cached)), cached[0] if cached else 0.0)
-    )
+    random.setstate(_python_state(state))
+    np.random.set_state(_numpy_state(state))
     if torch.cuda.is_available():
+        if _CUDA in state:
+            torch.cuda.set_rng_state(state[_CUDA])
         for index in range(torch.cuda.device_count()):
-            if f"torch_cuda_{index}" in state:
-                torch.cuda.set_rng_state(state[f"torch_cuda_{index}"], index)
+            if f"{_CUDA}_{index}" in state:
+                torch.cuda.set_rng_state(state[f"{_CUDA}_{index}"], index)
+
+
+def derived_rng_state(state: Mapping[str, Tensor], *, stream: int) -> dict[str, Tensor]:
+    """For a rank that has no state of its own in a checkpoint, from that of the checkpoint's first rank.
+
+    Python's and numpy's generators are taken as they are (every rank draws the same from them). torch's are
+    too if `stream` is 0; otherwise they are seeded with 63 bits of sha256(first rank's CPU state, stream), so
+    that ranks of different streams draw different numbers, and the same ones at every load.
+    """
+    derived = {name: tensor for name, tensor in state.items() if not name.startswith(_CUDA)}
+    cuda = next((state[name] for name in (_CUDA, f"{_CUDA}_0") if name in state), None)
+    if stream != 0:
+        seed = hashlib.sha256(bytes(state["torch_cpu"].tolist()) + stream.to_bytes(8, "little")).digest()
+        number = int.from_bytes(seed[:8], "little") >> 1
+        derived["torch_cpu"] = torch.Generator().manual_seed(number).get_state()
+        if cuda is not None and torch.cuda.is_available():
+            cuda = torch.Generator("cuda").manual_seed(number).get_state()
+    if cuda is not None:
+        derived[_CUDA] = cuda
+    return derived
+
+
+def read_rng(path: Path) -> dict[str, Tensor]:
+    """The states in a file. Raises CheckpointError: it cannot be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
+
+
+def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Whether `restore_rng_state` will take them; tried on generators of its own.
+
+    Raises:
+        CheckpointError: one is missing, of another version of torch or numpy, or no state at all.
+    """
+    own = rng_state(all_devices=False)
+    for name, tensor in own.items():
+        if name.startswith(_CUDA):
+            continue
+        if name not in state or state[name].dtype != tensor.dtype:
+            raise CheckpointError(f"{path}: the state of generator {name!r} is missing or of another type")
+        if not name.endswith("_gauss") and state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: generator {name!r} has a state of {list(state[name].shape)}, here it is "
+                f"{list(tensor.shape)}; the checkpoint was made with another version of torch or numpy"
+            )
+    for name, tensor in state.items():
+        if name.startswith(_CUDA) and (tensor.dtype, tensor.shape) != (torch.uint8, (16,)):
+            raise CheckpointError(
+                f"{path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 bytes"
+            )
+    tries = {
+        "torch_cpu": lambda: torch.Generator().set_state(state["torch_cpu"]),
+        "python": lambda: random.Random().setstate(_python_state(state)),
+        "numpy": lambda: np.random.RandomState().set_state(_numpy_state(state)),
+    }
+    for name, attempt in tries.items():
+        try:
+            attempt()
+        except (RuntimeError, ValueError, OverflowError, TypeError) as error:
+            raise CheckpointError(f"{path}: generator {name!r} has no valid state ({error})") from error
+
+
+def _python_state(state: Mapping[str, Tensor]) -> tuple[int, tuple[int, ...], float | None]:
+    gauss = state["python_gauss"].reshape(-1).tolist()
+    return 3, tuple(state["python"].tolist()), gauss[0] if gauss else None
+
+
+def _numpy_state(state: Mapping[str, Tensor]) -> tuple[str, np.ndarray, int, int, float]:
+    cached = state["numpy_gauss"].reshape(-1).tolist()
+    keys = np.array(state["numpy"][:-1].tolist(), dtype=np.uint32)
+    return "MT19937", keys, int(state["numpy"][-1]), int(bool(cached)), cached[0] if cached else 0.0

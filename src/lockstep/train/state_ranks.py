@@ -1,0 +1,55 @@
+"""Ranks that save and load together: what one of them cannot do, none does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.errors import CheckpointError
+
+
+class StateRanks:
+    """The ranks of a group; None is this process alone, and then nothing is collective."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Of every rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Every rank gets to its end, and all of them learn whether one of them failed; no collectives
+        inside.
+
+        Raises:
+            CheckpointError: on every rank that did not fail itself, naming those that did; a rank that failed
+                raises its own error, with its number if it is a CheckpointError.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self.size == 1:
+            if failure is not None:
+                raise failure
+            return
+        messages = self.gather(None if failure is None else f"{failure}")
+        failed = [f"rank {rank} of {self.size}: {m}" for rank, m in enumerate(messages) if m is not None]
+        if failure is not None and not isinstance(failure, (CheckpointError, OSError)):
+            raise failure
+        if failed:
+            # Often all ranks find the same fault: it is said once.
+            text = failed[0] if len(set(messages)) > 1 or len(failed) == 1 else f"every rank: {messages[0]}"
+            raise CheckpointError(text) from failure
