@@ -2,5 +2,12 @@
 
 from lockstep.registry import Registry
 
-BACKENDS = Registry("train backend", {"local": "lockstep.train.local:LocalBackend"})
+BACKENDS = Registry(
+    "train backend",
+    {
+        "local": "lockstep.train.local:LocalBackend",
+        "fsdp2": "lockstep.train.fsdp2:FSDP2Backend",
+        "deepspeed": "lockstep.train.deepspeed:DeepSpeedBackend",
+    },
+)
 """The classes behind `train.backend`: Backend(config, model=, total_steps=, temperature=, ref=)."""

@@ -63,3 +63,20 @@ def share_stats(
     return StepStats(
         losses=list(losses.unbind()), logprobs=[p for p, _ in parts], entropy=[e for _, e in parts]
     )
+
+
+def share_logprobs(
+    batches: Sequence[PackedBatch],
+    seen: Mapping[int, Tensor],
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Tensor]:
+    """[T] float32 per micro-batch on every rank, from what each has: as `share_stats`, of logprobs."""
+    slots = [batch.num_slots for batch in batches]
+    flat = torch.zeros(sum(slots), dtype=torch.float32, device=device)
+    parts = list(flat.split(slots))
+    for index, logprobs in seen.items():
+        parts[index].copy_(logprobs)
+    dist.all_reduce(flat, group=group)
+    return parts

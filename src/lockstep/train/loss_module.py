@@ -13,7 +13,7 @@ from lockstep.models.forward import DecoderInputs, decoder_inputs, head_of, run_
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import PackedBatch
-from lockstep.train.local import _part
+from lockstep.train.rows import part as part_of
 
 
 class LossModule(nn.Module):
@@ -58,7 +58,7 @@ class LossModule(nn.Module):
                 hidden,
                 weight,
                 labels,
-                lambda lp, ent, part: token_loss(lp, ent, batch, _part(rows, part)),
+                lambda lp, ent, part: token_loss(lp, ent, batch, part_of(rows, part)),
                 head=self._head(loss.entropy_grad),
             )
         else:

@@ -1,0 +1,393 @@
+"""The train backend over FSDP2: sharded weights, gradients and optimizer states, on gloo or nccl."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError, TrainError
+from lockstep.execution import CompileWatch, compile_blocks
+from lockstep.models.causal_lm import causal_lm
+from lockstep.models.load import LoadedModel
+from lockstep.models.lora import has_lora
+from lockstep.observe.spans import Spans
+from lockstep.packing import empty_batch
+from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
+from lockstep.schema.batch import PackedBatch
+from lockstep.schema.weights import WeightUpdate
+from lockstep.train.dealing import Seen, deal, share_logprobs, share_stats
+from lockstep.train.fsdp2_shards import ShardedModel, device_of
+from lockstep.train.gradients import global_norm
+from lockstep.train.loss_module import LossModule
+from lockstep.train.mesh import make_mesh
+from lockstep.train.optimizer import MasterOptimizer, NamedParameter, make_optimizer, trained_parameters
+from lockstep.train.rows import head_rows, scatter
+from lockstep.train.schedule import lr_at
+
+
+class FSDP2Backend:
+    """Trains on several ranks what LocalBackend trains on one, and computes the same numbers.
+
+    Every rank makes the same calls with the same micro-batches; the backend deals them out. Each rank keeps a
+    share of every Parameter in float32, which is its master weight, of its gradient and of its optimizer
+    states. Forward and backward gather one decoder layer at a time in the compute dtype. Gradients are added
+    up, in float32, over micro-batches on each rank, then once per step over ranks.
+
+    All methods but `close` and `drop_gradients` are collective.
+
+    Args:
+        config: the train settings; `backend` and `attention` were acted on by whoever loaded the model.
+        model: the policy, best without weights (`load_model(materialize=False)`): then no rank ever holds
+            it whole. Its module is sharded in place.
+        total_steps: optimizer steps of the whole run: where the schedule ends. 0: there will be none, so
+            neither master weights nor optimizer states are made.
+        temperature: logprobs are of logits divided by it; 0 counts as 1.
+        ref: keep the policy as it is now as frozen reference, sharded likewise, in the compute dtype.
+        spans: times "forward" (loss and gradients of the head included) and "backward" of every micro-batch.
+
+    Raises:
+        ConfigError: nothing to train, a missing package, sizes that do not divide, or something that this
+            backend does not have; on every rank.
+    """
+
+    shards_weights = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        model: LoadedModel,
+        total_steps: int,
+        temperature: float = 1.0,
+        ref: bool = False,
+        spans: Spans | None = None,
+    ) -> None:
+        _refuse_impossible(config, model)
+        self.config, self.model, self.total_steps = config, model, total_steps
+        self.temperature, self.spans, self.steps_done = temperature, spans, 0
+        self.module = model.module.eval()
+        self.device = device_of(self.module)
+        self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
+        self._static = (
+            config.execution != "eager" if config.static_capacity is None else config.static_capacity
+        )
+        self._compile_watch: CompileWatch | None = None
+        self._ref: ShardedModel | None = None
+        if ref:
+            frozen = copy.deepcopy(self.module).requires_grad_(False)
+            self._ref = self._sharded(frozen, stored=model.dtype)
+        decay = {p.name: p.decay for p in trained_parameters(self.module)}
+        masters_here = total_steps > 0 and config.optimizer_device == "model"
+        self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
+        self._names = list(decay)
+        self._made_optimizer = self._optimizer_of(decay) if total_steps > 0 else None
+        self._pending: list[tuple[PackedBatch, TokenLoss]] = []
+        self._has_gradients = False
+        if config.activation_checkpointing:
+            # In older transformers it goes by the older name only.
+            name = "activation_checkpointing_enable"
+            enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+
+    # --- construction ---------------------------------------------------------------------------------------
+
+    def _sharded(self, module: nn.Module, *, stored: torch.dtype) -> ShardedModel:
+        compiled = self.config.execution == "compile"
+        if compiled:  # before the hooks of FSDP2, which no graph can hold
+            self._compile_watch = compile_blocks(module, max_recompiles=self.config.max_recompiles)
+        outer = LossModule(module, config=self.config, temperature=self.temperature, compiled=compiled)
+        return ShardedModel(outer, self.model, mesh=self.mesh, config=self.config, stored=stored)
+
+    def _optimizer_of(self, decay: dict[str, bool]) -> MasterOptimizer:
+        """The same code as LocalBackend's, over this rank's shards."""
+        shards = [
+            NamedParameter(name=name, parameter=nn.Parameter(self._policy.local(name), False), decay=decayed)
+            for name, decayed in decay.items()
+        ]
+        return make_optimizer(shards, config=self.config)
+
+    @property
+    def _optimizer(self) -> MasterOptimizer:
+        if self._made_optimizer is None:
+            raise ConfigError(
+                "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
+            )
+        return self._made_optimizer
+
+    # --- forward and backward -------------------------------------------------------------------------------
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False.
+
+        Raises:
+            ConfigError: model is "ref" and the backend was made without one.
+            TrainError: out of memory.
+        """
+        sharded = self._policy if model == "policy" else self._ref
+        if sharded is None:
+            raise ConfigError("this backend has no reference model; make it with ref=True")
+        found: dict[int, Tensor] = {}
+        with torch.no_grad(), sharded.resharded_after():
+            for index, batch in self._turns(batches):
+                with self._memory_errors_explained(index, batches):
+                    rows, labels = head_rows(batch, static=self._static, device=self.device)
+                    logprobs = sharded.outer(batch.to(self.device), rows, labels, None)
+                    if index is not None:
+                        found[index] = scatter(logprobs, rows, batch.num_slots)
+        return share_logprobs(batches, found, group=self.mesh.world, device=self.device)
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Adds the gradients of all micro-batches of one optimizer step.
+
+        Raises:
+            TrainError: a loss is not finite, on every rank; or memory ran out, where it did. All gradients
+                of the step are dropped.
+        """
+        try:
+            stats = self._accumulate(batches, loss)
+            self._check_losses(batches, stats.losses)
+        except BaseException:  # half a step's gradients must not leak into the next one
+            self._recover()
+            raise
+        self._pending += [(batch, loss) for batch in batches]
+        self._has_gradients |= any(self._static or bool(batch.loss_mask.any()) for batch in batches)
+        return stats
+
+    def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Forward and backward of all, this rank its share; what all ranks saw."""
+        seen: dict[int, Seen] = {}
+        turns = self._turns(batches)
+        root = self._policy.outer
+        root.train()
+        try:
+            with self._policy.resharded_after():
+                for turn, (index, batch) in enumerate(turns):
+                    self._policy.last_backward(turn == len(turns) - 1)
+                    with self._memory_errors_explained(index, batches):
+                        one = self._backward(batch, loss)
+                    if index is not None:
+                        seen[index] = one
+        finally:
+            root.eval()
+        return share_stats(batches, seen, group=self.mesh.world, device=self.device)
+
+    def _turns(self, batches: Sequence[PackedBatch]) -> list[tuple[int | None, PackedBatch]]:
+        """What this rank runs, with the index into `batches`; None: nothing of its own, it takes part in
+        collectives."""
+        mine = deal(len(batches), parts=self.mesh.dp)[self.mesh.dp_rank]
+        return [(index, empty_batch(batches[0]) if index is None else batches[index]) for index in mine]
+
+    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> Seen:
+        rows, labels = head_rows(batch, static=self._static, device=self.device)
+        moved = batch.to(self.device)
+        outer = self._policy.outer
+        with self._timed("forward"):
+            value: Tensor = outer(moved, rows, labels, loss)
+        with self._timed("backward"):
+            value.backward()
+        assert outer.logprobs is not None and outer.entropy is not None
+        return Seen(
+            loss=value.detach(),
+            logprobs=scatter(outer.logprobs, rows, batch.num_slots),
+            entropy=scatter(outer.entropy, rows, batch.num_slots),
+        )
+
+    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.spans is None else self.spans(name)
+
+    # --- errors ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _memory_errors_explained(self, index: int | None, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        """A GPU's allocator has an exception of its own, the CPU's raises a plain RuntimeError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+            what = "an empty micro-batch" if index is None else f"micro-batch {index}"
+            tokens = batches[index or 0].num_slots
+            raise TrainError(
+                f"step {self.steps_done}, {what} of {len(batches)}: out of memory with {tokens} token slots "
+                f"on a mesh of {mesh}; set train.activation_checkpointing = true, lower train.token_budget, "
+                "set train.reshard_after_forward = true, train.optimizer_device = 'cpu' or "
+                "train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
+                f"{error}"
+            ) from error
+
+    def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
+        """One wait for the whole step; every rank has the losses of all."""
+        values = torch.stack(list(losses)).tolist() if losses else []
+        for index, value in enumerate(values):
+            if not math.isfinite(value):
+                raise TrainError(
+                    f"step {self.steps_done}, micro-batch {index} of {len(values)}: the loss is {value}; its "
+                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
+                    "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set "
+                    "model.dtype = 'float32'"
+                )
+
+    def _recover(self) -> None:
+        """After a forward or backward that raised."""
+        self._policy.reset()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient since the last optimizer step."""
+        self._policy.drop_gradients()
+        self._pending, self._has_gradients = [], False
+
+    # --- gradients ------------------------------------------------------------------------------------------
+
+    def _shards(self) -> dict[str, Tensor]:
+        """This rank's shard of each gradient since the last optimizer step, by Parameter name."""
+        if not self._has_gradients:
+            return {}
+        found = {name: self._policy.gradient(name) for name in self._names}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole, added up over ranks, by Parameter name: float32 copies on the host, not clipped.
+        Parameters that took no part are left out."""
+        return {
+            name: self._policy.whole(name, shard).to("cpu", torch.float32, copy=True)
+            for name, shard in self._shards().items()
+        }
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm over all of them, before clipping; 0 when there are none."""
+        return self._norm(self._shards())
+
+    def _norm(self, shards: dict[str, Tensor]) -> float:
+        """From what each rank has of the gradients: squares are added up over all ranks."""
+        square = global_norm(list(shards.values())).to(self.device, torch.float64).square()
+        dist.all_reduce(square, group=self.mesh.world)
+        return math.sqrt(float(square))
+
+    # --- update ---------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, schedule, zero the gradients. Returns grad_norm (before clipping) and lr.
+
+        Raises:
+            TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
+                recompiled more often than train.max_recompiles.
+        """
+        update = self._updated()
+        self.drop_gradients()
+        self.steps_done += 1
+        if self._compile_watch is not None:
+            self._compile_watch.check()
+            self._compile_watch.mark_warm()
+        return update
+
+    @torch.no_grad()
+    def _updated(self) -> dict[str, float]:
+        optimizer, shards = self._optimizer, self._shards()
+        if not shards:
+            raise TrainError(
+                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one "
+                "trained token before optimizer_step"
+            )
+        norm = self._norm(shards)
+        if not math.isfinite(norm):
+            with torch.enable_grad():
+                reason = self._blame()
+            raise TrainError(
+                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. "
+                "Lower train.lr or set model.dtype = 'float32'"
+            )
+        lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
+        # the coefficient of torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        optimizer.step([shards.get(name) for name in self._names], lr=lr, scale=scale)
+        return {"grad_norm": norm, "lr": lr}
+
+    def _blame(self) -> str:
+        """Which micro-batch has gradients that are not finite: each is run once more, alone, by all ranks."""
+        pending = list(self._pending)
+        self.drop_gradients()
+        for index, (batch, loss) in enumerate(pending):
+            self._accumulate([batch], loss)
+            self._has_gradients = True
+            bad = self._not_finite()
+            self.drop_gradients()
+            if bad:
+                return (
+                    f"micro-batch {index} of {len(pending)} has gradients that are not finite in {len(bad)} "
+                    f"parameters ({', '.join(bad[:3])}); its samples are {list(batch.sample_ids)}"
+                )
+        samples = [list(batch.sample_ids) for batch, _ in pending]
+        return f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
+
+    def _not_finite(self) -> list[str]:
+        """Names of the Parameters whose gradient is not finite on some rank."""
+        shards = self._shards()
+        flags = torch.zeros(len(self._names), device=self.device)
+        for index, name in enumerate(self._names):
+            if name in shards and not bool(torch.isfinite(shards[name]).all()):
+                flags[index] = 1.0
+        dist.all_reduce(flags, group=self.mesh.world)
+        return [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def weights(self, *, policy_version: int) -> WeightUpdate:
+        """The current weights in the compute dtype. Its `tensors` are gathered one at a time, by all ranks
+        together; each rank gets all of them."""
+        return WeightUpdate(policy_version=policy_version, tensors=self._whole_weights)
+
+    @torch.no_grad()
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        first = {id(p): name for name, p in self._policy.parameters.items()}
+        names: dict[str, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(first[id(parameter)], []).append(name)
+        for own, aliases in names.items():
+            whole = self._policy.whole(own, self._policy.local(own).to(self.model.dtype))
+            for name in aliases:
+                yield name, whole
+        persistent = self.module.state_dict().keys() - {n for found in names.values() for n in found}
+        for name, buffer in self.module.named_buffers():
+            if name in persistent:
+                yield name, buffer
+
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+        """See protocols.TrainBackend."""
+        raise NotImplementedError
+
+    def load(self, directory: Path, *, verified: bool = False) -> None:
+        """See protocols.TrainBackend."""
+        raise NotImplementedError
+
+    def export(self, directory: Path) -> None:
+        """See protocols.TrainBackend."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Drop gradients; the process group stays."""
+        self.drop_gradients()
+
+
+def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
+    """Raises ConfigError."""
+    if config.execution not in ("eager", "compile"):
+        raise ConfigError(
+            f"train.execution = {config.execution!r} is not available with train.backend = 'fsdp2'; "
+            "set 'eager' or 'compile'"
+        )
+    if has_lora(model.module):
+        raise ConfigError(
+            "model.lora is not available with train.backend = 'fsdp2'; set train.backend = 'local', or train "
+            "all weights"
+        )

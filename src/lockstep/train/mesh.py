@@ -1,0 +1,108 @@
+"""Ranks as a mesh of data parallel x ring attention x tensor parallel, tensor parallel innermost.
+
+8 ranks at ring = 2, tp = 2:
+
+    rank            0  1  2  3  4  5  6  7
+    dp              0  0  0  0  1  1  1  1      who has which micro-batches
+    ring            0  0  1  1  0  0  1  1      who has which tokens of a micro-batch
+    tp              0  1  0  1  0  1  0  1      who has which part of each matrix
+    shard group     {0, 2, 4, 6} and {1, 3, 5, 7}: dp and ring together, over which FSDP2 shards
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lockstep.errors import ConfigError
+from lockstep.ranks.process_group import TIMEOUT, ensure_process_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMesh:
+    """Where this rank is, and the process groups that it is in."""
+
+    dp: int
+    ring: int
+    tp: int
+    dp_rank: int
+    ring_rank: int
+    tp_rank: int
+    world: dist.ProcessGroup
+    shard: DeviceMesh
+    """1-D, the ranks of this tensor parallel coordinate: position dp_rank * ring + ring_rank."""
+    shard_group: dist.ProcessGroup
+    ring_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By axis."""
+        return {"dp": self.dp, "ring": self.ring, "tp": self.tp}
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share each Parameter."""
+        return self.dp * self.ring
+
+    @property
+    def shard_rank(self) -> int:
+        """Position among them."""
+        return self.dp_rank * self.ring + self.ring_rank
+
+
+def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
+    """(dp, ring, tp).
+
+    Raises:
+        ConfigError: ring * tp does not divide the number of ranks.
+    """
+    if world_size % (ring * tp):
+        fits = list(range(ring * tp, 4 * ring * tp + 1, ring * tp))
+        raise ConfigError(
+            f"{world_size} ranks cannot be a mesh of dp x ring x tp with train.ring = {ring} and train.tp = "
+            f"{tp}: {ring} * {tp} = {ring * tp} does not divide {world_size}. Start {fits[0]} or a multiple "
+            f"of it ({', '.join(map(str, fits[1:4]))}), or set train.ring and train.tp so that their product "
+            f"divides {world_size}"
+        )
+    return world_size // (ring * tp), ring, tp
+
+
+def make_mesh(device: torch.device, *, ring: int, tp: int, timeout: timedelta = TIMEOUT) -> RankMesh:
+    """The mesh of all ranks; collective.
+
+    Args:
+        device: of the model; decides the kind of collectives.
+        timeout: of the mesh's own groups.
+
+    Raises:
+        ConfigError: the sizes do not divide, on every rank.
+    """
+    ensure_process_group(device)
+    sizes = mesh_sizes(dist.get_world_size(), ring=ring, tp=tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "ring", "tp"))
+    shard = mesh["dp", "ring"]._flatten("shard")
+    groups = {name: mesh.get_group(name) for name in ("dp", "ring", "tp")} | {"shard": shard.get_group()}
+    for group in groups.values():
+        # init_device_mesh takes no timeout, and torch's default is half an hour.
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    dp_rank, ring_rank, tp_rank = (mesh.get_local_rank(name) for name in ("dp", "ring", "tp"))
+    world = dist.group.WORLD
+    assert world is not None
+    return RankMesh(
+        dp=sizes[0],
+        ring=sizes[1],
+        tp=sizes[2],
+        dp_rank=dp_rank,
+        ring_rank=ring_rank,
+        tp_rank=tp_rank,
+        world=world,
+        shard=shard,
+        shard_group=groups["shard"],
+        ring_group=groups["ring"],
+        tp_group=groups["tp"],
+    )

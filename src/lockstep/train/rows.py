@@ -1,0 +1,41 @@
+"""Which slots of a pack the head sees, and how figures of those find their way back to the slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+
+Rows = Tensor | slice
+"""[R] int64: slots of a pack; or all of them, as a slice."""
+
+
+def head_rows(batch: PackedBatch, *, static: bool, device: torch.device) -> tuple[Rows, Tensor]:
+    """The slots that the head sees, and their labels [R], both on `device`.
+
+    Args:
+        batch: on the host: the index is made where the mask is, so that a GPU is not waited for.
+        static: every slot, masked ones labelled -100, so that shapes do not depend on the mask. Otherwise
+            only the trained ones.
+    """
+    if static:
+        labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
+        return slice(0, batch.num_slots), labels.to(device, non_blocking=True)
+    rows = batch.loss_mask.nonzero()[:, 0]
+    labels = batch.labels.index_select(0, rows)
+    return rows.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+def part(rows: Rows, chunk: slice) -> Rows:
+    """The slots of a chunk of the head's rows."""
+    if isinstance(rows, slice):
+        return slice(rows.start + chunk.start, rows.start + chunk.stop)
+    return rows[chunk]
+
+
+def scatter(values: Tensor, rows: Rows, num_slots: int) -> Tensor:
+    """[R] into [T], 0 in the other slots."""
+    if isinstance(rows, slice):
+        return values
+    return values.new_zeros(num_slots).index_copy_(0, rows, values)
