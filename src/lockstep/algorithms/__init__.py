@@ -18,6 +18,7 @@ ALGORITHMS = Registry(
         "gspo": _POLICY,
         "cispo": _POLICY,
         "sft": "lockstep.algorithms.sft:SFT",
+        "dpo": "lockstep.algorithms.dpo:DPO",
     },
 )
-"""The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...); SFT(config)."""
+"""The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...); SFT(config); DPO(config)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.config.base import Config
 
@@ -140,3 +140,14 @@ class SFTConfig(Config):
     """The only one."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """token_mean: over all trained tokens of the step. sequence_mean: per document, then over documents."""
+
+
+class DPOConfig(Config):
+    """Direct preference optimisation on pairs of answers."""
+
+    name: Literal["dpo"] = "dpo"
+    """The only one."""
+    beta: PositiveFloat = 0.1
+    """How much a nat of log(policy / ref) counts: a larger one keeps the policy nearer to the reference."""
+    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
+    """Share of the pairs that are taken to be the wrong way round."""

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
-from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch, PolicySample, TrainSample
+from lockstep.schema.batch import (
+    IGNORE_LABEL,
+    PackedBatch,
+    PolicyBatch,
+    PolicySample,
+    PreferenceBatch,
+    PreferenceSample,
+    TrainSample,
+)
 
 _BUCKET_STEPS = 4
 _ALIGNMENT = 64
@@ -50,7 +58,7 @@ def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tu
 
 def pack(
     samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], *, bucket: Bucket | None = None
-) -> PackedBatch | PolicyBatch:
+) -> PackedBatch:
     """Lay documents end to end, in the order given; the type of the batch follows that of the samples.
 
     Args:
@@ -89,7 +97,10 @@ def pack(
         "lengths": tuple(lengths),
         "sample_ids": tuple(sample.sample_id for sample in samples),
     }
-    if not issubclass(kinds.pop(), PolicySample):
+    kind = kinds.pop()
+    if issubclass(kind, PreferenceSample):
+        return PreferenceBatch(**fields)
+    if not issubclass(kind, PolicySample):
         return PackedBatch(**fields)
     for name in ("rollout_logprobs", "advantages"):
         fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
@@ -174,15 +185,18 @@ def plan_micro_batches(
         return []
     lengths = [len(sample) for sample in samples]
     longest = _longest(lengths, limits)
+    units = _units(samples)
     if limits.layout == "packed":
-        groups = balance(
-            lengths,
+        per_pack = limits.max_documents
+        chosen = balance(
+            [sum(lengths[i] for i in unit) for unit in units],
             token_budget=limits.token_budget,
             min_packs=limits.min_packs,
-            max_documents=limits.max_documents,
+            max_documents=None if per_pack is None else per_pack // len(units[0]),
         )
+        groups = [[i for unit in group for i in units[unit]] for group in chosen]
     else:
-        groups = _dense_groups(lengths, limits, width=longest if limits.static_capacity else None)
+        groups = _dense_groups(lengths, units, limits, width=longest if limits.static_capacity else None)
     buckets: tuple[Bucket, ...] = ()
     if limits.static_capacity:
         most = min(limits.max_documents or len(samples), _power_of_four(max(map(len, groups))))
@@ -210,19 +224,43 @@ def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
     return min(most, max(limits.token_budget, longest))
 
 
-def _dense_groups(lengths: Sequence[int], limits: PackLimits, *, width: int | None) -> list[list[int]]:
-    """Documents by length, longest first, cut where rows x width would exceed the budget."""
+def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
+    """What must not be torn apart: the two answers of a preference pair, else a document.
+
+    Raises:
+        DataError: an answer without its other one.
+    """
+    if not isinstance(samples[0], PreferenceSample):
+        return [[i] for i in range(len(samples))]
+    ids = [sample.sample_id for sample in samples]
+    units = [[i, i + 1] for i in range(0, len(ids), 2)]
+    for unit in units:
+        pair = [ids[i] for i in unit if i < len(ids)]
+        if len(pair) < 2 or pair[0] % 2 or pair[1] != pair[0] + 1:
+            raise DataError(
+                f"sample_ids {pair} are no preference pair: the chosen answer of pair p is sample 2p, "
+                "and the rejected one, sample 2p + 1, comes right after it"
+            )
+    return units
+
+
+def _dense_groups(
+    lengths: Sequence[int], units: Sequence[Sequence[int]], limits: PackLimits, *, width: int | None
+) -> list[list[int]]:
+    """Units by their longest document, longest first, cut where rows x width would exceed the budget."""
     balance(lengths, token_budget=limits.token_budget, min_packs=len(lengths))  # refuses what cannot fit
-    most = min(limits.max_documents or len(lengths), -(-len(lengths) // limits.min_packs))
+    rows = len(units[0])
+    most = min((limits.max_documents or len(lengths)) // rows, -(-len(units) // limits.min_packs))
+    widest = [max(lengths[i] for i in unit) for unit in units]
     groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(range(len(units)), key=lambda i: (-widest[i], i)):
         if groups:
-            row = width or lengths[groups[-1][0]]
-            if len(groups[-1]) < most and (len(groups[-1]) + 1) * row <= limits.token_budget:
+            row = width or widest[groups[-1][0]]
+            if len(groups[-1]) < most and (len(groups[-1]) + 1) * rows * row <= limits.token_budget:
                 groups[-1].append(index)
                 continue
         groups.append([index])
-    return [sorted(group) for group in groups]
+    return [[i for unit in sorted(group) for i in units[unit]] for group in groups]
 
 
 def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:

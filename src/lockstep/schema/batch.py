@@ -83,6 +83,12 @@ class PolicySample(TrainSample):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceSample(TrainSample):
+    """One of the two answers of a preference pair: sample_id 2p is the chosen one of pair p, 2p + 1 the
+    rejected one. Both are always in one micro-batch, side by side."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
     """One micro-batch: documents laid end to end, padded to a static capacity. See the module for an
     example."""
@@ -149,3 +155,11 @@ class PolicyBatch(PackedBatch):
     so a loss takes its own logprobs, detached (importance ratio exactly 1)."""
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, by the frozen reference. None: the algorithm has no KL term."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceBatch(PackedBatch):
+    """A micro-batch of preference pairs: documents 2i and 2i + 1 are a chosen answer and its rejected one."""
+
+    ref_logprobs: Tensor | None = None
+    """[T] float32, nats, by the frozen reference."""

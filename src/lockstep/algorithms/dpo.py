@@ -1,0 +1,103 @@
+"""Direct preference optimisation (arXiv 2305.18290)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import DPOConfig
+from lockstep.errors import DataError, TrainError
+from lockstep.ops.losses import dpo
+from lockstep.ops.masks import document_sums
+from lockstep.protocols.train import StepStats
+from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
+
+Rows = Tensor | slice
+
+
+class DPOLoss:
+    """A TokenLoss over pairs; not separable, since the gradient of a token depends on both answers whole.
+
+    Raises:
+        TrainError: from a call, when the batch holds no pairs or no ref_logprobs.
+    """
+
+    separable = False
+    entropy_grad = False
+
+    def __init__(self, config: DPOConfig) -> None:
+        self.config = config
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+        """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
+        batch = _preferences(batch)
+        slots = logprobs.new_zeros(batch.num_slots)
+        slots[rows] = logprobs
+        chosen, rejected = self.log_ratios(slots, batch)
+        config = self.config
+        losses = dpo(chosen, rejected, beta=config.beta, label_smoothing=config.label_smoothing)
+        documents = torch.segment_reduce(
+            batch.loss_weights, "max", offsets=batch.cu_seqlens.long(), initial=0.0
+        )
+        return (losses * _pairs(documents, batch).amax(1)).sum()
+
+    def log_ratios(self, logprobs: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+        """[P] each: log(policy / ref) of the chosen and of the rejected answers, nats. logprobs: [T]."""
+        if batch.ref_logprobs is None:
+            raise TrainError(
+                "DPO compares with a reference, but the batch has no ref_logprobs; run "
+                "backend.logprobs(model='ref') first"
+            )
+        ratios = torch.where(batch.loss_mask, logprobs - batch.ref_logprobs.to(logprobs.device), 0.0)
+        chosen, rejected = _pairs(document_sums(ratios, batch.cu_seqlens), batch).unbind(1)
+        return chosen, rejected
+
+
+class DPO:
+    """Preference pairs; needs ref_logprobs. Shares loss_weights, loss and metrics with protocols.Algorithm."""
+
+    def __init__(self, config: DPOConfig) -> None:
+        self.config = config
+
+    def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """[L] float32 per sample: 1 / pairs of the step at every trained token: the loss is the mean over
+        pairs. Raises DataError when there is an odd number of samples."""
+        if len(samples) % 2:
+            raise DataError(f"{len(samples)} samples are no preference pairs: there is one without its other")
+        return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
+
+    def loss(self) -> DPOLoss:
+        """Not separable."""
+        return DPOLoss(self.config)
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Means over the step's pairs: rewards (beta log(policy / ref), nats) of chosen and rejected answers,
+        their margin, and the share of pairs whose chosen answer has the higher one."""
+        loss = self.loss()
+        chosen, rejected = (
+            torch.cat(column) * self.config.beta
+            for column in zip(
+                *(
+                    loss.log_ratios(logprobs, _preferences(batch).to(logprobs.device))  # type: ignore[arg-type]
+                    for batch, logprobs in zip(batches, stats.logprobs, strict=True)
+                ),
+                strict=True,
+            )
+        )
+        margin = chosen - rejected
+        figures = torch.stack([chosen, rejected, margin, (margin > 0).to(margin.dtype)]).mean(1)
+        names = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy")
+        return dict(zip(names, figures.tolist(), strict=True))
+
+
+def _pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:
+    """[P, 2]: a figure of each document [D] as (chosen, rejected)."""
+    return documents[: len(batch.sample_ids)].view(-1, 2)
+
+
+def _preferences(batch: PackedBatch) -> PreferenceBatch:
+    if not isinstance(batch, PreferenceBatch):
+        raise TrainError(f"DPO needs a PreferenceBatch, got {type(batch).__name__}; pack PreferenceSamples")
+    return batch

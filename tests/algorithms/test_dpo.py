@@ -1,0 +1,124 @@
+"""DPO against hand-worked constants, and against the naive formula by autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from lockstep.algorithms.dpo import DPO
+from lockstep.config.algorithm import DPOConfig
+from lockstep.errors import DataError, TrainError
+from lockstep.ops.losses import dpo
+from lockstep.packing import PackLimits, empty_batch, pack, plan_micro_batches
+from lockstep.protocols.train import StepStats
+from lockstep.schema.batch import PreferenceBatch, PreferenceSample
+
+
+def sample(sample_id: int, length: int, prompt: int = 1) -> PreferenceSample:
+    mask = torch.arange(length) >= prompt - 1
+    mask[-1] = False
+    ids = torch.arange(length) + 10 * sample_id
+    return PreferenceSample(token_ids=ids, loss_mask=mask, sample_id=sample_id)
+
+
+def batch_of(lengths: list[int], ref: float = 0.0) -> PreferenceBatch:
+    samples = [sample(i, length) for i, length in enumerate(lengths)]
+    batch = pack(samples, DPO(DPOConfig()).loss_weights(samples))
+    assert isinstance(batch, PreferenceBatch)
+    return dataclasses.replace(batch, ref_logprobs=torch.full((batch.num_slots,), ref))
+
+
+def test_the_formula_by_hand() -> None:
+    loss = dpo(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-0.5)), rel=1e-6)  # 0.474077
+    smooth = dpo(torch.tensor([2.0]), torch.tensor([1.0]), beta=0.5, label_smoothing=0.25)
+    assert smooth.item() == pytest.approx(0.75 * 0.4740770 + 0.25 * 0.9740770, rel=1e-6)
+
+
+def test_a_policy_that_is_the_reference_loses_ln_2_and_pulls_both_answers_by_half_beta() -> None:
+    batch = batch_of([3, 5, 4, 2], ref=-1.0)
+    logprobs = torch.where(batch.loss_mask, -1.0, 0.0).requires_grad_()
+    loss = DPO(DPOConfig(beta=0.2)).loss()(logprobs, logprobs, batch, slice(0, batch.num_slots))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2.0), rel=1e-6)
+    # d/dlogp = -beta sigmoid(-margin) / P at chosen tokens, + at rejected ones: 0.2 * 0.5 / 2
+    chosen = [-0.05, -0.05, 0.0] + [0.05] * 4 + [0.0] + [-0.05] * 3 + [0.0] + [0.05, 0.0]
+    torch.testing.assert_close(logprobs.grad, torch.tensor(chosen))
+
+
+def test_micro_batches_add_up_to_the_mean_over_pairs() -> None:
+    algorithm, torch_seed = DPO(DPOConfig()), torch.Generator().manual_seed(0)
+    samples = [sample(i, 2 + i % 5) for i in range(8)]
+    weights = algorithm.loss_weights(samples)
+    whole = pack(samples, weights)
+    values = torch.randn(whole.num_slots, generator=torch_seed)
+    by_sample = dict(zip(whole.sample_ids, whole.split(values), strict=True))
+
+    def loss_of(batch: PreferenceBatch) -> float:
+        slots = torch.cat([by_sample[i] for i in batch.sample_ids])
+        batch = dataclasses.replace(batch, ref_logprobs=torch.zeros(batch.num_slots))
+        rows = batch.loss_mask.nonzero()[:, 0]
+        return algorithm.loss()(slots[rows], slots[rows], batch, rows).item()
+
+    parts = plan_micro_batches(samples, weights, PackLimits(token_budget=14))
+    assert len(parts) > 1 and all(
+        b.sample_ids[i] % 2 == 0 and b.sample_ids[i + 1] == b.sample_ids[i] + 1
+        for b in parts
+        for i in range(0, len(b.sample_ids), 2)
+    )
+    assert sum(loss_of(b) for b in parts) == pytest.approx(loss_of(whole), rel=1e-6)
+    pairs = [
+        math.log1p(math.exp(-0.1 * float(by_sample[i][:-1].sum() - by_sample[i + 1][:-1].sum())))
+        for i in range(0, 8, 2)
+    ]
+    assert loss_of(whole) == pytest.approx(sum(pairs) / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        PackLimits(token_budget=16, layout="padded"),
+        PackLimits(token_budget=32, static_capacity=True, max_seqlen=8, max_documents=8),
+        PackLimits(token_budget=32, static_capacity=True, layout="padded", max_seqlen=8, max_documents=8),
+        PackLimits(token_budget=64, min_packs=3),
+    ],
+)
+def test_pairs_stay_together_in_every_layout(limits: PackLimits) -> None:
+    samples = [sample(i, 2 + (3 * i) % 6) for i in range(8)]
+    batches = plan_micro_batches(samples, DPO(DPOConfig()).loss_weights(samples), limits)
+    found = [batch.sample_ids[i : i + 2] for batch in batches for i in range(0, len(batch.sample_ids), 2)]
+    assert sorted(found) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert all(batch.num_slots <= limits.token_budget for batch in batches)
+    assert len(batches) >= limits.min_packs
+
+
+def test_metrics_by_hand() -> None:
+    batch = batch_of([3, 3, 2, 2])
+    logprobs = torch.tensor([1.0, 2.0, 0.0, 0.5, 0.5, 0.0, -1.0, 0.0, 1.0, 0.0])
+    stats = StepStats(losses=[], logprobs=[logprobs], entropy=[])
+    assert DPO(DPOConfig(beta=0.5)).metrics([batch], stats) == pytest.approx(
+        {"reward_chosen": 0.5, "reward_rejected": 0.5, "reward_margin": 0.0, "accuracy": 0.5}
+    )
+
+
+def test_an_empty_micro_batch_has_loss_and_gradient_0() -> None:
+    batch = empty_batch(batch_of([3, 3]))
+    logprobs = torch.randn(batch.num_slots, requires_grad=True)
+    loss = DPO(DPOConfig()).loss()(logprobs, logprobs, batch, slice(0, batch.num_slots))
+    loss.backward()
+    assert loss.item() == 0.0 and not logprobs.grad.any()
+
+
+def test_what_is_no_pair_is_refused() -> None:
+    algorithm = DPO(DPOConfig())
+    with pytest.raises(DataError, match="3 samples are no preference pairs"):
+        algorithm.loss_weights([sample(i, 3) for i in range(3)])
+    lone = [sample(0, 3), sample(2, 3)]
+    with pytest.raises(DataError, match=r"sample_ids \[0, 2\] are no preference pair"):
+        plan_micro_batches(lone, algorithm.loss_weights(lone), PackLimits(token_budget=16))
+    bare = dataclasses.replace(batch_of([2, 2]), ref_logprobs=None)
+    with pytest.raises(TrainError, match="no ref_logprobs"):
+        algorithm.loss()(torch.zeros(4), torch.zeros(4), bare, slice(0, 4))
