@@ -76,7 +76,7 @@ def fail_first(case: dict[str, Any], backend: DeepSpeedBackend, batches: list[Pa
     layer = decoder_layers(backend.module)[0]
     loss = FailsInForward() if case["fail"] == "forward" else FailsInBackward(layer)
     try:
-        backend.forward_backward(batches, loss)
+        backend.forward_backward_own(batches, loss)
     except ArithmeticError:
         if case["fail"] == "backward":
             loss.handle.remove()
@@ -90,9 +90,8 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     eager = config.model_copy(update={"execution": "eager"})
     local = LocalBackend(eager, model=load(case), total_steps=total_steps)
     spans = Spans()
-    backend = DeepSpeedBackend(
-        config, model=load(case), total_steps=total_steps, zero_stage=case["stage"], spans=spans
-    )
+    config = config.model_copy(update={"zero_stage": case["stage"]})
+    backend = DeepSpeedBackend(config, model=load(case), total_steps=total_steps, spans=spans)
     loss = fixtures.WholeSequence() if case.get("whole") else fixtures.NegativeLogprob()
     count = case.get("micro_batches", 2)
     worst = dict.fromkeys(("loss", "logprobs", "scored", "gradient", "norm", "again"), 0.0)
@@ -104,7 +103,7 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             fail_first(case, backend, parts[rank])
         expected = local.forward_backward([b for part in parts for b in part], loss)
         for again in (False, True):  # dropped, then the same once more
-            stats = backend.forward_backward(parts[rank], loss)
+            stats = backend.forward_backward_own(parts[rank], loss)
             found, reference = backend.gradients(), local.gradients()
             error = max(relative(found[name], reference[name]) for name in reference)
             worst["again" if again else "gradient"] = max(worst["again" if again else "gradient"], error)
@@ -120,7 +119,7 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             ("logprobs", stats.logprobs, expected.logprobs[mine]),
             (
                 "scored",
-                backend.logprobs(parts[rank], model="policy"),
+                backend.logprobs_own(parts[rank], model="policy"),
                 local.logprobs(parts[rank], model="policy"),
             ),
         ):

@@ -79,13 +79,24 @@ _ON_H200 = "gpu:benchmarks/results/parity-h200.json"
 
 TABLE: tuple[Entry, ...] = (
     Entry(status="unsupported", backend=("fsdp2",), reason=_LATER, instead="train.backend = 'local'"),
-    Entry(status="unsupported", backend=("deepspeed",), reason=_LATER, instead="train.backend = 'local'"),
     Entry(status="unsupported", engine=("native",), reason=_LATER, instead="engine.name = 'hf'"),
     Entry(status="unsupported", engine=("vllm",), reason=_LATER, instead="engine.name = 'hf'"),
     Entry(status="unsupported", engine=("sglang",), reason=_LATER, instead="engine.name = 'hf'"),
     Entry(status="unsupported", execution=("joint",), reason=_LATER, instead="train.execution = 'compile'"),
     Entry(
-        status="unsupported", execution=("deepcompile",), reason=_LATER, instead="train.execution = 'compile'"
+        status="unsupported",
+        backend=("local", "fsdp2"),
+        execution=("deepcompile",),
+        reason="DeepCompile is DeepSpeed's",
+        instead="train.execution = 'compile'",
+    ),
+    Entry(
+        status="unsupported",
+        backend=("deepspeed",),
+        execution=("deepcompile",),
+        device=("cpu",),
+        reason="DeepCompile builds a CUDA extension",
+        instead="train.execution = 'compile'",
     ),
     Entry(
         status="unsupported",

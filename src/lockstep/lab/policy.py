@@ -314,14 +314,12 @@ class Policy:
     def _build_deepspeed(self, train: TrainConfig, model: LoadedModel, *, steps: int) -> ReplayBackend:
         from lockstep.train.deepspeed import DeepSpeedBackend  # lazy: only these cells need the package
 
-        cell = self.options.cell
+        stage = self.options.cell.zero_stage
         backend: ReplayBackend = DeepSpeedBackend(
-            train,
+            train.model_copy(update={"zero_stage": 1 if stage is None else stage}),
             model=model,
             total_steps=steps,
             temperature=self.recording.header.temperature,
-            zero_stage=1 if cell.zero_stage is None else cell.zero_stage,
-            deepcompile=cell.execution == "deepcompile",
             spans=self._spans,
         )
         return backend

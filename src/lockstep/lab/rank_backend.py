@@ -43,6 +43,17 @@ class _Wrapped:
     def spans(self, spans: Spans) -> None:
         self.inner.spans = spans  # type: ignore[attr-defined]
 
+    def _forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Of this rank's own micro-batches: DeepSpeed's backend would deal them out."""
+        run = self.inner.forward_backward if self.has_live_gradients else self.inner.forward_backward_own  # type: ignore[attr-defined]
+        stats: StepStats = run(batches, loss)
+        return stats
+
+    def _logprobs(self, batches: Sequence[PackedBatch], model: Literal["policy", "ref"]) -> list[Tensor]:
+        run = self.inner.logprobs if self.has_live_gradients else self.inner.logprobs_own  # type: ignore[attr-defined]
+        found: list[Tensor] = run(batches, model=model)
+        return found
+
     def _live(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self.inner.live_gradients()  # type: ignore[attr-defined]
         return found
@@ -100,7 +111,7 @@ class RankBackend(_Wrapped):
         self._enter(batches)
         with self._noticed(), self._explained(f"forward and backward of {self._what()}"):
             try:
-                stats = self.inner.forward_backward(batches, loss)
+                stats = self._forward_backward(batches, loss)
             except Exception as error:
                 self._tell(error)
                 raise
@@ -111,7 +122,7 @@ class RankBackend(_Wrapped):
         """As the backend's, which at ZeRO stage 3 gathers weights from all ranks."""
         self._enter(batches)
         with self._noticed(), self._explained(f"forward of {self._what()}"):
-            return self.inner.logprobs(batches, model=model)
+            return self._logprobs(batches, model)
 
     def without_input(self, loss: TokenLoss, *, backward: bool) -> None:
         """This rank has no input in this step: an empty micro-batch, with zero gradients."""

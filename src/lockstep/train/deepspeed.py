@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -14,80 +15,66 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.execution import CompileWatch, compile_blocks
-from lockstep.execution.regions import decoder_layers
+from lockstep.execution import CompileWatch
 from lockstep.models.causal_lm import causal_lm
-from lockstep.models.forward import decoder_inputs, head_of
+from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel
+from lockstep.models.lora import has_lora, merged_state_dict, without_lora
 from lockstep.observe.spans import Spans
-from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.packing import empty_batch
+from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train.deepspeed_setup import (
-    announced_build,
-    ds_config,
-    find_ninja,
-    refuse_impossible,
-    torch_optimizer,
-)
-from lockstep.train.local import _scatter
-from lockstep.train.loss_module import LogprobModule, LossModule
-from lockstep.train.optimizer import NamedParameter, trained_parameters
+from lockstep.train.dealing import Seen, deal, share_logprobs, share_stats
+from lockstep.train.deepspeed_build import ZeroBuilder
+from lockstep.train.deepspeed_setup import find_ninja, refuse_impossible
+from lockstep.train.loss_module import LossModule
+from lockstep.train.optimizer import trained_parameters
+from lockstep.train.rows import Rows, head_rows, scatter
 from lockstep.train.schedule import lr_at
 
 log = logging.getLogger(__name__)
 
-Rows = Tensor | slice
-
 
 class DeepSpeedBackend:
-    """Trains with DeepSpeed what LocalBackend trains alone, and computes the same numbers.
+    """Trains over DeepSpeed ZeRO what LocalBackend trains alone, and computes the same numbers.
 
-    Several ranks. Every rank gives `forward_backward` its own micro-batches, and every rank must give the
-    same number of them: ZeRO 3 gathers weights in each forward and backward, ZeRO 1 and 2 reduce gradients in
-    backward. A rank that has nothing gives a batch with no trained token: it takes part, with zero gradients.
+    Every rank is given all micro-batches of a step; they are dealt out, and what was seen is gathered.
+    `forward_backward_own` and `logprobs_own` are the same for callers that deal micro-batches out themselves.
     Gradients are added up over ranks and micro-batches, as `loss_weights` want it (DeepSpeed would take the
-    mean; the loss is multiplied by the number of ranks, which undoes it). `forward_backward`,
-    `optimizer_step`, `gradients` and, at stage 3, `logprobs` are collective. One call of `forward_backward`
-    per optimizer step.
+    mean; the loss is multiplied by the number of ranks, which undoes it). One call of `forward_backward` per
+    optimizer step. Every method but `steps_done` and the like is collective.
 
     A loss that is not finite raises TrainError on every rank. Running out of memory does so only where it
-    happened: the other ranks wait for a collective until the process group's timeout.
+    happened: the other ranks may be in a collective, which they leave when that rank's process ends, or at
+    the process group's timeout.
 
     bfloat16: DeepSpeed keeps float32 masters; gradients of several micro-batches are added up in bfloat16.
-    At stage 0 DeepSpeed steps bfloat16 weights with another optimizer than at 1 to 3, so there an optimizer
-    is refused.
-
-    Bytes per parameter on each of W ranks (bf16 / fp32), AdamW's moments left out (8 / W; stage 0: 8):
-
-        stage    weights      gradients    float32 masters
-        0        2 / 4        2 / 4        none: what fits a large model on one device
-        1        2 / 4        2 / 4        4 / W
-        2        2 / 4        2/W / 4/W    4 / W
-        3        2/W / 4/W    2/W / 4/W    4 / W
-
-    DeepSpeed runs no backward without an optimizer, so masters are there with total_steps = 0 too.
+    What is whole where, and what DeepSpeed does at stage 0: docs/explanation/train-backends.md.
 
     Args:
-        config: the train settings. `execution` may be eager, compile or deepcompile.
+        config: the train settings: `zero_stage`, `execution` (eager, compile or deepcompile: DeepSpeed's own
+            compiler of the whole module), `optimizer_device`, `parameter_device`.
         model: the policy. At stage 3 its Parameters are empty outside the backend's own calls.
         total_steps: optimizer steps of the whole run; 0: there will be none, and no moments are made.
         temperature: logprobs are of logits divided by it; 0 counts as 1.
-        ref: not available yet.
-        zero_stage: 0 to 3.
-        deepcompile: DeepSpeed's own compiler of the whole module (CUDA, stages 1 to 3).
+        ref: keep the policy as it is now as frozen reference: a copy (at stage 3 its weights are split over
+            the ranks too), or with LoRA the base weights.
         spans: times "forward" and "backward" of every micro-batch.
 
     Raises:
         ConfigError: deepspeed is missing, or cannot do what is asked on this machine; before anything starts.
     """
 
-    def __init__(  # signature: LocalBackend's and two of DeepSpeed
+    shards_weights = False
+    """It takes a module that has its weights."""
+
+    def __init__(
         self,
         config: TrainConfig,
         *,
@@ -95,132 +82,146 @@ class DeepSpeedBackend:
         total_steps: int,
         temperature: float = 1.0,
         ref: bool = False,
-        zero_stage: int = 1,
-        deepcompile: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        self.config, self.model, self.total_steps = config, model, total_steps
-        self.zero_stage, self.spans, self.steps_done = zero_stage, spans, 0
-        self.deepcompile = deepcompile or config.execution == "deepcompile"
+        self.config, self.model, self.total_steps, self.spans = config, model, total_steps, spans
         self.module = model.module.eval()
         self.device = next(self.module.parameters()).device
-        refuse_impossible(
-            config,
-            zero_stage=zero_stage,
-            device=self.device,
-            dtype=model.dtype,
-            deepcompile=self.deepcompile,
-            with_optimizer=total_steps > 0,
-        )
-        if ref:
-            raise ConfigError("the DeepSpeed backend has no reference model yet; use train.backend = 'local'")
-        self._deepspeed = _import_deepspeed(self.device)
+        self.steps_done = 0
+        self.deepcompile = config.execution == "deepcompile"
+        with_states = total_steps > 0
+        refuse_impossible(config, device=self.device, dtype=model.dtype, with_optimizer=with_states)
+        ds = _import_deepspeed(self.device)
         ensure_process_group(self.device)
-        self.world_size = dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._lora, self._has_ref = has_lora(self.module), ref
         self._static = (
-            config.execution != "eager" or self.deepcompile
-            if config.static_capacity is None
-            else config.static_capacity
+            config.execution != "eager" if config.static_capacity is None else config.static_capacity
         )
+        reference = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         if config.activation_checkpointing:
             # In older transformers it goes by the older name only.
             name = "activation_checkpointing_enable"
             enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
             enable({"use_reentrant": False})
         named = trained_parameters(self.module)
-        self._parameters = {p.name: p.parameter for p in named}
-        compiled = config.execution == "compile" or self.deepcompile
-        self._outer: LossModule | LogprobModule = (
-            LogprobModule(self.module, temperature=temperature)
-            if self.deepcompile
-            else LossModule(self.module, config=config, temperature=temperature, compiled=compiled)
+        build = ZeroBuilder(
+            ds=ds, config=config, device=self.device, dtype=model.dtype, temperature=temperature
         )
-        self._compile_watch = self._compile_layers() if config.execution == "compile" else None
-        self._engine = self._initialize(named)
-        # DeepSpeed's accessors of gradients read this very dict; DeepCompile puts another one in its place.
-        self._shares: dict[int, Any] = (
-            self._engine.optimizer.averaged_gradients if zero_stage in (1, 2) else {}
-        )
+        self._outer = build.outer(self.module)
+        self._compile_watch = build.compile_layers(self.module) if config.execution == "compile" else None
+        self._zero = build.policy(self._outer, named, with_states=with_states)
         if self.deepcompile:
-            self._engine.compile(backend="inductor")
+            self._zero.engine.compile(backend="inductor")
             self._compile_watch = CompileWatch(max_recompiles=config.max_recompiles)
+        self._ref: nn.Module | None = None
+        self._ref_engine: Any = None
+        if reference is not None:
+            self._ref, self._ref_engine = build.reference(reference)
         self._gradients_ready = False
-
-    # --- construction ---------------------------------------------------------------------------------------
-
-    def _initialize(self, named: Sequence[NamedParameter]) -> Any:
-        """The DeepSpeedEngine around the outer module."""
-        if self.device.type == "cuda":
-            index = self.device.index
-            os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if index is None else index)
-        else:
-            os.environ.setdefault("LOCAL_RANK", "0")
-        # What DeepSpeed prints is not this program's output.
-        with announced_build(self.device), contextlib.redirect_stdout(sys.stderr):
-            engine, _, _, _ = self._deepspeed.initialize(
-                model=self._outer,
-                optimizer=torch_optimizer(self.config, named, with_states=self.total_steps > 0),
-                model_parameters=[p.parameter for p in named],
-                config=ds_config(
-                    self.config,
-                    named,
-                    zero_stage=self.zero_stage,
-                    dtype=self.model.dtype,
-                    deepcompile=self.deepcompile,
-                ),
-            )
-        if self.zero_stage == 3:
-            # The head is used by the outer module, not by the module that owns it.
-            for tensor in (head_of(self.module).weight, head_of(self.module).bias):
-                if tensor is not None and not self.deepcompile:
-                    self._deepspeed.zero.register_external_parameter(self._outer, tensor)
-        return engine
-
-    def _compile_layers(self) -> CompileWatch:
-        """Stage 3 wraps every module's forward in hooks that no graph can hold, so there a layer is gathered
-        whole and only what is inside of its forward is compiled."""
-        if self.zero_stage < 3:
-            return compile_blocks(self.module, max_recompiles=self.config.max_recompiles)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        layers = decoder_layers(self.module)
-        self._deepspeed.utils.set_z3_leaf_modules(self.module, list({type(layer) for layer in layers}))
-        for layer in layers:
-            compiled: Any = torch.compile(layer.forward, fullgraph=True, dynamic=False)
-            layer.forward = compiled
-        return CompileWatch(max_recompiles=self.config.max_recompiles)
 
     # --- forward and backward -------------------------------------------------------------------------------
 
+    def _dealt(self, batches: Sequence[PackedBatch]) -> dict[int, PackedBatch]:
+        """This rank's share by index, as many as every other's; one beyond the last is an empty batch."""
+        mine = deal(len(batches), parts=self.world_size)[self.rank]
+        smallest = min(batches, key=lambda batch: batch.num_slots)
+        found = {i: batches[i] for i in mine if i is not None}
+        if None in mine:
+            found[len(batches)] = empty_batch(smallest)
+        return found
+
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; at stage 3 collective.
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; each made by one rank.
 
         Raises:
-            ConfigError: for model "ref".
+            ConfigError: model is "ref" and the backend was made without one.
         """
-        if model == "ref":
-            raise ConfigError("the DeepSpeed backend has no reference model yet")
+        if not batches:
+            return []
+        dealt = self._dealt(batches)
+        own = self.logprobs_own(list(dealt.values()), model=model)
+        seen = {index: found for index, found in zip(dealt, own, strict=True) if index < len(batches)}
+        assert dist.group.WORLD is not None
+        return share_logprobs(batches, seen, group=dist.group.WORLD, device=self.device)
+
+    def logprobs_own(
+        self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
+    ) -> list[Tensor]:
+        """As `logprobs`, of this rank's own batches; at stage 3 every rank must give as many.
+
+        Raises:
+            ConfigError: model is "ref" and the backend was made without one.
+        """
+        if model == "ref" and not self._has_ref:
+            raise ConfigError("this backend has no reference model; make it with ref=True")
         results = []
         self._outer.eval()
-        with torch.no_grad():
-            for batch in batches:
-                rows, labels = self._rows(batch)
-                moved = batch.to(self.device)
-                if self.deepcompile:
-                    logprobs = _take(self._call_compiled(moved)[0], rows)
-                else:
-                    logprobs = self._engine.module(moved, rows, labels, None)
-                results.append(_scatter(logprobs, rows, batch.num_slots))
-        if self.zero_stage == 3 and not self.deepcompile:
-            self._engine.empty_partition_cache()  # it had kept the weights for a backward that never comes
+        with torch.no_grad(), self._as_model(model) as outer:
+            for index, batch in enumerate(batches):
+                with self._memory_errors_explained(index, batches):
+                    rows, labels = head_rows(batch, static=self._static, device=self.device)
+                    moved = batch.to(self.device)
+                    if isinstance(outer, LossModule):
+                        logprobs = outer(moved, rows, labels, None)
+                    else:
+                        logprobs = _take(self._call_compiled(moved)[0], rows)
+                    results.append(scatter(logprobs, rows, batch.num_slots))
+        self._zero.forget_forward()
         return results
 
+    @contextlib.contextmanager
+    def _as_model(self, model: Literal["policy", "ref"]) -> Iterator[nn.Module]:
+        if model == "policy":
+            yield self._outer
+        elif self._ref is not None:
+            yield self._ref
+        else:
+            with without_lora(self.module):
+                yield self._outer
+
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Adds the gradients of all micro-batches of this rank, and of all ranks, of one optimizer step.
+        """Adds the gradients of all micro-batches of one optimizer step, each made by one rank.
 
         Raises:
-            TrainError: a loss is not finite on some rank, and the step's gradients were dropped; or the
-                gradients of an earlier call are still there.
+            TrainError: on every rank: a loss is not finite, and the step's gradients were dropped; or the
+                gradients of an earlier call are still there. Out of memory: where it happened.
         """
+        if not batches:
+            return StepStats(losses=[], logprobs=[], entropy=[])
+        dealt = self._dealt(batches)
+        own = self._run(list(dealt.values()), loss)
+        seen = {
+            index: Seen(loss=value, logprobs=logprobs, entropy=entropy)
+            for index, value, logprobs, entropy in zip(
+                dealt, own.losses, own.logprobs, own.entropy, strict=True
+            )
+            if index < len(batches)
+        }
+        assert dist.group.WORLD is not None
+        stats = share_stats(batches, seen, group=dist.group.WORLD, device=self.device)
+        self._check_losses(batches, stats.losses)
+        return stats
+
+    def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """As `forward_backward`, of this rank's own micro-batches: every rank must give the same number of
+        them (ZeRO 3 gathers weights in each forward and backward, ZeRO 2 reduces gradients in backward). A
+        rank that has nothing gives a batch with no trained token: it takes part, with zero gradients.
+
+        Raises:
+            TrainError: as forward_backward's; of another rank's loss only that it is not finite.
+        """
+        stats = self._run(batches, loss)
+        bad = not all(math.isfinite(value) for value in _values(stats.losses))
+        if _any_rank(bad, self.device):
+            self._check_losses(batches, stats.losses)
+            self._recover()
+            raise TrainError(
+                f"step {self.steps_done}, a loss of another rank is not finite. No weight was changed"
+            )
+        return stats
+
+    def _run(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         if self._gradients_ready:
             raise TrainError(
                 "DeepSpeed reduces gradients in the last backward of a step, so a second forward_backward "
@@ -230,13 +231,11 @@ class DeepSpeedBackend:
         self._outer.train()
         try:
             for index, batch in enumerate(batches):
-                self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+                self._zero.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
                 with self._memory_errors_explained(index, batches):
                     self._backward(batch, loss, stats)
             self._gradients_ready = bool(batches)
-            if self.deepcompile and self._shares is not self._engine.optimizer.averaged_gradients:
-                self._shares.update(self._engine.optimizer.averaged_gradients)
-            self._check_losses(batches, stats.losses)
+            self._zero.after_backward()
         except BaseException:
             self._recover()
             raise
@@ -245,15 +244,15 @@ class DeepSpeedBackend:
         return stats
 
     def _backward(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
-        rows, labels = self._rows(batch)
+        rows, labels = head_rows(batch, static=self._static, device=self.device)
         moved = batch.to(self.device)
         with self._timed("forward"):
             value, logprobs, entropy = self._forward(moved, rows, labels, loss)
         with self._timed("backward"):
-            self._engine.backward(value * self.world_size)
+            self._zero.engine.backward(value * self.world_size)
         stats.losses.append(value.detach())
-        stats.logprobs.append(_scatter(logprobs.detach(), rows, batch.num_slots))
-        stats.entropy.append(_scatter(entropy.detach(), rows, batch.num_slots))
+        stats.logprobs.append(scatter(logprobs.detach(), rows, batch.num_slots))
+        stats.entropy.append(scatter(entropy.detach(), rows, batch.num_slots))
 
     def _forward(
         self, batch: PackedBatch, rows: Rows, labels: Tensor, loss: TokenLoss
@@ -262,7 +261,7 @@ class DeepSpeedBackend:
             logprobs, entropy = (_take(figures, rows) for figures in self._call_compiled(batch))
             entropy = entropy if loss.entropy_grad else entropy.detach()
             return loss(logprobs, entropy, batch, rows), logprobs, entropy
-        value: Tensor = self._engine(batch, rows, labels, loss)
+        value: Tensor = self._zero.engine(batch, rows, labels, loss)
         outer = self._outer
         assert isinstance(outer, LossModule) and outer.logprobs is not None and outer.entropy is not None
         return value, outer.logprobs, outer.entropy
@@ -278,19 +277,10 @@ class DeepSpeedBackend:
             compiled=True,
         )
         labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
-        both: tuple[Tensor, Tensor] = self._engine(
+        both: tuple[Tensor, Tensor] = self._zero.engine(
             inputs.token_ids, inputs.positions, labels, inputs.cells, **inputs.kwargs
         )
         return both
-
-    def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor]:
-        """As LocalBackend._rows."""
-        if self._static:
-            labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
-            return slice(0, batch.num_slots), labels.to(self.device, non_blocking=True)
-        rows = batch.loss_mask.nonzero()[:, 0]
-        labels = batch.labels.index_select(0, rows)
-        return rows.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
 
     @contextlib.contextmanager
     def _memory_errors_explained(self, index: int, batches: Sequence[PackedBatch]) -> Iterator[None]:
@@ -301,100 +291,47 @@ class DeepSpeedBackend:
                 raise
             raise TrainError(
                 f"step {self.steps_done}, micro-batch {index} of {len(batches)}: out of memory with "
-                f"{batches[index].num_slots} token slots at ZeRO {self.zero_stage} on {self.world_size} "
-                "rank(s); set train.activation_checkpointing = true, lower train.token_budget, or use more "
-                f"ranks with --zero-stage 3. No weight was changed. torch says: {error}"
+                f"{batches[index].num_slots} token slots at ZeRO {self.config.zero_stage} on "
+                f"{self.world_size} rank(s); set train.activation_checkpointing = true, lower "
+                "train.token_budget, or use more ranks with train.zero_stage = 3 (--zero-stage 3). No weight "
+                f"was changed. torch says: {error}"
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        """One wait for the whole step; all ranks learn of one rank's loss."""
-        values = torch.stack(list(losses)).tolist() if losses else []
-        bad = [index for index, value in enumerate(values) if not math.isfinite(value)]
-        if _any_rank(bool(bad), self.device):
-            where = (
-                f"micro-batch {bad[0]} of {len(values)}: the loss is {values[bad[0]]}; its samples are "
-                + str(list(batches[bad[0]].sample_ids))
-                if bad
-                else "a loss of another rank is not finite"
-            )
-            raise TrainError(f"step {self.steps_done}, {where}. No weight was changed")
+        """One wait for the whole step. With the losses of all ranks: raises on every one."""
+        for index, value in enumerate(_values(losses)):
+            if not math.isfinite(value):
+                self._recover()
+                raise TrainError(
+                    f"step {self.steps_done}, micro-batch {index} of {len(losses)}: the loss is {value}; its "
+                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
+                    "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set "
+                    "model.dtype = 'float32'"
+                )
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
     # --- gradients ------------------------------------------------------------------------------------------
 
-    def drop_gradients(self) -> None:
-        """Forget every gradient since the last optimizer step, and whatever a forward or backward that failed
-        left behind. Not collective."""
-        engine, optimizer = self._engine, self._engine.optimizer
-        engine.zero_grad()
-        if self.zero_stage in (1, 2):
-            optimizer.zero_grad()
-            optimizer._release_preflattened_grad_buffers()
-            for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors, self._shares):
-                held.update(dict.fromkeys(held))
-            for bucket in optimizer.ipg_buckets.values():
-                bucket.clear()
-            optimizer._release_ipg_buffers()
-            optimizer.micro_step_id = -1
-        elif self.zero_stage == 3:
-            optimizer.zero_grad()
-            optimizer.averaged_gradients = {}
-            # An expert that no token was routed to would find its old gradient there.
-            optimizer.grad_partitions_flat_buffer.zero_()
+    def _recover(self) -> None:
+        self._zero.recover()
         self._gradients_ready = False
 
-    def _recover(self) -> None:
-        """After a forward or backward that raised: DeepSpeed's hooks expect each module that they have seen
-        entered to be left, and each gradient of a backward to come."""
-        optimizer = self._engine.optimizer
-        if self.zero_stage > 0:
-            state = optimizer._backward_hook_state
-            state.backward_active_depth = state.remaining_grad_acc_hooks = 0
-            state.reset_for_new_step()
-            reduced = optimizer.params_already_reduced
-            for key in range(len(reduced)) if isinstance(reduced, list) else list(reduced):
-                reduced[key] = False
-        if self.zero_stage == 3 and not self.deepcompile:
-            from deepspeed.runtime.zero import parameter_offload
-
-            for bucket in optimizer.ipg_buckets.values():
-                bucket.clear_params()
-            del parameter_offload.FWD_MODULE_STACK[:]
-            parameter_offload.FWD_MODULE_STACK.append(self._outer)
-            for module in self._outer.modules():
-                vars(module).pop("applied_pre_backward_ref_cnt", None)
-            offload = optimizer.parameter_offload
-            offload.release_backward_leftovers()
-            offload.partition_all_parameters()
-            offload.get_param_coordinator()._invalidate_trace()
-        self.drop_gradients()
+    def drop_gradients(self) -> None:
+        """Forget every gradient since the last optimizer step. Not collective."""
+        self._zero.drop_gradients()
+        self._gradients_ready = False
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the step, added up over ranks and micro-batches, whole, by Parameter name: float32
-        copies on the host, neither clipped nor averaged. Collective; the same on every rank."""
-        full = self._deepspeed.utils.safe_get_full_grad
-        found = {} if not self._gradients_ready else {n: full(p) for n, p in self._parameters.items()}
-        return {
-            name: gradient.detach().to("cpu", torch.float32, copy=True)
-            for name, gradient in found.items()
-            if gradient is not None
-        }
+        copies on the host, not clipped. Collective; the same on every rank."""
+        return self._zero.gradients() if self._gradients_ready else {}
 
     def gradient_norm(self) -> float:
-        """Euclidean norm over `gradients()`, from each rank's own share, in float32. Collective."""
-        if self.zero_stage == 0:
-            shares = [p.grad for p in self._parameters.values() if p.grad is not None]
-        else:
-            groups = self._engine.optimizer.averaged_gradients.values()
-            shares = [gradient for group in groups for gradient in group or ()]
-        squares = [g.detach().float().square().sum().double() for g in shares]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        total = total.to(self.device)
-        if self.zero_stage > 0:
-            dist.all_reduce(total)
-        return math.sqrt(float(total))
+        """Euclidean norm over `gradients()`, from each rank's own share, in float32. Collective. (DeepSpeed's
+        get_global_grad_norm is known after a step only, and at stage 0 in float32 never.)"""
+        return self._zero.gradient_norm()
 
     # --- update ---------------------------------------------------------------------------------------------
 
@@ -411,7 +348,10 @@ class DeepSpeedBackend:
                 "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
             )
         if not self._gradients_ready:
-            raise TrainError(f"step {self.steps_done}: there are no gradients; call forward_backward first")
+            raise TrainError(
+                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one "
+                "trained token before optimizer_step"
+            )
         norm = self.gradient_norm()
         if not math.isfinite(norm):
             self.drop_gradients()
@@ -420,23 +360,45 @@ class DeepSpeedBackend:
                 "or set model.dtype = 'float32'"
             )
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
-        self._engine.step()
-        self.drop_gradients()
+        self._zero.step(lr)
+        self._gradients_ready = False
         self.steps_done += 1
         if self._compile_watch is not None:
             self._compile_watch.check()
             self._compile_watch.mark_warm()
         return {"grad_norm": norm, "lr": lr}
 
-    # --- not yet --------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------------------
 
     def weights(self, *, policy_version: int) -> WeightUpdate:
-        """Raises ConfigError: not available yet."""
-        self._not_yet("weights")
+        """The current weights; with LoRA, `tensors` are merged. At stages 0 to 2 the module's Parameters are
+        whole and the very ones that it was loaded with. At stage 3 `tensors` is collective and gathers one
+        weight at a time (with LoRA all of them)."""
+        whole = self.config.zero_stage < 3
+        return WeightUpdate(
+            policy_version=policy_version,
+            tensors=(lambda: iter(merged_state_dict(self.module).items())) if whole else self._gathered,
+            shared_module=self.module if whole else None,
+        )
 
-    def save(self, directory: Path) -> dict[str, str]:
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole copies, on the backend's device."""
+        if self._lora:
+            with self._zero.gathered(list(self.module.parameters())):
+                merged = {name: tensor.clone() for name, tensor in merged_state_dict(self.module).items()}
+            yield from merged.items()
+            return
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, tensor in self.module.state_dict().items():
+            parameter = parameters.get(name)
+            if parameter is None:
+                yield name, tensor
+                continue
+            with torch.no_grad(), self._zero.gathered([parameter]):
+                whole = parameter.detach().clone()
+            yield name, whole
+
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Raises ConfigError: not available yet."""
         self._not_yet("save")
 
@@ -449,14 +411,18 @@ class DeepSpeedBackend:
         self._not_yet("export")
 
     def _not_yet(self, what: str) -> NoReturn:
-        raise ConfigError(
-            f"the DeepSpeed backend replays; it has no {what!r} yet. Set train.backend = 'local' to train"
-        )
+        raise ConfigError(f"the DeepSpeed backend has no {what!r} yet. Set train.backend = 'local' to train")
 
     def close(self) -> None:
         """Drop gradients and DeepSpeed's hooks; the process group stays."""
-        self.drop_gradients()
-        self._engine.destroy()
+        self._gradients_ready = False
+        self._zero.close()
+        if self._ref_engine is not None:
+            self._ref_engine.destroy()
+
+
+def _values(losses: Sequence[Tensor]) -> list[float]:
+    return torch.stack(list(losses)).tolist() if losses else []
 
 
 def _take(figures: Tensor, rows: Rows) -> Tensor:

@@ -22,28 +22,20 @@ log = logging.getLogger(__name__)
 
 
 def refuse_impossible(
-    config: TrainConfig,
-    *,
-    zero_stage: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    deepcompile: bool,
-    with_optimizer: bool,
+    config: TrainConfig, *, device: torch.device, dtype: torch.dtype, with_optimizer: bool
 ) -> None:
     """Raises ConfigError for what DeepSpeed cannot do here, before it is imported."""
-    if zero_stage not in (0, 1, 2, 3):
-        raise ConfigError(f"--zero-stage {zero_stage} does not exist; give 0, 1, 2 or 3")
-    if deepcompile:
+    if config.execution == "deepcompile":
         if device.type != "cuda":
             raise ConfigError(
-                f"--deepcompile needs a CUDA device, this is {device.type}: DeepCompile builds a "
-                "CUDA extension, and DeepSpeed switches it on for no other accelerator. Leave out "
-                "--deepcompile; --compile works here"
+                "train.execution = 'deepcompile' (--deepcompile) needs a CUDA device, this is "
+                f"{device.type}: DeepCompile builds a CUDA extension, and DeepSpeed switches it on for no "
+                "other accelerator. Set 'compile' (--compile), which works here"
             )
-        if zero_stage == 0:
+        if config.zero_stage == 0:
             raise ConfigError(
-                "--deepcompile works with ZeRO 1, 2 and 3 only; add --zero-stage 1, or leave out "
-                "--deepcompile"
+                "train.execution = 'deepcompile' (--deepcompile) works with ZeRO 1, 2 and 3 only; set "
+                "train.zero_stage = 1 (--zero-stage 1), or another execution"
             )
         check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     if config.execution not in ("eager", "compile", "deepcompile"):
@@ -55,17 +47,40 @@ def refuse_impossible(
         raise ConfigError(
             f"the DeepSpeed backend computes in float32 or bfloat16, not {dtype}; set model.dtype"
         )
-    if with_optimizer:
-        if config.optimizer == "adamw8bit" or config.optimizer_device == "cpu":
-            raise ConfigError(
-                "the DeepSpeed backend has neither train.optimizer = 'adamw8bit' nor "
-                "train.optimizer_device = 'cpu'; set 'adamw' and 'model'"
-            )
-        if zero_stage == 0 and dtype == torch.bfloat16:
-            raise ConfigError(
-                "at ZeRO 0 DeepSpeed steps bfloat16 weights differently than at 1 to 3; set "
-                "--zero-stage 1, or --dtype float32"
-            )
+    if config.ring > 1:
+        raise ConfigError(
+            f"train.ring = {config.ring} is not available with train.backend = 'deepspeed': its "
+            "data-parallel group is all ranks; set train.backend = 'fsdp2', or train.ring = 1"
+        )
+    _refuse_offload(config)
+    if with_optimizer and config.optimizer == "adamw8bit":
+        raise ConfigError(
+            "train.optimizer = 'adamw8bit' is not available with train.backend = 'deepspeed', whose "
+            "optimizers update flat float32 partitions; set 'adamw' or 'sgd', or train.backend = 'fsdp2'"
+        )
+
+
+def _refuse_offload(config: TrainConfig) -> None:
+    if config.optimizer_device == "cpu" and config.zero_stage == 0:
+        raise ConfigError(
+            "train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: at stage 0 DeepSpeed has no "
+            "partition that it could put into host memory"
+        )
+    if config.parameter_device == "cpu" and config.zero_stage != 3:
+        raise ConfigError(
+            f"train.parameter_device = 'cpu' needs train.zero_stage = 3, not {config.zero_stage}: at the "
+            "others every rank computes with whole weights where they are"
+        )
+    if config.parameter_device == "cpu" and config.optimizer_device != "cpu":
+        raise ConfigError(
+            "train.parameter_device = 'cpu' with DeepSpeed needs train.optimizer_device = 'cpu' too: the "
+            "step writes the weights where the masters are"
+        )
+    if config.execution == "deepcompile" and "cpu" in (config.optimizer_device, config.parameter_device):
+        raise ConfigError(
+            "train.execution = 'deepcompile' does not offload; set train.optimizer_device and "
+            "train.parameter_device to 'model', or train.execution = 'compile'"
+        )
 
 
 def check_cuda_architectures(listed: str) -> None:
@@ -83,12 +98,12 @@ def check_cuda_architectures(listed: str) -> None:
         )
 
 
-def torch_optimizer(
-    config: TrainConfig, named: Sequence[NamedParameter], *, with_states: bool
+def basic_optimizer(
+    ds: Any, config: TrainConfig, named: Sequence[NamedParameter], *, with_states: bool
 ) -> torch.optim.Optimizer:
     """What DeepSpeed wraps: AdamW or SGD with the config's settings, decay on the same matrices as in
     LocalBackend. Without states it is SGD, and only there because DeepSpeed runs no backward without an
-    optimizer."""
+    optimizer. Masters in host memory are updated by DeepSpeed's own AdamW for CPUs."""
     groups: list[dict[str, Any]] = [
         {
             "params": [p.parameter for p in named if p.decay == decay],
@@ -97,28 +112,33 @@ def torch_optimizer(
         for decay in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
-    if with_states and config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    return torch.optim.SGD(groups, lr=config.lr)
+    if not with_states or config.optimizer != "adamw":
+        return torch.optim.SGD(groups, lr=config.lr)
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.optimizer_device == "cpu":
+        made: torch.optim.Optimizer = ds.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        return made
+    # LocalBackend's kernel
+    return torch.optim.AdamW(groups, fused=config.execution != "deepcompile", **settings)
 
 
 def ds_config(
-    config: TrainConfig,
-    named: Sequence[NamedParameter],
-    *,
-    zero_stage: int,
-    dtype: torch.dtype,
-    deepcompile: bool,
+    config: TrainConfig, named: Sequence[NamedParameter], *, dtype: torch.dtype, with_optimizer: bool
 ) -> dict[str, Any]:
     """DeepSpeed's own config."""
-    sizes = [p.parameter.numel() for p in named]
-    vectors = [p.parameter.numel() for p in named if p.parameter.ndim < 2]
+    stage = config.zero_stage
     zero: dict[str, Any] = {
-        "stage": zero_stage,
+        "stage": stage,
         # DeepSpeed allocates a bucket whole, whatever the size of the model.
-        "reduce_bucket_size": min(2**28, max(sum(sizes), 2)),
+        "reduce_bucket_size": min(2**28, max(sum(p.parameter.numel() for p in named), 2)),
     }
-    if zero_stage == 3:
+    pinned = torch.cuda.is_available()
+    if config.optimizer_device == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+    if config.parameter_device == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    if stage == 3:
+        vectors = [p.parameter.numel() for p in named if p.parameter.ndim < 2]
         zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -126,8 +146,10 @@ def ds_config(
         "gradient_clipping": config.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": dtype == torch.bfloat16 and zero_stage > 0},
-        "compile": {"deepcompile": deepcompile},
+        "zero_force_ds_cpu_optimizer": False,  # SGD in host memory is torch's
+        # Without an optimizer stage 0 needs no masters.
+        "bf16": {"enabled": dtype == torch.bfloat16 and (stage > 0 or with_optimizer)},
+        "compile": {"deepcompile": config.execution == "deepcompile"},
     }
 
 
@@ -140,26 +162,28 @@ def find_ninja() -> None:
 
 
 @contextlib.contextmanager
-def announced_build(device: torch.device) -> Iterator[None]:
-    """On a CPU DeepSpeed compiles its shared-memory collectives when the first engine is made.
+def announced_build(device: torch.device, *, offload: bool = False) -> Iterator[None]:
+    """DeepSpeed compiles at first use: on a CPU its shared-memory collectives, when the first engine is made;
+    with `offload` its AdamW for CPUs.
 
     Raises:
-        ConfigError: the tools for it are missing, or it failed.
+        ConfigError: the tools for it are missing.
     """
-    if device.type != "cpu" or _is_built("deepspeed_shm_comm"):
+    wanted = ["deepspeed_shm_comm"] * (device.type == "cpu") + ["cpu_adam"] * offload
+    names = [name for name in wanted if not _is_built(name)]
+    if not names:
         yield
         return
     missing = [
         tool for tool in (os.environ.get("CXX", "g++").split()[0], "ninja") if shutil.which(tool) is None
     ]
+    what = " and ".join(names)
     if missing:
         raise ConfigError(
-            f"DeepSpeed compiles deepspeed_shm_comm at first use on a CPU, and {' and '.join(missing)} "
-            "is not on PATH; install it (Debian: apt install g++ ninja-build)"
+            f"DeepSpeed compiles {what} at first use, and {' and '.join(missing)} is not on PATH; install it "
+            "(Debian: apt install g++ ninja-build)"
         )
-    log.warning(
-        "DeepSpeed compiles deepspeed_shm_comm, once (about a minute; kept in ~/.cache/torch_extensions)"
-    )
+    log.warning("DeepSpeed compiles %s, once (about a minute; kept in ~/.cache/torch_extensions)", what)
     yield
 
 
