@@ -26,14 +26,17 @@ from lockstep.attention.adapters import (
     register,
 )
 from lockstep.attention.cpu_reference import enable_cpu_reference
+from lockstep.attention.ring import Ring, ring_attention
 
 __all__ = [
     "KERNELS",
     "PREFIX",
+    "Ring",
     "build_mask",
     "enable_cpu_reference",
     "implementation",
     "kernel_of",
     "label",
     "register",
+    "ring_attention",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from lockstep.attention import flex, sdpa, varlen
+from lockstep.attention.ring import Ring, ring_attention
 from lockstep.errors import ConfigError, ModelError, unknown_name
 
 KERNELS: dict[str, Callable[..., Tensor]] = {
@@ -88,11 +89,12 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         masks: Mapping[int, Any] | None = None,
         dense: bool = False,
         softcap: float | None = None,
+        ring: Ring | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """query [B, N, L, H], key and value [B, K, L, H] -> [B, L, N, H]; the rest is what hidden_states
         passes on."""
-        if cu_seqlens is None:
+        if cu_seqlens is None and ring is None:
             raise ModelError(
                 f"attention implementation {PREFIX + kernel!r} was called without cu_seqlens; run the model "
                 "through lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'"
@@ -101,6 +103,8 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
             raise ModelError(
                 f"attention kernel {kernel!r} has no dropout and no softcap (got {dropout}, {softcap})"
             )
+        if ring is not None:
+            return _ring(query, key, value, ring=ring, scale=scaling, window=sliding_window), None
         mask = None if masks is None else masks[sliding_window or 0]
         if dense:
             return sdpa.dense(query, key, value, mask=mask, scale=scaling).transpose(1, 2), None
@@ -120,3 +124,15 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         return out.unflatten(0, (batch, length)), None
 
     return forward
+
+
+def _ring(
+    query: Tensor, key: Tensor, value: Tensor, *, ring: Ring, scale: float | None, window: int | None
+) -> Tensor:
+    """query [1, N, t, H], key and value [1, K, t, H] -> [1, t, N, H]."""
+    if window is not None:
+        raise ModelError(
+            f"ring attention has no sliding window (this layer's is {window}); set train.ring = 1"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return ring_attention(q, k, v, shard=ring.shard, group=ring.group, scale=scale)[None]

@@ -147,7 +147,8 @@ def _documents(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Iterator[t
             raise ValueError(
                 f"a document of {max(end_q - start_q, end_k - start_k)} tokens exceeds max_seqlen {max_q}"
             )
-        if end_q > start_q:
+        # Queries without keys get zeros, keys without queries zero gradients, as in the CUDA kernels.
+        if end_q > start_q or end_k > start_k:
             yield slice(start_q, end_q), slice(start_k, end_k)
 
 

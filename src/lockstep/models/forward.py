@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,17 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep import attention
+from lockstep.attention import Ring
 from lockstep.attention.masks import dense_mask
+from lockstep.errors import ConfigError
 from lockstep.execution import is_compiled
 from lockstep.models.architectures import layer_windows
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.heads import Head, head_of
 from lockstep.ops.masks import document_ids
 from lockstep.schema.batch import PackedBatch
+from lockstep.schema.ring import RingShard, RingStep
 
 __all__ = [
     "DecoderInputs",
     "Head",
+    "Ring",
     "decoder_inputs",
     "dense_shape",
     "head_of",
@@ -55,13 +60,13 @@ class DecoderInputs:
     """What the decoder is called with for one batch: tensors and ints, made on the host before any graph."""
 
     token_ids: Tensor
-    """[1, T] packed, [B, L] padded, int64."""
+    """[1, T] packed, [1, t] on a ring, [B, L] padded, int64."""
     positions: Tensor
     """The same shape, int64."""
     cells: Tensor | None
     """Padded: [num_tokens] int64, the index into [B * L] of every real slot in pack order. Packed: None."""
     num_slots: int
-    """T."""
+    """T; on a ring t, the rank's own rows."""
     kwargs: dict[str, Any]
     """What the attention implementation needs to know."""
 
@@ -73,17 +78,26 @@ def decoder_inputs(
     layout: Literal["packed", "padded"] = "packed",
     padding_side: Literal["left", "right"] = "right",
     compiled: bool | None = None,
+    ring: Ring | None = None,
 ) -> DecoderInputs:
     """The first half of `hidden_states`.
 
     Args:
         compiled: whether a compiled graph will read them; None: as the module says.
+        ring: this rank runs its own rows of the pack only, `ring.shard.index`, and meets the others in
+            attention; every rank of the ring must then run the same batch.
+
+    Raises:
+        ConfigError: a ring with anything but plain causal attention over documents, packed and eager.
     """
     base = getattr(module, causal_lm(module).base_model_prefix)
     kernel = attention.kernel_of(base.config._attn_implementation)
     compiled = is_compiled(module) if compiled is None else compiled
-    if kernel == "varlen" and batch.token_ids.device.type == "cpu":
+    if (kernel == "varlen" or ring is not None) and batch.token_ids.device.type == "cpu":
         attention.enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops
+    if ring is not None:
+        _check_ring(kernel, base.config, layout=layout, compiled=compiled, device=batch.token_ids.device)
+        return _ring_inputs(batch, ring)
     if layout == "packed":
         return DecoderInputs(
             token_ids=batch.token_ids[None],
@@ -103,12 +117,12 @@ def decoder_inputs(
 
 
 def run_decoder(module: nn.Module, inputs: DecoderInputs) -> Tensor:
-    """[T, C]: the second half of `hidden_states`, nothing but tensor operations."""
+    """[T, C], on a ring [t, C]: the second half of `hidden_states`, nothing but tensor operations."""
     base = getattr(module, causal_lm(module).base_model_prefix)
     output = base(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, **inputs.kwargs)
     hidden: Tensor = output.last_hidden_state
     if inputs.cells is None:
-        return hidden[0]
+        return hidden[0, : inputs.num_slots]
     real = hidden.flatten(0, 1).index_select(0, inputs.cells)
     return F.pad(real, (0, 0, 0, inputs.num_slots - real.shape[0]))
 
@@ -120,6 +134,58 @@ def dense_shape(batch: PackedBatch) -> tuple[int, int]:
     documents: so packs of one bucket have one shape.
     """
     return max(len(batch.sample_ids), batch.num_slots // batch.max_seqlen), batch.max_seqlen
+
+
+def _ring_inputs(batch: PackedBatch, ring: Ring) -> DecoderInputs:
+    """A rank without rows runs one all the same, which `run_decoder` drops: transformers' layers cannot take
+    none, and the collectives of sharded weights need a forward and a backward of every rank."""
+    shard = ring.shard if ring.shard.num_rows else _one_row(ring.shard)
+    shard = shard.to(batch.token_ids.device)
+    return DecoderInputs(
+        token_ids=batch.token_ids.index_select(0, shard.index)[None],
+        positions=batch.positions.index_select(0, shard.index)[None],  # in the document, not on the rank
+        cells=None,
+        num_slots=ring.shard.num_rows,
+        kwargs={"ring": Ring(shard=shard, group=ring.group)},
+    )
+
+
+def _one_row(shard: RingShard) -> RingShard:
+    """The pack's first slot as a document of its own, where a rank owns nothing; so nothing travels."""
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=shard.index.device)
+    return dataclasses.replace(
+        shard,
+        index=shard.index.new_zeros(1),
+        lengths=(1,),
+        sizes=(*shard.sizes[: shard.rank], 1, *shard.sizes[shard.rank + 1 :]),
+        own=RingStep(cu_q=cu_seqlens, cu_k=cu_seqlens, max_q=1, max_k=1),
+    )
+
+
+def _check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device: torch.device) -> None:
+    """Refuse what ring attention cannot do; the same answer on every rank."""
+    if layout != "packed":
+        raise ConfigError(
+            f"ring attention shards packs: train.layout = {layout!r}; set 'packed', or ring = 1"
+        )
+    if compiled:
+        raise ConfigError(
+            "ring attention talks to other ranks inside of a layer, which compiled layers cannot; "
+            "set train.execution = 'eager', or train.ring = 1"
+        )
+    windows = {window for window in layer_windows(config) if window is not None}
+    if windows:
+        raise ConfigError(
+            f"ring attention has no sliding windows, and layers of this {config.model_type} model have one "
+            f"of {', '.join(map(str, sorted(windows)))} tokens; set train.ring = 1"
+        )
+    # On a CPU both names mean the reference kernels of attention/cpu_reference.py.
+    kernels = ("varlen", "sdpa") if device.type == "cpu" else ("varlen",)
+    if kernel not in kernels:
+        raise ConfigError(
+            f"ring attention runs the kernels of 'varlen'; train.attention = {kernel!r} on {device.type}: "
+            "set 'varlen', or train.ring = 1"
+        )
 
 
 def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bool) -> dict[str, Any]:

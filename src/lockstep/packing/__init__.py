@@ -10,14 +10,18 @@ from lockstep.packing.packs import (
     plan_micro_batches,
     repack,
 )
+from lockstep.packing.ring import ring_shard
+from lockstep.schema.ring import RingShard
 
 __all__ = [
     "Bucket",
     "PackLimits",
+    "RingShard",
     "balance",
     "buckets_for",
     "empty_batch",
     "pack",
     "plan_micro_batches",
     "repack",
+    "ring_shard",
 ]

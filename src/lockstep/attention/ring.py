@@ -1,0 +1,325 @@
+"""Ring attention over packed documents: each rank keeps its queries, keys and values go round.
+
+`lockstep.packing.ring_shard` says who owns what. Each step is one call of torch's flash attention ops, whose
+log-sum-exp lets outputs over different keys be merged exactly (Liu, Zaharia, Abbeel, Ring Attention, arXiv
+2310.01889; the zigzag is that of Llama 3 and of zhuzilin/ring-flash-attention).
+
+Layout. A rank's two chunks of a document lie side by side, and a step that needs only one of them gives the
+other an empty partner in cu_seqlens. So no half is ever copied out, every step is one kernel call for any
+number of documents, step 0 is plain causal attention, and what travels is a slice. The price: a step against
+a later rank also merges rows that saw nothing. It is no loss of time, because in that same step the last rank
+has to merge all of its rows anyway. Halves laid out one after the other would need two calls a step.
+
+Forward, step i: the keys of rank r - i are here; those of r - i - 1 are on their way while the kernel runs.
+Backward: the same round again; a block's gradients follow from the *final* output and log-sum-exp. dk and dv
+travel in float32, one kernel behind their keys, and reach home after R hops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.attention.cpu_reference import enable_cpu_reference
+from lockstep.errors import ConfigError, ModelError
+from lockstep.schema.ring import RingShard, RingStep
+
+_KV_TAG, _GRAD_TAG = 0, 2
+_flash = torch.ops.aten._flash_attention_forward
+_flash_backward = torch.ops.aten._flash_attention_backward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """The ranks that share the slots of a pack, and what this one has of it."""
+
+    shard: RingShard
+    group: dist.ProcessGroup
+    """Rank i of it is rank i of the ring."""
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    shard: RingShard,
+    group: dist.ProcessGroup,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of q [t, N, H] to the keys k and v [t, K, H] of all ranks -> [t, N, H].
+
+    Rows are those of `shard`, on its device; every rank of the ring calls it, also one with t = 0. A ring of
+    one is `varlen` to the bit. Differentiable once.
+
+    Args:
+        scale: of the scores; None: H ** -0.5.
+
+    Raises:
+        ConfigError: float32 on CUDA, for which there is no flash kernel.
+        ModelError: the rows are not those of the shard.
+    """
+    if q.shape[0] != shard.num_rows or k.shape[0] != shard.num_rows or k.shape != v.shape:
+        raise ModelError(
+            f"rank {shard.rank} of the ring has {shard.num_rows} rows, not q {list(q.shape)}, "
+            f"k {list(k.shape)}, v {list(v.shape)}"
+        )
+    if shard.index.device != q.device:
+        raise ModelError(f"the ring's shard is on {shard.index.device}, q on {q.device}; move it: shard.to()")
+    if q.device.type == "cpu":
+        enable_cpu_reference()
+    elif q.dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"ring attention runs flash kernels, which have no {q.dtype} on {q.device.type}; "
+            "set model.dtype = 'bfloat16'"
+        )
+    out: Tensor = _apply(q, k, v, shard, group, scale)
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shard: Any, group: Any, scale: Any) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse = _forward(q, k, v, _Round(shard, group), scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.shard, ctx.group, ctx.scale = shard, group, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # .contiguous(): gloo sends dense permuted tensors in memory order, and the kernels want rows.
+        q, k, v, out, lse = ctx.saved_tensors
+        saved = _Saved(grad=grad.contiguous(), q=q, k=k, v=v, out=out, lse=lse)
+        return (*_backward(saved, _Round(ctx.shard, ctx.group), ctx.scale), None, None, None)
+
+
+_apply: Callable[..., Tensor] = _RingAttention.apply  # torch gives it no type
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved:
+    grad: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def divided(self, rows: int) -> _Saved:
+        """Only the rows of divided documents, which come first."""
+        return _Saved(
+            grad=self.grad[:rows],
+            q=self.q[:rows],
+            k=self.k[:rows],
+            v=self.v[:rows],
+            out=self.out[:rows],
+            lse=self.lse[:, :rows].contiguous(),  # the kernel goes by its pointer: [N, rows] without gaps
+        )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _Round, scale: float | None) -> tuple[Tensor, Tensor]:
+    """out [t, N, H], lse [N, t]."""
+    shard, rows = ring.shard, ring.rows
+    coming = ring.send_on((k[:rows], v[:rows]), step=1, tag=_KV_TAG)
+    out, lse = _attend(q, k, v, shard.own, scale, causal=True)
+    if not shard.others:
+        return out, lse
+    merged, merged_lse = out[:rows], lse[:, :rows]
+    for i, step in enumerate(shard.others, start=1):
+        kv = coming.wait()
+        coming = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
+        block = _attend(q[:rows], *kv, step, scale, causal=False)
+        last = i == len(shard.others)
+        dtype = q.dtype if last else _sum_dtype(q)
+        merged, merged_lse = _on(q, _merge)(merged, merged_lse, *block, dtype)
+    if rows == len(out):
+        return merged, merged_lse
+    out[:rows], lse[:, :rows] = merged, merged_lse
+    return out, lse
+
+
+def _backward(saved: _Saved, ring: _Round, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    shard, rows = ring.shard, ring.rows
+    coming = ring.send_on((saved.k[:rows], saved.v[:rows]), step=1, tag=_KV_TAG)
+    dq, dk, dv = _attend_backward(saved, saved.k, saved.v, shard.own, scale, causal=True)
+    if not shard.others:
+        return dq, dk, dv
+    part, total = saved.divided(rows), dq[:rows]
+    add = _on(dq, _add)
+    sums = (dk[:rows].to(_sum_dtype(dk)), dv[:rows].to(_sum_dtype(dv)))
+    homeward = ring.send_on(sums, step=1, tag=_GRAD_TAG)
+    for i, step in enumerate(shard.others, start=1):
+        kv = coming.wait()
+        coming = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
+        block_dq, block_dk, block_dv = _attend_backward(part, *kv, step, scale, causal=False)
+        total = add(total, block_dq, dq.dtype if i == len(shard.others) else _sum_dtype(dq))
+        sums = homeward.wait()  # of the keys that are here: sent off by the rank that had them before
+        sums[0].add_(block_dk)
+        sums[1].add_(block_dv)
+        homeward = ring.send_on(sums, step=i + 1, tag=_GRAD_TAG)
+    dk_home, dv_home = homeward.wait()
+    dk[:rows], dv[:rows] = dk_home, dv_home
+    if rows == len(dq):
+        return total, dk, dv
+    dq[:rows] = total
+    return dq, dk, dv
+
+
+# --- one block ----------------------------------------------------------------------------------------------
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, step: RingStep, scale: float | None, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """out [t, N, H], lse [N, t]; a row without keys has out 0 and lse infinite, of either sign."""
+    if len(q) == 0:
+        return torch.empty_like(q), q.new_empty(q.shape[1], 0, dtype=_sum_dtype(q))
+    out, lse, *_ = _flash(
+        q,
+        k,
+        v,
+        step.cu_q,
+        step.cu_k,
+        step.max_q,
+        step.max_k,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        window_size_left=-1,
+        window_size_right=0 if causal else -1,
+    )
+    if lse.shape != (q.shape[1], q.shape[0]):
+        raise ModelError(
+            f"torch {torch.__version__} gives the log-sum-exp of packed documents as {list(lse.shape)}, not "
+            f"[{q.shape[1]}, {q.shape[0]}]; ring attention needs torch 2.11 or later"
+        )
+    return out, lse
+
+
+def _attend_backward(
+    saved: _Saved, k: Tensor, v: Tensor, step: RingStep, scale: float | None, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A block's share of dq, and dk and dv; keys without queries get zeros."""
+    if len(saved.q) == 0:
+        return torch.zeros_like(saved.q), torch.zeros_like(k), torch.zeros_like(v)
+    dq, dk, dv = _flash_backward(
+        saved.grad,
+        saved.q,
+        k,
+        v,
+        saved.out,
+        saved.lse,
+        step.cu_q,
+        step.cu_k,
+        step.max_q,
+        step.max_k,
+        0.0,
+        causal,
+        torch.zeros(2, dtype=torch.uint64, device=k.device),  # state of dropout, which there is none of
+        torch.empty(0, device=k.device),
+        scale=scale,
+        window_size_left=-1,
+        window_size_right=0 if causal else -1,
+    )
+    return dq, dk, dv
+
+
+def _merge(
+    out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both: softmax is an average, weighted by exp(lse)."""
+    # No keys: CUDA's flash kernel says +inf, others -inf. It must weigh nothing.
+    block_lse = torch.where(block_lse == float("inf"), float("-inf"), block_lse)
+    weight = torch.sigmoid(block_lse - lse).t()[:, :, None]
+    exact = _sum_dtype(out)
+    merged = torch.lerp(out.to(exact), block.to(exact), weight)
+    return merged.to(dtype), torch.logaddexp(lse, block_lse)
+
+
+def _add(total: Tensor, block: Tensor, dtype: torch.dtype) -> Tensor:
+    exact = _sum_dtype(total)
+    return (total.to(exact) + block.to(exact)).to(dtype)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _on(x: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+    """On CUDA one kernel: these are bound by memory, and op by op would move three times as much."""
+    return _fused(function) if x.is_cuda else function
+
+
+# --- the way round ------------------------------------------------------------------------------------------
+
+
+class _Round:
+    """One time round the ring; sends go to the next rank, what arrives is from the one before."""
+
+    def __init__(self, shard: RingShard, group: dist.ProcessGroup) -> None:
+        self.shard = shard
+        self.rows = shard.divided[shard.rank]
+        """Rows of divided documents here."""
+        self._group = group
+
+    def send_on(self, tensors: tuple[Tensor, Tensor], *, step: int, tag: int) -> _Coming:
+        """Begin to pass two tensors on, of the same rows, and to receive those that this rank works on in
+        `step`, or, as gradients, adds to in it. Gradients of step R are this rank's own, home again.
+
+        Nothing moves where no document is divided, nor keys that have been everywhere.
+        """
+        shard = self.shard
+        if not shard.others or (step == shard.size and tag == _KV_TAG):
+            return _Coming(tensors, [], None)
+        rows = shard.divided[(shard.rank - step) % shard.size]
+        staged = tensors[0].is_cuda and self._backend(tensors[0].device) == "gloo"
+        out = [x.cpu() for x in tensors] if staged else list(tensors)
+        received = [x.new_empty(rows, *x.shape[1:]) for x in out]
+        after, before = (
+            dist.get_global_rank(self._group, (shard.rank + offset) % shard.size) for offset in (1, -1)
+        )
+        # One tag each: on gloo nothing else tells two messages of one rank apart; NCCL goes by their order.
+        ops = [dist.P2POp(dist.isend, x, after, self._group, tag + i) for i, x in enumerate(out)]
+        ops += [dist.P2POp(dist.irecv, x, before, self._group, tag + i) for i, x in enumerate(received)]
+        works = dist.batch_isend_irecv(ops)
+        return _Coming((received[0], received[1]), works, tensors[0].device if staged else None, out)
+
+    def _backend(self, device: torch.device) -> str:
+        pairs = [pair.split(":") for pair in dist.get_backend_config(self._group).split(",")]
+        return dict(pairs).get(device.type, "")
+
+
+@dataclass(slots=True)
+class _Coming:
+    """Two tensors that are on their way."""
+
+    tensors: tuple[Tensor, Tensor]
+    works: list[Any]
+    device: torch.device | None
+    """Where they have to be moved once they are here: several ranks on one GPU talk through the host."""
+    sent: list[Tensor] | None = None
+    """Alive until they have left."""
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The tensors; on CUDA the stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        self.sent = None
+        if self.device is None:
+            return self.tensors
+        return self.tensors[0].to(self.device), self.tensors[1].to(self.device)
