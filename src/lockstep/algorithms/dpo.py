@@ -56,7 +56,7 @@ class DPOLoss:
 
 
 class DPO:
-    """Preference pairs; needs ref_logprobs. Shares loss_weights, loss and metrics with protocols.Algorithm."""
+    """Preference pairs; needs ref_logprobs. Shares loss_weights, loss and metrics with Algorithm."""
 
     def __init__(self, config: DPOConfig) -> None:
         self.config = config

@@ -34,6 +34,11 @@ class DataConfig(Config):
     """SFT: a whole conversation; used when the rows have it."""
     completion_column: str = "completion"
     """SFT: the answer to train on, when there are no messages."""
+    chosen_column: str = "chosen"
+    """DPO: the better answer, text or a list of messages; with the prompt in it when there is no
+    prompt_column."""
+    rejected_column: str = "rejected"
+    """DPO: the worse answer, likewise."""
     text_column: str = "text"
     """SFT: plain text, when there are neither messages nor completions; every token is trained on."""
     answer_column: str = "answer"

@@ -65,21 +65,12 @@ def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
             to train on under `error`, or nothing left.
         ConfigError: an impossible setting.
     """
-    if config.generated:
-        raise ConfigError(
-            f"data.source = {config.source!r} has prompts only; SFT needs a file, a folder or a hub set"
-        )
-    if tokenizer is None:
-        raise ConfigError("SFT needs a model with a tokenizer; shape: models have none")
-    if not tokenizer.is_fast:
-        raise ConfigError("SFT needs a fast tokenizer: its character offsets say which tokens to train on")
-    chat = ChatFormat(config, tokenizer)
+    chat = document_format(config, tokenizer, kind="SFT")
     counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, truncated=0)
     samples = []
     for index, row in enumerate(load_rows(config), start=config.skip):
         where = f"{config.source}, row {index}"
-        document = _tokenise(row, config, chat, where)
-        sample = _sample(document, config, counts, where)
+        sample = document_sample(tokenise_row(row, config, chat, where), config, counts, where)
         if sample is not None:
             samples.append(sample)
     if not samples:
@@ -90,7 +81,23 @@ def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
     return SFTSet(samples, shuffle=config.shuffle, report=counts)
 
 
-def _tokenise(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Document:
+def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFormat:
+    """How documents become ids. Raises ConfigError where there can be none; `kind` names the run."""
+    if config.generated:
+        raise ConfigError(
+            f"data.source = {config.source!r} has prompts only; {kind} needs a file, a folder or a hub set"
+        )
+    if tokenizer is None:
+        raise ConfigError(f"{kind} needs a model with a tokenizer; shape: models have none")
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{kind} needs a fast tokenizer: its character offsets say which tokens to train on"
+        )
+    return ChatFormat(config, tokenizer)
+
+
+def tokenise_row(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Document:
+    """The document of one row, see `load_sft`."""
     messages = None
     if row.get(config.messages_column) is not None:
         messages = clean_messages(row[config.messages_column], where=where)
@@ -123,7 +130,9 @@ def _pair(
     return [*clean_messages(prompt, where=where), *clean_messages(completion, where=where)]
 
 
-def _sample(document: Document, config: DataConfig, counts: Counter[str], where: str) -> TrainSample | None:
+def document_sample(
+    document: Document, config: DataConfig, counts: Counter[str], where: str
+) -> TrainSample | None:
     """The document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and counted."""
     ids = document.ids
     trained = document.trained if config.train_on == "assistant" else [True] * len(ids)

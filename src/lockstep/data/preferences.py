@@ -1,0 +1,124 @@
+"""Preference sets: a prompt, a chosen and a rejected answer; tokenised, with a loss mask on the answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.config.data import DataConfig
+from lockstep.data.order import batch_rows
+from lockstep.data.sft import document_format, document_sample, tokenise_row
+from lockstep.data.sources import load_rows, missing_column
+from lockstep.errors import DataError
+from lockstep.schema.batch import PreferenceSample, TrainSample
+
+Pair = tuple[TrainSample, TrainSample]
+
+
+class PreferenceSet:
+    """Tokenised pairs; batches are epoch shuffles, a pure function of (step, n, seed)."""
+
+    def __init__(self, pairs: Sequence[Pair], *, shuffle: bool, report: Mapping[str, int]) -> None:
+        self._pairs = tuple(pairs)
+        self._shuffle = shuffle
+        self.report = dict(report)
+        """Counts: pairs, tokens, dropped_overlong, dropped_untrained, dropped_equal, truncated."""
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self._pairs[index]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all pairs, by which a resumed run knows its data again."""
+        found = hashlib.blake2b(digest_size=16)
+        for pair in self._pairs:
+            for sample in pair:
+                for tensor in (sample.token_ids, sample.loss_mask):
+                    found.update(tensor.numpy().tobytes())
+        return found.hexdigest()
+
+    def batch(self, step: int, n: int, seed: int) -> list[PreferenceSample]:
+        """The n pairs of optimizer step `step` (from 0), 2n samples: chosen and rejected in turn.
+
+        Raises:
+            DataError: the set has fewer than n pairs.
+        """
+        rows = batch_rows(len(self), step=step, n=n, seed=seed, shuffle=self._shuffle)
+        return [
+            PreferenceSample(token_ids=each.token_ids, loss_mask=each.loss_mask, sample_id=2 * i + which)
+            for i, row in enumerate(rows)
+            for which, each in enumerate(self._pairs[row])
+        ]
+
+
+def load_preferences(config: DataConfig, *, tokenizer: Any) -> PreferenceSet:
+    """The preference set of a DataConfig.
+
+    Rows have `chosen_column` and `rejected_column`: texts or lists of messages, after the prompt in
+    `prompt_column`; or whole conversations that begin with a user's or system's message. Turns that both
+    conversations share cancel out of the loss.
+
+    Raises:
+        DataError: missing or malformed data, a document that is too long under `error`, an answer without a
+            token to train on under `error`, or nothing left.
+        ConfigError: an impossible setting.
+    """
+    chat = document_format(config, tokenizer, kind="DPO")
+    counts: Counter[str] = Counter(dropped_overlong=0, dropped_untrained=0, dropped_equal=0, truncated=0)
+    pairs: list[Pair] = []
+    for index, row in enumerate(load_rows(config), start=config.skip):
+        where = f"{config.source}, row {index}"
+        both = [
+            document_sample(
+                tokenise_row(_as_sft(row, column, config, where), config, chat, f"{where}, {column}"),
+                config,
+                counts,
+                f"{where}, {column}",
+            )
+            for column in (config.chosen_column, config.rejected_column)
+        ]
+        chosen, rejected = both
+        if chosen is None or rejected is None:
+            continue
+        if chosen.token_ids.equal(rejected.token_ids):  # nothing to prefer: its gradient is 0
+            counts["dropped_equal"] += 1
+            continue
+        pairs.append((chosen, rejected))
+    if not pairs:
+        raise DataError(f"no preference pairs left of data.source = {config.source!r}: {dict(counts)}")
+    counts["pairs"] = len(pairs)
+    counts["tokens"] = sum(len(sample) for pair in pairs for sample in pair)
+    return PreferenceSet(pairs, shuffle=config.shuffle, report=counts)
+
+
+def _as_sft(row: Mapping[str, Any], column: str, config: DataConfig, where: str) -> dict[str, Any]:
+    """The row of an SFT set that holds the prompt and this answer."""
+    answer = row.get(column)
+    if answer is None:
+        setting = "data.chosen_column" if column == config.chosen_column else "data.rejected_column"
+        raise missing_column(column, row, setting=setting, source=where)
+    rest = {key: value for key, value in row.items() if key not in _read_by_sft(config)}
+    if _is_conversation(answer):
+        return {**rest, config.messages_column: answer}
+    if config.prompt_column not in row:
+        raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
+    return {**rest, config.prompt_column: row[config.prompt_column], config.completion_column: answer}
+
+
+def _is_conversation(answer: Any) -> bool:
+    """Whether the prompt is in it."""
+    return bool(
+        isinstance(answer, list)
+        and answer
+        and isinstance(answer[0], Mapping)
+        and answer[0].get("role") in ("user", "system")
+    )
+
+
+def _read_by_sft(config: DataConfig) -> set[str]:
+    return {config.prompt_column, config.messages_column, config.completion_column, config.text_column}
