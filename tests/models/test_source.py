@@ -1,5 +1,6 @@
 """Models without weights: what is read tensor by tensor is what load_model gives whole, to the bit."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def assert_same(name: str | Path, **options: object) -> None:
             cuts = [0, size // 3, size // 3, size]
             parts = [
                 bare.source.read_part(key, dim=dim, start=a, stop=b, device=CPU)
-                for a, b in zip(cuts, cuts[1:], strict=False)
+                for a, b in itertools.pairwise(cuts)
             ]
             assert torch.equal(torch.cat(parts, dim), expected)
             assert all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in parts)

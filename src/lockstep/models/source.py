@@ -36,6 +36,11 @@ _COMPARED_ROWS = 4096  # of two embeddings that should be equal, at a time
 class WeightSource(Protocol):
     """Gives the weights of a model whose Parameters are on the meta device."""
 
+    @property
+    def device(self) -> torch.device:
+        """That the model was asked for on: where its buffers are."""
+        ...
+
     def read(self, name: str, *, device: torch.device) -> Tensor:
         """The whole Parameter `name` in the compute dtype; memory of its own.
 
@@ -88,7 +93,7 @@ def random_source(
     """`shapes.random_model` without the weights, and where they come from."""
     module = module_without_weights(config, dtype=dtype, device=device, attention=attention)
     shapes.set_eos(causal_lm(module), config)
-    return module, ShapeSource(module, seed=seed, config=config)
+    return module, ShapeSource(module, seed=seed, config=config, device=device)
 
 
 def folder_source(
@@ -107,7 +112,7 @@ def folder_source(
     """
     # transformers computes buffers on the host, so that other devices do not have them in other last bits.
     module = module_without_weights(hf_config, dtype=dtype, device=torch.device("cpu"), attention=attention)
-    source = FolderSource(folder, module, model_name=config.name, complain_of_more=config.num_layers is None)
+    source = FolderSource(folder, module, config=config, device=device)
     if (folder / "generation_config.json").is_file():
         causal_lm(module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     for part in module.modules():
@@ -118,8 +123,10 @@ def folder_source(
 
 @contextlib.contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Buffers come out as they went in, moved to their new device: around `to_empty`, which empties them."""
+    """Around `to_empty`: buffers come out as they went in, moved to their new device, where to_empty leaves
+    them uninitialised; and tied Parameters come out tied, where it makes one for each name."""
     before = {path: dict(part._buffers) for path, part in module.named_modules()}
+    tied = {alias: name for alias, name in aliases(module).items() if alias != name}
     yield
     with torch.no_grad():
         for path, part in module.named_modules():
@@ -127,6 +134,9 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
                 new = part._buffers[name]
                 if old is not None and new is not None and new is not old:
                     new.copy_(old)
+    for alias, name in tied.items():
+        path, _, kind = alias.rpartition(".")
+        module.get_submodule(path)._parameters[kind] = module.get_parameter(name)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
@@ -138,8 +148,10 @@ def aliases(module: nn.Module) -> dict[str, str]:
 class ShapeSource:
     """Random weights of a `shape:` model, the very numbers that `random_model` draws on the same device."""
 
-    def __init__(self, module: nn.Module, *, seed: int, config: PretrainedConfig) -> None:
-        self._seed, self._config = seed, config
+    def __init__(
+        self, module: nn.Module, *, seed: int, config: PretrainedConfig, device: torch.device
+    ) -> None:
+        self._seed, self._config, self.device = seed, config, device
         self._names = aliases(module)
         self._like = dict(module.named_parameters())
 
@@ -159,22 +171,22 @@ class FolderSource:
     """The safetensors files of a model folder; reads no more of them than what is asked for.
 
     Args:
-        model_name: for errors.
-        complain_of_more: whether weights that the module does not have are worth a warning.
+        config: its name, for errors; unless it cuts layers off, weights that the module does not have are
+            worth a warning.
 
     Raises:
         ModelError: no or damaged files, or weights that are missing or have another shape.
     """
 
-    def __init__(self, folder: Path, module: nn.Module, *, model_name: str, complain_of_more: bool) -> None:
-        self._folder, self._model_name = folder, model_name
+    def __init__(self, folder: Path, module: nn.Module, *, config: ModelConfig, device: torch.device) -> None:
+        self._folder, self._model_name, self.device = folder, config.name, device
         self._dtype = next(module.parameters()).dtype
         with self._explained():
             files = _tensor_files(folder)
             self._place = _names_in_files(module, files)
         self._check(module)
         more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)}
-        if more and complain_of_more:
+        if more and config.num_layers is None:
             log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
 
     def read(self, name: str, *, device: torch.device) -> Tensor:

@@ -13,6 +13,10 @@ Gradients:
 Only one chunk of rows has logits at a time. Shapes: R rows, r rows of one chunk, C hidden size, V vocabulary.
 A row whose label is negative (IGNORE_LABEL) has logprob 0, entropy 0 and no gradient, whatever its hidden
 state holds, NaN included. float64 inputs are computed in float64.
+
+With HeadOptions.vocab, W and b are rows of one rank's part of the vocabulary: V is then that part, logprob
+and entropy are of the whole vocabulary and the same on all ranks, and so is the gradient of h, added up over
+the ranks at the end. All ranks of the group must make the same calls with the same hidden states and labels.
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep.errors import TrainError
+from lockstep.ops.vocab_parallel import VocabShard, local_labels, merged_stats, partial_stats
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logprobs [r], entropy [r], rows) -> scalar; `rows` is where the chunk lies in the R rows."""
@@ -60,6 +66,8 @@ class HeadOptions:
     """Elementwise work through torch.compile, one graph per chunk shape: for static numbers of rows."""
     entropy_grad: bool = False
     """Whether the loss of `linear_logprob_loss` has an entropy term; `linear_logprobs` ignores it."""
+    vocab: VocabShard | None = None
+    """Of which part of the vocabulary the weight has the rows; None: of all."""
 
     @property
     def scale(self) -> float:
@@ -141,7 +149,7 @@ def linear_logprob_loss(
         TrainError: when token_loss returns something that is not a scalar, and when backward runs twice.
     """
     chunks = _chunks(hidden.shape[0], weight, head)
-    grads = _HeadGrads(hidden, weight, head.bias, summed=len(chunks) > 1)
+    grads = _HeadGrads(hidden, weight, head, summed=len(chunks) > 1)
     with torch.no_grad():
         logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
         entropy = torch.empty_like(logprobs)
@@ -203,7 +211,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, labels, entropy, lse = ctx.saved_tensors
         chunks = _chunks(hidden.shape[0], weight, ctx.head)
-        grads = _HeadGrads(hidden, weight, bias, summed=len(chunks) > 1, needs=ctx.needs_input_grad[:3])
+        grads = _HeadGrads(hidden, weight, ctx.head, summed=len(chunks) > 1, needs=ctx.needs_input_grad[:3])
         figures = _RowFigures(
             lse, entropy, torch.zeros_like(lse) if dlogprobs is None else dlogprobs, dentropy
         )
@@ -253,7 +261,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _chunks(num_rows: int, weight: Tensor, head: HeadOptions) -> list[slice]:
     """Slices over the rows, equally long where they can be: compiled code makes one graph per length."""
     kind = "cpu" if weight.device.type == "cpu" else "compiled" if head.compiled else "cuda"
-    limit = head.chunk_rows or max(1, CHUNK_ELEMENTS[kind] // weight.shape[0])
+    # Unequal parts of a vocabulary must give equal chunks: there is a collective in each.
+    width = weight.shape[0] if head.vocab is None else head.vocab.common_width
+    limit = head.chunk_rows or max(1, CHUNK_ELEMENTS[kind] // width)
     count = max(1, -(-num_rows // limit))
     count = next((n for n in range(count, 2 * count + 1) if num_rows % n == 0), count)
     size = max(1, -(-num_rows // count))
@@ -289,17 +299,18 @@ class _HeadGrads:
         self,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
+        head: HeadOptions,
         *,
         summed: bool,
         needs: tuple[bool, ...] | None = None,
     ) -> None:
-        inputs = (hidden, weight, bias)
+        inputs = (hidden, weight, head.bias)
         if needs is None:
             needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
         self.wanted = any(needs)
         wide = _wide(weight.dtype)
         self._dtype = weight.dtype
+        self._vocab = head.vocab
         self._hidden = torch.empty_like(hidden) if needs[0] else None
         self._weight = torch.zeros_like(weight, dtype=wide if summed else None) if needs[1] else None
         self._bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
@@ -315,6 +326,8 @@ class _HeadGrads:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """In the dtypes of the inputs."""
+        if self._hidden is not None and self._vocab is not None:
+            dist.all_reduce(self._hidden, group=self._vocab.group)
         weight = None if self._weight is None else self._weight.to(self._dtype)
         bias = None if self._bias is None else self._bias.to(self._dtype)
         return self._hidden, weight, bias
@@ -349,6 +362,8 @@ class _RowFigures(NamedTuple):
 def _row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tensor, Tensor, Tensor]:
     """logprob, entropy and lse, [r] each, of logits [r, V]."""
     scale, cap = head.scale, head.cap
+    if head.vocab is not None:
+        return merged_stats(_own_stats(logits, labels, head), labels, head.vocab.group)
     if head.compiled:
         stats: tuple[Tensor, Tensor, Tensor] = _compiled(_stats)(logits, labels, scale=scale, cap=cap)
         return stats
@@ -357,14 +372,25 @@ def _row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tenso
     return logprobs, entropy, lse
 
 
+def _own_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> Tensor:
+    """`partial_stats` [4, r] of logits [r, V], V one rank's part of the vocabulary."""
+    assert head.vocab is not None
+    options: dict[str, Any] = {"scale": head.scale, "cap": head.cap, "start": head.vocab.start}
+    if head.compiled:
+        own: Tensor = _compiled(_partial)(logits, labels, **options)
+        return own
+    return torch.cat([_partial(logits[t], labels[t], **options) for t in _tiles(logits)], 1)
+
+
 def _row_dlogits_(logits: Tensor, labels: Tensor, figures: _RowFigures, head: HeadOptions) -> None:
     """Overwrites logits [r, V] with the gradient of the loss by them."""
-    scale, cap = head.scale, head.cap
+    start = 0 if head.vocab is None else head.vocab.start
+    options: dict[str, Any] = {"scale": head.scale, "cap": head.cap, "start": start}
     if head.compiled:
-        _compiled(_dlogits_)(logits, labels, figures, scale=scale, cap=cap)
+        _compiled(_dlogits_)(logits, labels, figures, **options)
         return
     for t in _tiles(logits):
-        _dlogits_(logits[t], labels[t], figures.part(t), scale=scale, cap=cap)
+        _dlogits_(logits[t], labels[t], figures.part(t), **options)
 
 
 @functools.cache
@@ -395,8 +421,13 @@ def _stats(
     return torch.where(valid, at_label[:, 0] - lse, 0.0), torch.where(valid, entropy, 0.0), lse
 
 
+def _partial(logits: Tensor, labels: Tensor, *, scale: float, cap: float | None, start: int) -> Tensor:
+    """The forward half of one rank's part of the vocabulary."""
+    return partial_stats(_scaled(logits, scale, cap), labels, start=start)
+
+
 def _dlogits_(
-    logits: Tensor, labels: Tensor, figures: _RowFigures, *, scale: float, cap: float | None
+    logits: Tensor, labels: Tensor, figures: _RowFigures, *, scale: float, cap: float | None, start: int
 ) -> None:
     """The backward half: dx = a [v = label] + p (b (lse - entropy - x) - a), then through `_scaled`."""
     valid = labels >= 0
@@ -410,7 +441,8 @@ def _dlogits_(
         b = torch.where(valid, figures.dentropy, 0.0)[:, None]
         p = (x - lse).exp_()
         dx = x.neg_().add_(lse - figures.entropy[:, None]).mul_(b).sub_(a).mul_(p)
-    _add_at_labels_(dx, labels.clamp(min=0)[:, None], a)
+    index, here = local_labels(labels, start=start, width=dx.shape[1])
+    _add_at_labels_(dx, index[:, None], torch.where(here[:, None], a, 0.0))
     if slope is not None:
         dx.mul_(slope)
     logits.copy_(dx.mul_(scale))

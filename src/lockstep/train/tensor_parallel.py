@@ -1,0 +1,276 @@
+"""Tensor parallel: the ranks of a group share every matrix of the model.
+
+Queries, keys, values, gate and up are split by outputs (whole heads), attention's output and down by inputs,
+embedding and head by vocabulary. Norms are on every rank. A rank holds plain local tensors under the names of
+the whole Parameters:
+
+    plan = tensor_parallel_plan(module, size=2)                      # Parameter name -> Split | Replicated
+    tp = apply_tensor_parallel(module, group=group, plan=plan)       # cut in place; meta Parameters stay meta
+    dim, start, stop = tp.bounds("model.layers.0.mlp.up_proj.weight")
+    whole = tp.gather("model.layers.0.mlp.up_proj.weight", local)    # collective over the group
+
+Source: Megatron-LM (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.lora import has_lora
+from lockstep.models.source import aliases
+from lockstep.ops.vocab_parallel import VocabShard
+from lockstep.train.tensor_parallel_modules import RowParallelLinear, VocabLookup, share_input
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Each rank has a part along `dim`: its rank-th of `size` parts, as equal as they can be."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank has all of it."""
+
+    summed: bool = False
+    """Each rank's gradient is of its own heads only, so gradients must be added over the ranks (q_norm,
+    k_norm). Otherwise all ranks have the whole gradient."""
+
+
+Plan = Mapping[str, Split | Replicated]
+"""Parameter name, as `named_parameters` gives it, -> how it is spread."""
+
+_BY_OUTPUTS, _BY_INPUTS = Split(0), Split(1)
+_LOCKSTEP: dict[str, Split | Replicated] = {
+    "self_attn.q_proj": _BY_OUTPUTS,
+    "self_attn.k_proj": _BY_OUTPUTS,
+    "self_attn.v_proj": _BY_OUTPUTS,
+    "self_attn.o_proj": _BY_INPUTS,
+    "self_attn.q_norm": Replicated(summed=True),
+    "self_attn.k_norm": Replicated(summed=True),
+    "mlp.gate_proj": _BY_OUTPUTS,
+    "mlp.up_proj": _BY_OUTPUTS,
+    "mlp.down_proj": _BY_INPUTS,
+    "embed_tokens": _BY_OUTPUTS,
+    "lm_head": _BY_OUTPUTS,
+    "input_layernorm": Replicated(),
+    "post_attention_layernorm": Replicated(),
+    "pre_feedforward_layernorm": Replicated(),
+    "post_feedforward_layernorm": Replicated(),
+    "model.norm": Replicated(),
+}
+"""The last parts of a module's path -> how its Parameters are spread."""
+
+
+def tensor_parallel_sizes(config: Any) -> tuple[int, ...]:
+    """Every size of tensor parallel that a model can have, ascending.
+
+    Args:
+        config: its text config (transformers).
+    """
+    common = math.gcd(config.num_attention_heads, config.num_key_value_heads)
+    return tuple(size for size in range(1, common + 1) if common % size == 0)
+
+
+def check_tensor_parallel_size(config: Any, size: int) -> None:
+    """Refuse a size that does not divide the heads.
+
+    Raises:
+        ConfigError: names heads, kv heads and the sizes that work.
+    """
+    sizes = tensor_parallel_sizes(config)
+    if size not in sizes:
+        raise ConfigError(
+            f"train.tp = {size} does not divide the model's {config.num_attention_heads} query heads and "
+            f"{config.num_key_value_heads} key/value heads, and a head cannot be split; sizes that work: "
+            f"{', '.join(map(str, sizes))}"
+        )
+
+
+def tensor_parallel_plan(
+    module: nn.Module, *, size: int, plan: Literal["auto", "hf", "lockstep"] = "auto"
+) -> dict[str, Split | Replicated]:
+    """How every Parameter of a supported causal LM is spread over `size` ranks.
+
+    Args:
+        plan: auto is lockstep.
+
+    Raises:
+        ConfigError: sizes that do not divide, LoRA, or a module that the plan does not know.
+    """
+    check_tensor_parallel_size(text_config(module), size)
+    if has_lora(module):
+        raise ConfigError(
+            f"train.tp = {size} with model.lora is not supported: adapters are not split; set train.tp = 1"
+        )
+    by_module = {path: _how(path) for path in _with_parameters(module)}
+    found: dict[str, Split | Replicated] = {}
+    for name, _ in module.named_parameters():
+        path, _, kind = name.rpartition(".")
+        how = by_module[path]
+        found[name] = Replicated() if kind == "bias" and how == _BY_INPUTS else how
+    return found
+
+
+def _with_parameters(module: nn.Module) -> list[str]:
+    return [path for path, part in module.named_modules() if part._parameters]
+
+
+def _how(path: str) -> Split | Replicated:
+    for ending, how in _LOCKSTEP.items():
+        if path == ending or path.endswith("." + ending):
+            return how
+    raise ConfigError(
+        f"train.tp: the tensor-parallel plan does not know the module {path!r}; set train.tp = 1"
+    )
+
+
+def part_bounds(length: int, *, rank: int, size: int) -> tuple[int, int]:
+    """start, stop of the rank-th of `size` parts that differ by at most 1.
+
+    Example:
+        >>> [part_bounds(8, rank=r, size=3) for r in range(3)]
+        [(0, 2), (2, 5), (5, 8)]
+    """
+    return length * rank // size, length * (rank + 1) // size
+
+
+class TensorParallel:
+    """Which part of each Parameter this rank of the group has."""
+
+    def __init__(
+        self, module: nn.Module, *, group: dist.ProcessGroup, plan: Plan, vocab: VocabShard | None
+    ) -> None:
+        self.group, self.plan, self.vocab = group, dict(plan), vocab
+        self.size, self.rank = group.size(), dist.get_rank(group)
+        self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+
+    def bounds(self, name: str, *, rank: int | None = None) -> tuple[int, int, int] | None:
+        """dim, start, stop of a rank's part (None: this rank's); None: every rank has all of it."""
+        how = self.plan[name]
+        if isinstance(how, Replicated):
+            return None
+        rank = self.rank if rank is None else rank
+        return how.dim, *part_bounds(self._shapes[name][how.dim], rank=rank, size=self.size)
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of all ranks' parts together."""
+        return self._shapes[name]
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor on every rank; collective over the group.
+
+        Args:
+            local: this rank's part, of a Parameter or of anything that has its shape (gradient, optimizer
+                state).
+        """
+        own = self.bounds(name)
+        if own is None:
+            return local
+        dim = own[0]
+        sizes = [stop - start for _, start, stop in (self._part(name, r) for r in range(self.size))]
+        rows = local.detach().movedim(dim, 0)
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: rows.shape[0]] = rows
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.group)
+        parts = [part[:n] for part, n in zip(gathered, sizes, strict=True)]
+        return torch.cat(parts).movedim(0, dim).contiguous()
+
+    def _part(self, name: str, rank: int) -> tuple[int, int, int]:
+        found = self.bounds(name, rank=rank)
+        assert found is not None
+        return found
+
+    def add_up(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add up over the group, in place, the gradients of `Replicated(summed=True)` Parameters; others are
+        left alone. Collective: one, whatever their number.
+
+        Args:
+            gradients: Parameter name -> gradient, the same names and shapes on all ranks.
+        """
+        mine = [g for n, g in gradients.items() if self.plan[n] == Replicated(summed=True)]
+        if not mine:
+            return
+        wide = torch.promote_types(mine[0].dtype, torch.float32)
+        flat = torch.cat([g.reshape(-1).to(wide) for g in mine])
+        dist.all_reduce(flat, group=self.group)
+        for gradient, total in zip(mine, flat.split([g.numel() for g in mine]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def apply_tensor_parallel(module: nn.Module, *, group: dist.ProcessGroup, plan: Plan) -> TensorParallel:
+    """Cut the Parameters of a causal LM down to this rank's parts, in place, and put the sums in.
+
+    Names stay. Parameters on the meta device stay there; others keep the values of their part, in memory of
+    their own. To be done before the module is wrapped or compiled.
+
+    Args:
+        plan: of `tensor_parallel_plan` for the size of the group; the same on all ranks.
+    """
+    known = aliases(module)
+    tp = TensorParallel(module, group=group, plan=plan, vocab=None)
+    cut: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        bounds = tp.bounds(name)
+        if bounds is not None:
+            dim, start, stop = bounds
+            part = parameter.detach().narrow(dim, start, stop - start).clone()
+            cut[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    for alias, name in known.items():
+        if name in cut:
+            path, _, kind = alias.rpartition(".")
+            module.get_submodule(path)._parameters[kind] = cut[name]
+    tp.vocab = _install(module, tp, known)
+    return tp
+
+
+def _install(module: nn.Module, tp: TensorParallel, known: Mapping[str, str]) -> VocabShard | None:
+    """Hooks, lookups and row-parallel linears; returns the head's part of the vocabulary, if it is split."""
+    group_name = str(tp.group.group_name)
+    model = causal_lm(module)
+    embedding: Any
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    split: dict[str, Split] = {}
+    for path in _with_parameters(module):
+        weight = f"{path}.weight"
+        if weight in known and isinstance(how := tp.plan[known[weight]], Split):
+            split[path] = how
+    vocab = None
+    for path, how in split.items():
+        part: Any = module.get_submodule(path)
+        if part is embedding or part is head:
+            _, start, stop = tp._part(known[f"{path}.weight"], tp.rank)
+            if part is embedding:
+                part.forward = VocabLookup(part, start=start, stop=stop, group_name=group_name)
+            else:
+                whole = tp.whole_shape(known[f"{path}.weight"])[0]
+                vocab = VocabShard(group=tp.group, start=start, stop=stop, whole=whole)
+        elif how == _BY_INPUTS:
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, RowParallelLinear(part, group_name))
+        else:
+            part.out_features = part.weight.shape[0]
+    for parent in _parents(split, model):
+        share_input(module.get_submodule(parent), group_name)
+    return vocab
+
+
+def _parents(split: Mapping[str, Split], model: Any) -> Sequence[str]:
+    """Modules (attention, MLP) whose input goes into projections that are split by outputs."""
+    ends = {path for path, part in model.named_modules() if part is model.get_output_embeddings()}
+    ends |= {path for path, part in model.named_modules() if part is model.get_input_embeddings()}
+    parents = (
+        path.rpartition(".")[0] for path, how in split.items() if how == _BY_OUTPUTS and path not in ends
+    )
+    return list(dict.fromkeys(parents))

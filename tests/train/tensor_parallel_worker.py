@@ -1,0 +1,122 @@
+"""A rank of the tests of tensor parallel: the split module against the whole one, in float64.
+
+python tensor_parallel_worker.py CASES, a JSON list of {"config": {...}, ...}; one result per case and rank
+goes to OUT/rank-N.json.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conftest import build_batch, random_documents
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from lockstep.execution import compile_blocks
+from lockstep.models.forward import head_of, hidden_states
+from lockstep.models.load import attention_implementation
+from lockstep.models.shapes import random_model
+from lockstep.models.source import kept_buffers, random_source
+from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
+from lockstep.ranks.context import RankContext, init_ranks
+from lockstep.train.tensor_parallel import (
+    TensorParallel,
+    apply_tensor_parallel,
+    tensor_parallel_plan,
+)
+
+CPU = torch.device("cpu")
+
+
+def run(module: nn.Module, *, vocab: Any, separable: bool) -> tuple[Tensor, Tensor]:
+    """Loss of logprobs and entropy, backward, and the logprobs."""
+    batch = build_batch(random_documents(3, seed=1), weight=0.1)
+    hidden = hidden_states(module, batch)
+    head = head_of(module)
+    options = HeadOptions(temperature=0.7, bias=head.bias, vocab=vocab, chunk_rows=7, entropy_grad=True)
+
+    def loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        return (logprobs * batch.loss_weights[rows]).sum() + 0.1 * entropy.sum()
+
+    if separable:
+        value, logprobs, _ = linear_logprob_loss(hidden, head.weight, batch.labels, loss, head=options)
+    else:
+        logprobs, entropy = linear_logprobs(hidden, head.weight, batch.labels, head=options)
+        value = loss(logprobs, entropy, slice(None))
+    value.backward()
+    return value.detach(), logprobs.detach()
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-300))
+
+
+def split(case: dict[str, Any], config: Any, attention: str) -> tuple[nn.Module, TensorParallel]:
+    """From the meta device, as a backend that shards does it; float64 of the float32 weights."""
+    group = dist.new_group()
+    module, source = random_source(config, seed=3, dtype=torch.float32, device=CPU, attention=attention)
+    plan = tensor_parallel_plan(module, size=group.size(), plan=case.get("plan", "auto"))
+    tp = apply_tensor_parallel(module, group=group, plan=plan)
+    assert all(p.is_meta for p in module.parameters())
+    with kept_buffers(module):
+        module.to_empty(device=CPU)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            bounds = tp.bounds(name)
+            if bounds is None:
+                parameter.copy_(source.read(name, device=CPU))
+            else:
+                dim, start, stop = bounds
+                part = source.read_part(name, dim=dim, start=start, stop=stop, device=CPU)
+                assert part.shape == parameter.shape
+                parameter.copy_(part)
+    return module.double(), tp
+
+
+def check(case: dict[str, Any], ranks: RankContext) -> dict[str, Any]:
+    config = AutoConfig.for_model(**case["config"])
+    attention = attention_implementation(case.get("attention", "sdpa"))
+    whole = random_model(
+        copy.deepcopy(config), seed=3, dtype=torch.float32, device=CPU, attention=attention
+    ).double()
+    module, tp = split(case, config, attention)
+    if backend := case.get("compile"):
+        compile_blocks(module, backend=backend)
+    separable = case.get("separable", True)
+    expected = run(whole, vocab=None, separable=separable)
+    found = run(module, vocab=tp.vocab, separable=separable)
+    own = dict(module.named_parameters())
+    gradients: dict[str, Tensor] = {n: p.grad for n, p in own.items() if p.grad is not None}
+    tp.add_up(gradients)
+    reference = dict(whole.named_parameters())
+    assert [*own] == [*reference] == [*gradients]
+    weights = sum(not torch.equal(tp.gather(n, p), reference[n]) for n, p in own.items())
+    errors = {n: difference(tp.gather(n, gradients[n]), reference[n].grad) for n in own}
+    worst = max(errors, key=lambda n: errors[n])
+    return {
+        "loss": difference(found[0], expected[0]),
+        "logprobs": difference(found[1], expected[1]),
+        "other_weights": weights,
+        "worst": worst,
+        "gradient": errors[worst],
+        "share": sum(p.numel() for p in own.values()) / sum(p.numel() for p in reference.values()),
+        "vocab": None if tp.vocab is None else [tp.vocab.start, tp.vocab.stop],
+    }
+
+
+def main(cases: list[dict[str, Any]]) -> None:
+    with init_ranks(seconds=60) as ranks:
+        results = [check(case, ranks) for case in cases]
+        Path(os.environ["OUT"], f"rank-{ranks.rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
