@@ -28,6 +28,18 @@ fixtures = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(fixtures)
 
 
+class OfWholeDocuments(fixtures.WholeSequence):  # type: ignore[name-defined, misc]
+    """Not a sum over tokens: the square of what each document's tokens add up to, and an entropy term."""
+
+    entropy_grad = True
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+        document = torch.bucketize(torch.arange(batch.num_slots), batch.cu_seqlens[1:], right=True)[rows]
+        weighted = (logprobs + 0.1 * entropy) * batch.loss_weights[rows]
+        sums = torch.zeros(len(batch.lengths)).index_add(0, document, weighted)
+        return (sums - sums.square()).sum()
+
+
 def load(*, dtype: str = "float32", shape: str = "tiny-llama", weights: bool = True) -> LoadedModel:
     config = ModelConfig(name=f"shape:{shape}", dtype=dtype)
     return load_model(config, attention="sdpa", device=torch.device("cpu"), materialize=weights)
@@ -130,6 +142,25 @@ def check_sgd() -> Any:
 
 def check_adamw() -> Any:
     return compare_steps(*pair(), steps=4, tolerance=1e-4)
+
+
+def check_tp() -> Any:
+    return compare_steps(*pair(optimizer="sgd", lr=0.1, tp=2), steps=3, tolerance=1e-5)
+
+
+def check_tp_tied() -> Any:
+    """tiny-qwen3: norms on heads, whose gradients are added up; embedding and head are one Parameter."""
+    return compare_steps(*pair(shape="tiny-qwen3", tp=2), steps=3, tolerance=1e-4)
+
+
+def check_ring() -> Any:
+    return compare_steps(*pair(optimizer="sgd", lr=0.1, ring=2), steps=3, tolerance=1e-5)
+
+
+def check_ring_whole() -> Any:
+    """A loss that needs all logprobs of a document at once."""
+    loss = OfWholeDocuments()
+    return compare_steps(*pair(optimizer="sgd", lr=0.1, ring=2), steps=3, tolerance=1e-5, loss=loss)
 
 
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}

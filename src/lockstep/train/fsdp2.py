@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,23 +15,26 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.execution import CompileWatch, compile_blocks
 from lockstep.models.causal_lm import causal_lm
+from lockstep.models.forward import Ring
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora
 from lockstep.observe.spans import Spans
-from lockstep.packing import empty_batch
+from lockstep.packing import empty_batch, ring_shard
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.dealing import Seen, deal, share_logprobs, share_stats
 from lockstep.train.fsdp2_shards import ShardedModel, device_of
+from lockstep.train.fsdp2_state import ShardedState
 from lockstep.train.gradients import global_norm
-from lockstep.train.loss_module import LossModule
+from lockstep.train.loss_module import RingPart
 from lockstep.train.mesh import make_mesh
 from lockstep.train.optimizer import MasterOptimizer, NamedParameter, make_optimizer, trained_parameters
-from lockstep.train.rows import head_rows, scatter
+from lockstep.train.rows import Rows, head_rows, ring_rows, scatter
 from lockstep.train.schedule import lr_at
+from lockstep.train.state import load_state, save_state
+from lockstep.train.state_parts import Layout, train_progress
 
 
 class FSDP2Backend:
@@ -80,7 +83,6 @@ class FSDP2Backend:
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
         )
-        self._compile_watch: CompileWatch | None = None
         self._ref: ShardedModel | None = None
         if ref:
             frozen = copy.deepcopy(self.module).requires_grad_(False)
@@ -92,6 +94,7 @@ class FSDP2Backend:
         self._made_optimizer = self._optimizer_of(decay) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         self._has_gradients = False
+        self._added_up: dict[str, Tensor] | None = None
         if config.activation_checkpointing:
             # In older transformers it goes by the older name only.
             name = "activation_checkpointing_enable"
@@ -101,11 +104,14 @@ class FSDP2Backend:
     # --- construction ---------------------------------------------------------------------------------------
 
     def _sharded(self, module: nn.Module, *, stored: torch.dtype) -> ShardedModel:
-        compiled = self.config.execution == "compile"
-        if compiled:  # before the hooks of FSDP2, which no graph can hold
-            self._compile_watch = compile_blocks(module, max_recompiles=self.config.max_recompiles)
-        outer = LossModule(module, config=self.config, temperature=self.temperature, compiled=compiled)
-        return ShardedModel(outer, self.model, mesh=self.mesh, config=self.config, stored=stored)
+        return ShardedModel(
+            module,
+            self.model,
+            mesh=self.mesh,
+            config=self.config,
+            stored=stored,
+            temperature=self.temperature,
+        )
 
     def _optimizer_of(self, decay: dict[str, bool]) -> MasterOptimizer:
         """The same code as LocalBackend's, over this rank's shards."""
@@ -139,9 +145,9 @@ class FSDP2Backend:
         with torch.no_grad(), sharded.resharded_after():
             for index, batch in self._turns(batches):
                 with self._memory_errors_explained(index, batches):
-                    rows, labels = head_rows(batch, static=self._static, device=self.device)
-                    logprobs = sharded.outer(batch.to(self.device), rows, labels, None)
-                    if index is not None:
+                    rows, labels, part = self._rows(batch)
+                    logprobs = sharded.outer(batch.to(self.device), rows, labels, None, part)
+                    if index is not None and self._speaks:
                         found[index] = scatter(logprobs, rows, batch.num_slots)
         return share_logprobs(batches, found, group=self.mesh.world, device=self.device)
 
@@ -152,6 +158,7 @@ class FSDP2Backend:
             TrainError: a loss is not finite, on every rank; or memory ran out, where it did. All gradients
                 of the step are dropped.
         """
+        self._added_up = None
         try:
             stats = self._accumulate(batches, loss)
             self._check_losses(batches, stats.losses)
@@ -174,11 +181,16 @@ class FSDP2Backend:
                     self._policy.last_backward(turn == len(turns) - 1)
                     with self._memory_errors_explained(index, batches):
                         one = self._backward(batch, loss)
-                    if index is not None:
+                    if index is not None and self._speaks:
                         seen[index] = one
         finally:
             root.eval()
         return share_stats(batches, seen, group=self.mesh.world, device=self.device)
+
+    @property
+    def _speaks(self) -> bool:
+        """Of a tensor parallel group, whose ranks all see the same, one tells the others."""
+        return self.mesh.tp_rank == 0
 
     def _turns(self, batches: Sequence[PackedBatch]) -> list[tuple[int | None, PackedBatch]]:
         """What this rank runs, with the index into `batches`; None: nothing of its own, it takes part in
@@ -186,17 +198,36 @@ class FSDP2Backend:
         mine = deal(len(batches), parts=self.mesh.dp)[self.mesh.dp_rank]
         return [(index, empty_batch(batches[0]) if index is None else batches[index]) for index in mine]
 
+    def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor, RingPart | None]:
+        """What the head sees of a batch on the host: slots of the pack, their labels, and on a ring which of
+        this rank's rows they are."""
+        if self.mesh.ring == 1:
+            rows, labels = head_rows(batch, static=self._static, device=self.device)
+            return rows, labels, None
+        shard = ring_shard(
+            batch.lengths,
+            rank=self.mesh.ring_rank,
+            size=self.mesh.ring,
+            num_documents=len(batch.sample_ids),
+        )
+        mine, labels, local = ring_rows(batch, shard.index, static=self._static, device=self.device)
+        every, _ = head_rows(batch, static=self._static, device=self.device)
+        ring = Ring(shard=shard.to(self.device), group=self.mesh.ring_group)
+        return mine, labels, RingPart(ring=ring, local=local, every=every)
+
     def _backward(self, batch: PackedBatch, loss: TokenLoss) -> Seen:
-        rows, labels = head_rows(batch, static=self._static, device=self.device)
+        """Forward, loss and backward of one micro-batch, or of this rank's part of it."""
+        rows, labels, part = self._rows(batch)
         moved = batch.to(self.device)
         outer = self._policy.outer
         with self._timed("forward"):
-            value: Tensor = outer(moved, rows, labels, loss)
+            value: Tensor = outer(moved, rows, labels, loss, part)
         with self._timed("backward"):
             value.backward()
         assert outer.logprobs is not None and outer.entropy is not None
+        counted = loss.separable or self.mesh.ring_rank == 0  # otherwise it is of the whole pack
         return Seen(
-            loss=value.detach(),
+            loss=value.detach() if counted else torch.zeros_like(value),
             logprobs=scatter(outer.logprobs, rows, batch.num_slots),
             entropy=scatter(outer.entropy, rows, batch.num_slots),
         )
@@ -245,16 +276,20 @@ class FSDP2Backend:
     def drop_gradients(self) -> None:
         """Forget every gradient since the last optimizer step."""
         self._policy.drop_gradients()
-        self._pending, self._has_gradients = [], False
+        self._pending, self._has_gradients, self._added_up = [], False, None
 
     # --- gradients ------------------------------------------------------------------------------------------
 
     def _shards(self) -> dict[str, Tensor]:
-        """This rank's shard of each gradient since the last optimizer step, by Parameter name."""
+        """This rank's shard of each gradient since the last optimizer step, by Parameter name; of Parameters
+        that all tensor parallel ranks have, added up over these."""
         if not self._has_gradients:
             return {}
-        found = {name: self._policy.gradient(name) for name in self._names}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        if self._added_up is None:
+            found = {name: self._policy.gradient(name) for name in self._names}
+            self._added_up = {n: gradient for n, gradient in found.items() if gradient is not None}
+            self._policy.add_up(self._added_up)
+        return self._added_up
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole, added up over ranks, by Parameter name: float32 copies on the host, not clipped.
@@ -269,8 +304,14 @@ class FSDP2Backend:
         return self._norm(self._shards())
 
     def _norm(self, shards: dict[str, Tensor]) -> float:
-        """From what each rank has of the gradients: squares are added up over all ranks."""
-        square = global_norm(list(shards.values())).to(self.device, torch.float64).square()
+        """From what each rank has of the gradients: squares are added up over all ranks, each element once,
+        however many tensor parallel ranks have it."""
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for copies in (1, self.mesh.tp):
+            norm = global_norm([g for n, g in shards.items() if self._policy.copies(n) == copies])
+            square += norm.to(self.device, torch.float64).square() / copies
+            if self.mesh.tp == 1:
+                break
         dist.all_reduce(square, group=self.mesh.world)
         return math.sqrt(float(square))
 
@@ -286,9 +327,9 @@ class FSDP2Backend:
         update = self._updated()
         self.drop_gradients()
         self.steps_done += 1
-        if self._compile_watch is not None:
-            self._compile_watch.check()
-            self._compile_watch.mark_warm()
+        if (watch := self._policy.compile_watch) is not None:
+            watch.check()
+            watch.mark_warm()
         return update
 
     @torch.no_grad()
@@ -357,18 +398,52 @@ class FSDP2Backend:
             whole = self._policy.whole(own, self._policy.local(own).to(self.model.dtype))
             for name in aliases:
                 yield name, whole
-        persistent = self.module.state_dict().keys() - {n for found in names.values() for n in found}
-        for name, buffer in self.module.named_buffers():
-            if name in persistent:
-                yield name, buffer
+        yield from self._policy.persistent_buffers().items()
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
-        """See protocols.TrainBackend."""
-        raise NotImplementedError
+        """Everything that decides how training goes on, into an existing empty directory (see
+        train/state.py): every tensor whole, written by one of the ranks.
+
+        Raises:
+            CheckpointError: it does not fit on the disk; on every rank.
+            TrainError: there are gradients that no optimizer step has used.
+        """
+        if self._pending:
+            raise TrainError("save in the middle of an optimizer step would lose its gradients; step first")
+        return save_state(
+            directory,
+            parts=ShardedState(self._policy, self._made_optimizer),
+            progress=self._progress(),
+            layout=self._layout(),
+            background=background,
+        )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """See protocols.TrainBackend."""
-        raise NotImplementedError
+        """The inverse of `save`, on the same mesh to the bit, and of a save by any backend on any ranks.
+
+        Args:
+            verified: the caller has compared the files' hashes already.
+
+        Raises:
+            CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
+        """
+        found = load_state(
+            directory,
+            parts=ShardedState(self._policy, self._made_optimizer),
+            progress=self._progress(),
+            layout=self._layout(),
+            verified=verified,
+        )
+        self.drop_gradients()
+        self.steps_done = found["step"]
+
+    def _progress(self) -> dict[str, Any]:
+        return train_progress(
+            self.config, steps_done=self.steps_done, total_steps=self.total_steps, dtype=self.model.dtype
+        )
+
+    def _layout(self) -> Layout:
+        return Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
 
     def export(self, directory: Path) -> None:
         """See protocols.TrainBackend."""
@@ -385,6 +460,12 @@ def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
         raise ConfigError(
             f"train.execution = {config.execution!r} is not available with train.backend = 'fsdp2'; "
             "set 'eager' or 'compile'"
+        )
+    if config.optimizer == "adamw8bit":
+        raise ConfigError(
+            "train.optimizer = 'adamw8bit' is not available with train.backend = 'fsdp2': its blocks of "
+            "8-bit codes would lie across the ranks' shards; set 'adamw', and train.optimizer_device = 'cpu' "
+            "for memory"
         )
     if has_lora(model.module):
         raise ConfigError(

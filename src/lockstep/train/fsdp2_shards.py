@@ -19,10 +19,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.config.train import TrainConfig
+from lockstep.execution import CompileWatch, compile_blocks
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel
 from lockstep.train.loss_module import LossModule
 from lockstep.train.mesh import RankMesh
+from lockstep.train.tensor_parallel import (
+    Replicated,
+    TensorParallel,
+    apply_tensor_parallel,
+    tensor_parallel_plan,
+)
 
 # torch 2.13 has it under a new name and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,22 +42,43 @@ class ShardedModel:
     its own forward and backward; embedding, last norm and head for the whole of a forward and backward.
 
     Args:
-        outer: around the module; its layers compiled already, if they are to be.
-        dtype: compute dtype: what is gathered, and what the forward sees.
+        module: the causal LM: `model.module`, or a copy of it.
+        model: where its weights come from, if it has none, and its compute dtype, in which layers are
+            gathered and run.
+        config: reshard_after_forward, parameter_device, execution, tp_plan and what LossModule reads.
         stored: dtype of the shards.
+        temperature: of logprobs.
+
+    Raises:
+        ConfigError: the heads cannot be split over `mesh.tp` ranks.
     """
 
     def __init__(
         self,
-        outer: LossModule,
+        module: nn.Module,
         model: LoadedModel,
         *,
         mesh: RankMesh,
         config: TrainConfig,
         stored: torch.dtype,
+        temperature: float,
     ) -> None:
-        self.outer, self.module, self.mesh = outer, outer.policy, mesh
-        self.dtype = model.dtype
+        self.module, self.mesh, self.dtype = module, mesh, model.dtype
+        self.tp: TensorParallel | None = None
+        if mesh.tp > 1:
+            plan = tensor_parallel_plan(module, size=mesh.tp, plan=config.tp_plan)
+            self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
+        compiled = config.execution == "compile"
+        self.compile_watch: CompileWatch | None = None
+        if compiled:  # before FSDP2's hooks, which no graph can hold
+            self.compile_watch = compile_blocks(module, max_recompiles=config.max_recompiles)
+        self.outer = LossModule(
+            module,
+            config=config,
+            temperature=temperature,
+            compiled=compiled,
+            vocab=None if self.tp is None else self.tp.vocab,
+        )
         self.device = device_of(self.module)
         self.offloaded = config.parameter_device == "cpu"
         self._reshards = config.reshard_after_forward
@@ -96,10 +124,10 @@ class ShardedModel:
         for name, parameter in self.module.named_parameters():
             old = cast(DTensor, parameter)
             local = torch.empty(old.to_local().shape, dtype=old.dtype, device=place)
-            rows = self.rows(name, old.shape[0])
+            rows, *columns = self._part(name, old.shape)
             if rows.stop > rows.start:
                 found = source.read_part(name, dim=0, start=rows.start, stop=rows.stop, device=place)
-                local.copy_(found)
+                local.copy_(found[(slice(None), *columns)])
             whole = DTensor.from_local(
                 local, self.mesh.shard, [Shard(0)], run_check=False, shape=old.shape, stride=old.stride()
             )
@@ -115,11 +143,27 @@ class ShardedModel:
 
     # --- shards and wholes ----------------------------------------------------------------------------------
 
-    def rows(self, name: str, count: int) -> slice:
-        """Which of `count` rows are this rank's."""
-        chunk = -(-count // self.mesh.shards)
-        start = min(count, chunk * self.mesh.shard_rank)
-        return slice(start, min(count, start + chunk))
+    def part(self, name: str) -> tuple[slice, ...]:
+        """Which part of the whole Parameter this rank has: rows, and columns where tensor parallel splits
+        them."""
+        return self._part(name, self.parameters[name].shape)
+
+    def _part(self, name: str, shape: torch.Size) -> tuple[slice, ...]:
+        """`shape`: of what FSDP2 shards, a tensor parallel rank's part."""
+        chunk = -(-shape[0] // self.mesh.shards)
+        start = min(shape[0], chunk * self.mesh.shard_rank)
+        rows = slice(start, min(shape[0], start + chunk))
+        bounds = None if self.tp is None else self.tp.bounds(name)
+        if bounds is None:
+            return (rows,)
+        dim, first, last = bounds
+        if dim == 0:
+            return (slice(first + rows.start, first + rows.stop),)
+        return (rows, *[slice(None)] * (dim - 1), slice(first, last))
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole Parameter."""
+        return tuple(self.parameters[name].shape) if self.tp is None else self.tp.whole_shape(name)
 
     def local(self, name: str) -> Tensor:
         """This rank's shard: the stored memory itself."""
@@ -131,20 +175,61 @@ class ShardedModel:
         Args:
             local: shaped as `self.local(name)`, any dtype.
         """
-        return self._gather_rows(local, self.parameters[name].shape)
+        rows = self._gather_rows(local, self.parameters[name].shape)
+        return rows if self.tp is None else self.tp.gather(name, rows)
+
+    def whole_on(self, name: str, local: Tensor, *, owner: int) -> Tensor | None:
+        """The same on rank `owner` of all ranks, None on the others; collective."""
+        mesh, shape = self.mesh, self.parameters[name].shape
+        holder, tp_rank = divmod(owner, mesh.tp)  # tensor parallel is innermost
+        rows: Tensor | None = local.to(self.device)
+        if mesh.shards > 1:
+            padded = self._padded(local, shape)
+            parts = [torch.empty_like(padded) for _ in range(mesh.shards)]
+            mine = parts if mesh.shard_rank == holder else None
+            dist.gather(padded, mine, dst=holder * mesh.tp + mesh.tp_rank, group=mesh.shard_group)
+            rows = None if mine is None else torch.cat(mine)[: shape[0]]
+        if mesh.shard_rank != holder:
+            return None
+        assert rows is not None
+        whole = rows if self.tp is None else self.tp.gather(name, rows)
+        return whole if mesh.tp_rank == tp_rank else None
+
+    def _padded(self, local: Tensor, shape: torch.Size) -> Tensor:
+        """On the device, with as many rows as the first rank has."""
+        chunk = -(-shape[0] // self.mesh.shards)
+        padded = torch.zeros((chunk, *shape[1:]), dtype=local.dtype, device=self.device)
+        padded[: local.shape[0]].copy_(local)
+        return padded
 
     def _gather_rows(self, local: Tensor, shape: torch.Size) -> Tensor:
         if self.mesh.shards == 1:
-            return local
-        chunk = -(-shape[0] // self.mesh.shards)
-        padded = local.new_zeros((chunk, *shape[1:]))
-        padded[: local.shape[0]].copy_(local)
-        padded = padded.to(self.device)
-        gathered = padded.new_empty((chunk * self.mesh.shards, *shape[1:]))
+            return local.to(self.device)
+        padded = self._padded(local, shape)
+        gathered = padded.new_empty((len(padded) * self.mesh.shards, *shape[1:]))
         _all_gather(gathered, padded, group=self.mesh.shard_group)
         return gathered[: shape[0]]
 
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Those that belong to a checkpoint; every rank has all of them."""
+        persistent = self.module.state_dict().keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+
     # --- gradients ------------------------------------------------------------------------------------------
+
+    def copies(self, name: str) -> int:
+        """Ranks of a tensor parallel group that have the same shard of this Parameter."""
+        replicated = self.tp is None or isinstance(self.tp.plan[name], Replicated)
+        return self.mesh.tp if replicated else 1
+
+    def add_up(self, shards: dict[str, Tensor]) -> None:
+        """Make gradients whole that each tensor parallel rank has a share of; collective. Those are replaced
+        in `shards`: what FSDP2 holds stays as it is, so that more may be added to it."""
+        if self.tp is None:
+            return
+        summed = [name for name in shards if self.tp.plan[name] == Replicated(summed=True)]
+        shards |= {name: shards[name].clone() for name in summed}
+        self.tp.add_up(shards)
 
     def gradient(self, name: str) -> Tensor | None:
         """This rank's shard of the gradient, added up over the shard group."""

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.models.causal_lm import causal_lm
-from lockstep.models.forward import DecoderInputs, decoder_inputs, head_of, run_decoder
+from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, head_of, run_decoder
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
+from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import PackedBatch
+from lockstep.train.rows import Rows, scatter
 from lockstep.train.rows import part as part_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingPart:
+    """What one rank of a ring does of a pack."""
+
+    ring: Ring
+    local: Tensor
+    """[R] int64: which of the rank's own hidden states the head sees."""
+    every: Rows
+    """The slots of the pack that the head sees on all ranks of the ring together, in pack order."""
 
 
 class LossModule(nn.Module):
@@ -25,29 +40,51 @@ class LossModule(nn.Module):
         config: layout, padding side, execution.
         temperature: logprobs are of logits divided by it.
         compiled: whether the layers are compiled: their inputs must then hold no Python lengths.
+        vocab: which part of the vocabulary the policy's head has; None: all of it.
     """
 
-    def __init__(self, policy: nn.Module, *, config: TrainConfig, temperature: float, compiled: bool) -> None:
+    def __init__(
+        self,
+        policy: nn.Module,
+        *,
+        config: TrainConfig,
+        temperature: float,
+        compiled: bool,
+        vocab: VocabShard | None = None,
+    ) -> None:
         super().__init__()
         self.policy = policy
-        self.config, self.temperature, self.compiled = config, temperature, compiled
+        self.config, self.temperature, self.compiled, self.vocab = config, temperature, compiled, vocab
         self.logprobs: Tensor | None = None
         self.entropy: Tensor | None = None
 
     def forward(
-        self, batch: PackedBatch, rows: Tensor | slice, labels: Tensor, loss: TokenLoss | None
+        self,
+        batch: PackedBatch,
+        rows: Rows,
+        labels: Tensor,
+        loss: TokenLoss | None,
+        part: RingPart | None = None,
     ) -> Tensor:
         """The loss, a scalar; without `loss` the logprobs [R]. `self.logprobs` and `self.entropy` keep the
-        [R] figures of the last call, detached."""
+        [R] figures of the last call, detached.
+
+        Args:
+            rows: the R slots of the pack that the head sees; on a ring, of this rank's.
+            part: on a ring. A separable loss is then of this rank's rows. Any other is of the whole pack,
+                the same on every rank of the ring, and its gradients are of this rank's rows.
+        """
         inputs = decoder_inputs(
             self.policy,
             batch,
             layout=self.config.layout,
             padding_side=self.config.padding_side,
             compiled=self.compiled,
+            ring=None if part is None else part.ring,
         )
         hidden = run_decoder(self.policy, inputs)
-        hidden = hidden if isinstance(rows, slice) else hidden.index_select(0, rows)
+        index = rows if part is None else part.local
+        hidden = hidden if isinstance(index, slice) else hidden.index_select(0, index)
         weight = head_of(self.policy).weight
         if loss is None:
             logprobs, entropy = linear_logprobs(hidden, weight, labels, head=self._head(False))
@@ -58,12 +95,16 @@ class LossModule(nn.Module):
                 hidden,
                 weight,
                 labels,
-                lambda lp, ent, part: token_loss(lp, ent, batch, part_of(rows, part)),
+                lambda lp, ent, chunk: token_loss(lp, ent, batch, part_of(rows, chunk)),
                 head=self._head(loss.entropy_grad),
             )
         else:
             logprobs, entropy = linear_logprobs(hidden, weight, labels, head=self._head(False))
-            value = loss(logprobs, entropy, batch, rows)
+            if part is None:
+                value = loss(logprobs, entropy, batch, rows)
+            else:
+                figures = [_of_the_ring(f, rows, part, batch.num_slots) for f in (logprobs, entropy)]
+                value = loss(figures[0], figures[1], batch, part.every)
         self.logprobs, self.entropy = logprobs.detach(), entropy.detach()
         return value
 
@@ -76,7 +117,29 @@ class LossModule(nn.Module):
             bias=head.bias,
             compiled=self.config.execution != "eager",
             entropy_grad=entropy_grad,
+            vocab=self.vocab,
         )
+
+
+def _of_the_ring(figures: Tensor, rows: Rows, part: RingPart, num_slots: int) -> Tensor:
+    """Figures of this rank's rows -> those of all rows of all ranks of the ring, in pack order."""
+    whole: Tensor = _RingSum.apply(scatter(figures, rows, num_slots), part.ring.group)  # type: ignore[no-untyped-call]
+    return whole if isinstance(part.every, slice) else whole.index_select(0, part.every)
+
+
+class _RingSum(torch.autograd.Function):
+    """Each rank's own slots, 0 elsewhere, into all slots. Every rank computes one and the same loss of them,
+    so the gradient of its own slots is already whole: nothing is added up in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, figures: Tensor, group: dist.ProcessGroup) -> Tensor:
+        whole = figures.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class LogprobModule(nn.Module):

@@ -27,6 +27,26 @@ def head_rows(batch: PackedBatch, *, static: bool, device: torch.device) -> tupl
     return rows.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
+def ring_rows(
+    batch: PackedBatch, index: Tensor, *, static: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for one rank of a ring, which has the slots `index` [t] of the pack, on the host.
+
+    Returns:
+        rows: [R] int64, the slots of the pack that are this rank's and that the head sees.
+        labels: [R] int64.
+        local: [R] int64, where they are among the rank's t.
+    """
+    mask = batch.loss_mask.index_select(0, index)
+    local = torch.arange(len(index)) if static else mask.nonzero()[:, 0]
+    rows = index.index_select(0, local)
+    labels = batch.labels.index_select(0, rows)
+    if static:
+        labels = torch.where(mask, labels, IGNORE_LABEL)
+    moved = [t.to(device, non_blocking=True) for t in (rows, labels, local)]
+    return moved[0], moved[1], moved[2]
+
+
 def part(rows: Rows, chunk: slice) -> Rows:
     """The slots of a chunk of the head's rows."""
     if isinstance(rows, slice):
