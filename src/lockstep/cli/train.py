@@ -4,23 +4,31 @@ lockstep train grpo --recipe demo --train.lr 1e-6
 lockstep train sft --data.source conversations.jsonl
 lockstep train run.toml
 lockstep train --resume runs/demo-20260101-120000
+lockstep train sft --train.backend fsdp2 --ranks 2 --data.source conversations.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
 from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
-from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.run import GRPORun, RunConfig, SFTRun, check_ranks
 from lockstep.errors import ConfigError
+from lockstep.observe.run_dir import new_path
+from lockstep.ranks.launch import in_launcher, launch_ranks
+
+if TYPE_CHECKING:
+    from lockstep.ranks.context import RankContext
 
 USAGE = """usage: lockstep train grpo|sft [--recipe NAME] [OPTIONS]
        lockstep train RUN.toml [OPTIONS]
@@ -52,6 +60,21 @@ class General(TypedDict):
     ]
     json: Annotated[Path | None, tyro.conf.arg(help="Write the run's summary to this file.", metavar="FILE")]
     print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved config and start nothing.")]
+    ranks: Annotated[
+        int | None,
+        tyro.conf.arg(
+            help="Start so many processes on this machine, which train together (train.backend fsdp2 or "
+            "deepspeed). Under torchrun and deepspeed, which start them, leave it out.",
+            metavar="N",
+        ),
+    ]
+    rank_timeout: Annotated[
+        float | None,
+        tyro.conf.arg(
+            help="How long a rank waits for another before the run ends with an error; None: 1800.",
+            metavar="SECONDS",
+        ),
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +86,8 @@ class TrainCommand:
     checkpoint: int | None
     json: Path | None
     print_config: bool
+    ranks: int | None = None
+    rank_timeout: float | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,10 +100,17 @@ def main(argv: Sequence[str]) -> int:
     if command.print_config:
         print(dump_toml(command.run), end="")
         return 0
+    if in_launcher():
+        _check_launcher(command)
+    elif command.ranks is not None:
+        check_ranks(command.run, command.ranks)
+        if command.ranks > 1 and not _is_finished(command):
+            return launch(command, argv)
     summary = start(command)
-    if command.json is not None:
-        command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
-    print(verdict(summary))
+    if os.environ.get("RANK", "0") == "0":
+        if command.json is not None:
+            command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+        print(verdict(summary))
     return TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
 
 
@@ -112,7 +144,46 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         checkpoint=early.checkpoint,
         json=values["json"],
         print_config=bool(values["print_config"]),
+        ranks=values["ranks"],
+        rank_timeout=values["rank_timeout"],
     )
+
+
+def launch(command: TrainCommand, argv: Sequence[str]) -> int:
+    """Start the ranks of `--ranks N`, each by the same command line, and wait for them; the exit status.
+
+    Their output, by rank, is under logs/ranks/ of the run directory.
+    """
+    assert command.ranks is not None
+    folder = command.resume or command.run.run_dir or new_path(command.run.name)
+    flags = [] if command.resume or command.run.run_dir else ["--run-dir", str(folder)]
+    started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return launch_ranks(
+        ["train", *argv, *flags],
+        ranks=command.ranks,
+        timeout=None,
+        log_dir=folder / "logs" / "ranks" / started,
+        in_good_order=True,
+    )
+
+
+def _is_finished(command: TrainCommand) -> bool:
+    """Whether nothing is left to do. Raises ConfigError, DataError, ModelError: it cannot start."""
+    from lockstep.loop.preflight import preflight
+
+    found = preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)
+    return found is not None
+
+
+def _check_launcher(command: TrainCommand) -> None:
+    started = int(os.environ["WORLD_SIZE"])
+    if command.ranks not in (None, started):
+        raise ConfigError(
+            f"--ranks {command.ranks}, but {started} ranks were started; leave --ranks out under torchrun "
+            "and deepspeed, or give the same number"
+        )
+    if command.rank_timeout is not None and command.rank_timeout <= 0:
+        raise ConfigError(f"--rank-timeout {command.rank_timeout:g} must be above 0 seconds")
 
 
 def start(command: TrainCommand) -> Mapping[str, Any]:
@@ -121,23 +192,28 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
     from lockstep.loop.preflight import preflight
 
     if (summary := preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)) is not None:
-        print(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
+    from lockstep.loop.joining import joined
+
     try:
-        return _train(command)
+        with joined(command.run, seconds=command.rank_timeout) as ranks:
+            return _train(command, ranks)
     except Interrupted as stop:
         return stop.summary
 
 
-def _train(command: TrainCommand) -> Mapping[str, Any]:
-    if isinstance(command.run, GRPORun):
+def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:
+    run, resume, checkpoint = command.run, command.resume, command.checkpoint
+    if isinstance(run, GRPORun):
         from lockstep.loop.online import train_online
 
-        return train_online(command.run, resume=command.resume, checkpoint=command.checkpoint)
+        return train_online(run, resume=resume, checkpoint=checkpoint, ranks=ranks)
     from lockstep.loop.offline import train_offline
 
-    assert isinstance(command.run, SFTRun)
-    return train_offline(command.run, resume=command.resume, checkpoint=command.checkpoint)
+    assert isinstance(run, SFTRun)
+    return train_offline(run, resume=resume, checkpoint=checkpoint, ranks=ranks)
 
 
 def verdict(summary: Mapping[str, Any]) -> str:

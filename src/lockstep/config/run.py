@@ -15,6 +15,7 @@ from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import CheckpointConfig, EngineConfig, EvalConfig, LogConfig, TrainConfig
+from lockstep.errors import ConfigError
 
 
 class RunConfig(Config):
@@ -33,6 +34,17 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def documents_per_update(self) -> int:
+        """Documents of one optimizer step."""
+        raise NotImplementedError
+
+    @property
+    def documents_setting(self) -> str:
+        """Which settings decide that."""
+        raise NotImplementedError
+
     if TYPE_CHECKING:
         # Each kind of run declares its own; here it would come before `algorithm` and the like in a dump.
         kind: str
@@ -50,6 +62,35 @@ class RunConfig(Config):
                 "would be recorded; lower it, or raise steps (they count from 0)"
             )
         return self
+
+
+def check_ranks(run: RunConfig, ranks: int) -> None:
+    """Whether `run` can be spread over so many ranks: what can be known before any of them starts.
+
+    Raises:
+        ConfigError: names the numbers, and those that would work.
+    """
+    train = run.train
+    if train.backend == "local" and ranks > 1:
+        raise ConfigError(
+            f"train.backend = 'local' is one process on one device, but there are {ranks} ranks: each would "
+            "train a copy of its own. Set --train.backend fsdp2 or deepspeed, or start one process"
+        )
+    together = train.tp * train.ring
+    if ranks % together:
+        sizes = ", ".join(str(together * n) for n in (1, 2, 4))
+        raise ConfigError(
+            f"{ranks} rank{'s' if ranks > 1 else ''} cannot be split into groups of train.tp * train.ring = "
+            f"{train.tp} * {train.ring} = {together}: start a multiple of {together} (--ranks {sizes}, ...), "
+            "or lower train.tp or train.ring"
+        )
+    documents = run.documents_per_update
+    if ranks // together > documents:
+        what = f"ranks / (tp * ring) = {ranks // together}" if together > 1 else f"{ranks} ranks"
+        raise ConfigError(
+            f"{what} share the documents of an optimizer step, and there are only {documents} of them "
+            f"({run.documents_setting}): the others would have nothing to do. Start fewer ranks, or raise it"
+        )
 
 
 RL_METRICS = ("strict_accuracy", "lenient_accuracy", "mean_reward", "mean_completion_tokens")
@@ -88,6 +129,16 @@ class GRPORun(RunConfig):
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def documents_per_update(self) -> int:
+        """Rollouts of one minibatch."""
+        return self.rollout.prompts_per_step * self.rollout.group_size // self.train.minibatches
+
+    @property
+    def documents_setting(self) -> str:
+        """Which settings decide that."""
+        return "rollout.prompts_per_step * rollout.group_size / train.minibatches"
 
     @model_validator(mode="after")
     def _check(self) -> GRPORun:
@@ -142,6 +193,16 @@ class SFTRun(RunConfig):
     """Documents per optimizer step."""
     eval_every: NonNegativeInt = 0
     """Steps between held-out losses; 0: before and after only, when there is eval_data."""
+
+    @property
+    def documents_per_update(self) -> int:
+        """Documents of one optimizer step."""
+        return self.batch_size
+
+    @property
+    def documents_setting(self) -> str:
+        """Which setting decides that."""
+        return "batch_size"
 
     @model_validator(mode="after")
     def _check(self) -> SFTRun:

@@ -78,7 +78,6 @@ _COMPILED = "ci-cpu:tests/parity/test_compiled.py"
 _ON_H200 = "gpu:benchmarks/results/parity-h200.json"
 
 TABLE: tuple[Entry, ...] = (
-    Entry(status="unsupported", backend=("fsdp2",), reason=_LATER, instead="train.backend = 'local'"),
     Entry(status="unsupported", engine=("native",), reason=_LATER, instead="engine.name = 'hf'"),
     Entry(status="unsupported", engine=("vllm",), reason=_LATER, instead="engine.name = 'hf'"),
     Entry(status="unsupported", engine=("sglang",), reason=_LATER, instead="engine.name = 'hf'"),

@@ -12,6 +12,7 @@ from lockstep.config.support import check_device_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.models.dtypes import resolve_dtype
+from lockstep.ranks.context import RankContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,15 +33,18 @@ class Axes:
     """What the support table says about it; may be empty."""
 
 
-def resolve_axes(run: RunConfig, *, engine: str | None) -> Axes:
+def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | None = None) -> Axes:
     """Resolve the auto values of `run`, and look the result up in the support table.
+
+    Args:
+        ranks: on several of them, each has its device: of local rank r, cuda:r.
 
     Raises:
         ConfigError: train.device names a device that this machine does not have, or the combination is not
             supported on it.
     """
     train = run.train
-    device = _device(train)
+    device = _device(train) if ranks is None or ranks.world_size == 1 else str(ranks.device)
     attention = train.attention
     if attention == "auto":
         attention = "varlen" if device.startswith("cuda") else "sdpa"

@@ -30,6 +30,7 @@ from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
+from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import NoRecorder, Recorder
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
@@ -60,6 +61,7 @@ class OnlineParts:
     plan: Planner
     on_progress: OnProgress | None = None
     recorder: Recorder | NoRecorder = field(default_factory=NoRecorder)
+    ranks: RankContext = field(default_factory=RankContext.alone)
 
     def close(self) -> None:
         """Engine first: it reads the backend's Parameters. One that fails to close does not keep the others
@@ -70,19 +72,25 @@ class OnlineParts:
 
 
 def build_online(
-    run: GRPORun, *, rewards: Sequence[Callable[..., Any]] = (), on_progress: OnProgress | None = None
+    run: GRPORun,
+    *,
+    rewards: Sequence[Callable[..., Any]] = (),
+    on_progress: OnProgress | None = None,
+    ranks: RankContext | None = None,
 ) -> OnlineParts:
     """Check, load and wire everything that `run` names.
 
     Args:
         rewards: Python callables instead of `run.rewards`, each f(prompt=, completion=, row=) -> float.
+        ranks: the ranks of the run, every one of which makes this call; None: this process alone.
 
     Raises:
         ConfigError, ModelError, DataError: before anything is trained.
     """
     options = run.algorithm.resolved()
     engine, reward_set = ENGINES.load(run.engine.name), RewardSet(run.rewards, functions=rewards)
-    axes, model = load_policy(run, engine=run.engine.name)
+    ranks = ranks or RankContext.alone()
+    axes, model = load_policy(run, engine=run.engine.name, ranks=ranks)
     prompts, eval_prompts = load_train_and_held_out(
         run, tokenizer=model.tokenizer, vocab_size=text_config(model.module).vocab_size
     )
@@ -101,7 +109,7 @@ def build_online(
         axes=axes,
         model=model,
         backend=backend,
-        engine=engine(run.engine, model=model),
+        engine=engine(run.engine, model=engine_model(run, axes, model, backend)),
         transfer=InProcessTransfer(),
         algorithm=algorithm,
         algorithm_options=options,
@@ -113,24 +121,44 @@ def build_online(
             static_capacity=axes.static_capacity,
             max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
             max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
+            parts=data_parallel(run, ranks),
         ),
         on_progress=on_progress,
+        ranks=ranks,
     )
 
 
-def load_policy(run: RunConfig, *, engine: str | None) -> tuple[Axes, LoadedModel]:
-    """The resolved axes and the policy, on its device. Seeds the global generators that dropout and reward
-    functions draw from: `run.seed` decides them too."""
+def load_policy(
+    run: RunConfig, *, engine: str | None, ranks: RankContext | None = None
+) -> tuple[Axes, LoadedModel]:
+    """The resolved axes and the policy, on its device; without weights, where the backend reads its own part
+    of them. Seeds the global generators that dropout and reward functions draw from: `run.seed` decides them
+    too."""
     random.seed(run.seed)
     np.random.seed(run.seed % 2**32)
     torch.manual_seed(run.seed)
-    axes = resolve_axes(run, engine=engine)
+    axes = resolve_axes(run, engine=engine, ranks=ranks)
     device = torch.device(axes.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # kernels that are launched by hand look at the current device
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)
-    return axes, load_model(run.model, attention=axes.attention, device=device)
+    backend = BACKENDS.load(run.train.backend)
+    whole = not backend.shards_weights
+    return axes, load_model(run.model, attention=axes.attention, device=device, materialize=whole)
+
+
+def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainBackend) -> LoadedModel:
+    """What the engine samples with: the trainer's own module where its Parameters are whole between calls,
+    else a second one, into which every push copies."""
+    if backend.weights(policy_version=0).shared_module is model.module:
+        return model
+    return load_model(run.model, attention=axes.attention, device=torch.device(axes.device))
+
+
+def data_parallel(run: RunConfig, ranks: RankContext) -> int:
+    """How many ranks get micro-batches of their own."""
+    return ranks.world_size // (run.train.tp * run.train.ring)
 
 
 def build_backend(
@@ -212,9 +240,20 @@ class Planner:
     """Longest document that the run can have, in tokens: what compiled graphs are made for."""
     max_documents: int
     """Most documents of one optimizer step."""
+    parts: int = 1
+    """Ranks that micro-batches are dealt out to."""
 
     def __call__(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
-        """Balanced packs under the token budget, at static capacity where graphs need it."""
+        """Balanced packs under the token budget, at static capacity where graphs need it; as many for one
+        rank as for the next where there are enough documents."""
+        batches = self._plan(samples, loss_weights, at_least=self.parts)
+        if len(batches) % self.parts and len(batches) < len(samples):
+            return self._plan(samples, loss_weights, at_least=-(-len(batches) // self.parts) * self.parts)
+        return batches
+
+    def _plan(
+        self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], *, at_least: int
+    ) -> list[PackedBatch]:
         static = self.static_capacity
         limits = PackLimits(
             token_budget=self.train.token_budget,
@@ -222,5 +261,6 @@ class Planner:
             layout=self.train.layout,
             max_seqlen=self.max_seqlen if static else None,
             max_documents=self.max_documents if static else None,
+            min_packs=at_least,
         )
         return plan_micro_batches(samples, loss_weights, limits)

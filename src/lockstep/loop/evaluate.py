@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.config.rollout import SamplingConfig
 from lockstep.loop.build import OnlineParts
@@ -49,7 +50,9 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | 
     sampling = SamplingConfig.model_validate(
         run.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": run.eval.temperature}
     )
-    sampler = GroupSampler(engine=parts.engine, rewards=parts.rewards, on_progress=parts.on_progress)
+    sampler = GroupSampler(
+        engine=parts.engine, rewards=parts.rewards, on_progress=parts.on_progress, ranks=parts.ranks
+    )
     sampled = sampler.groups(
         eval_prompts(parts),
         Draw(run_seed=run.seed, step=EVAL_STEP),
@@ -65,12 +68,13 @@ def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
 
 
 def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
-    """Accuracies and mean reward of finished rollouts."""
+    """Accuracies and mean reward of finished rollouts; on several ranks each judges a share of them."""
     rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
     texts = [(row, rollout.completion.text or "") for row, rollout in rollouts]
-    strict = [mark for row, text in texts if (mark := parts.rewards.strict(row, text)) is not None]
-    parts.rewards.take_counts()  # else the next training step would report them as its own
-    lenient = [marks for row, text in texts if (marks := lenient_correct(row, text)) is not None]
+    share = texts[parts.ranks.rank :: parts.ranks.world_size]
+    everyone = parts.ranks.each(lambda: _judged(parts, share), what="judging the evaluation")
+    strict = [mark for marks, _ in everyone for mark in marks]
+    lenient = [mark for _, marks in everyone for mark in marks]
     return Evaluation(
         strict_accuracy=statistics.fmean(strict) if strict else None,
         lenient_accuracy=lenient_accuracy(lenient) if lenient else None,
@@ -79,3 +83,13 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
         mean_completion_tokens=statistics.fmean(len(r.completion.token_ids) for _, r in rollouts),
         groups=tuple(groups),
     )
+
+
+def _judged(
+    parts: OnlineParts, texts: Sequence[tuple[Mapping[str, Any], str]]
+) -> tuple[list[bool], list[tuple[bool, bool]]]:
+    """Strict and lenient marks of (row, completion), of those that have any."""
+    strict = [mark for row, text in texts if (mark := parts.rewards.strict(row, text)) is not None]
+    parts.rewards.take_counts()  # else the next training step would report them as its own
+    lenient = [marks for row, text in texts if (marks := lenient_correct(row, text)) is not None]
+    return strict, lenient

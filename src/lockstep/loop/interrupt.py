@@ -28,6 +28,8 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
+        self.at_once = False
+        """A second signal came, or one outside `deferred`."""
         self.signal: signal.Signals | None = None
         """The last one that came."""
         self._on_request: Callable[[], None] | None = None
@@ -56,6 +58,13 @@ class Interrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         if self.requested or self._on_request is None:
+            self.at_once = True
             raise KeyboardInterrupt
+        self.request(self.signal)
+
+    def request(self, number: signal.Signals) -> None:
+        """What the first signal does; another rank's counts as this one's."""
+        self.signal = number
         self.requested = True
-        self._on_request()
+        if self._on_request is not None:
+            self._on_request()

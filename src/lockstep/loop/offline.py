@@ -12,26 +12,34 @@ from typing import Any
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.run import SFTRun
 from lockstep.data.sft import SFTSet, load_sft
-from lockstep.loop.build import Planner, build_backend, load_policy, recording_header
+from lockstep.loop.build import Planner, build_backend, data_parallel, load_policy, recording_header
+from lockstep.loop.joining import joined
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
+from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
 
 
 def train_offline(
-    run: SFTRun, *, resume: Path | None = None, checkpoint: int | None = None
+    run: SFTRun,
+    *,
+    resume: Path | None = None,
+    checkpoint: int | None = None,
+    ranks: RankContext | None = None,
 ) -> dict[str, Any]:
     """Fine-tune a policy on documents; returns the run's summary (see `Session.finish`).
 
     Args:
         resume: a run directory to go on from; `run` is its config.
         checkpoint: the step of the checkpoint to go on from; None is the last.
+        ranks: every one of them makes this call; None: those of the launcher that started this process, if
+            one did.
     """
     if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
         return summary
-    with Session(run, resume=resume) as session:
-        axes, model = load_policy(run, engine=None)
+    with joined(run, ranks) as ranks, Session(run, resume=resume, ranks=ranks) as session:
+        axes, model = load_policy(run, engine=None, ranks=ranks)
         documents = load_sft(run.data, tokenizer=model.tokenizer)
         held_out = None if run.eval_data is None else load_sft(run.eval_data, tokenizer=model.tokenizer)
         algorithm = ALGORITHMS.load("sft")(run.algorithm)
@@ -41,6 +49,7 @@ def train_offline(
             static_capacity=axes.static_capacity,
             max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
             max_documents=run.batch_size,
+            parts=data_parallel(run, ranks),
         )
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
         first_step = session.restore(backend, checkpoint)
@@ -72,11 +81,11 @@ def train_offline(
             session.log_evaluation(name, done, numbers)
             return True
 
-        with session.interruptible() as interrupt:
+        with session.interruptible():
             for done in range(first_step, run.steps + 1):
                 with session.keeping(done, backend):
-                    fresh = not interrupt.requested and evaluate(done)
-                if interrupt.requested:
+                    fresh = not session.stopping() and evaluate(done)
+                if session.stopping():
                     return session.interrupted(done, backend)
                 if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
                     session.save(done, backend)

@@ -23,10 +23,12 @@ from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.evaluate import Evaluation, evaluate
+from lockstep.loop.joining import joined
 from lockstep.loop.metrics import rollout_metrics, shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
+from lockstep.ranks.context import RankContext
 from lockstep.rollout.sampler import Draw, GroupSampler, Resampling, SampledStep
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.rollout import RolloutGroup
@@ -38,6 +40,7 @@ def train_online(
     resume: Path | None = None,
     checkpoint: int | None = None,
     rewards: Sequence[Callable[..., Any]] = (),
+    ranks: RankContext | None = None,
 ) -> dict[str, Any]:
     """Train a policy with RL; returns the run's summary (see `Session.finish`).
 
@@ -45,11 +48,15 @@ def train_online(
         resume: a run directory to go on from; `run` is its config.
         checkpoint: the step of the checkpoint to go on from; None is the last.
         rewards: Python callables that replace `run.rewards`, called as f(prompt=, completion=, row=).
+        ranks: every one of them makes this call; None: those of the launcher that started this process, if
+            one did.
     """
     if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
         return summary
-    with Session(run, resume=resume) as session, contextlib.ExitStack() as cleanup:
-        parts = build_online(run, rewards=rewards, on_progress=session.display.progress)
+    with contextlib.ExitStack() as cleanup:
+        ranks = cleanup.enter_context(joined(run, ranks))
+        session = cleanup.enter_context(Session(run, resume=resume, ranks=ranks))
+        parts = build_online(run, rewards=rewards, on_progress=session.display.progress, ranks=ranks)
         cleanup.callback(parts.close)
         prompts = parts.prompts
         session.describe(
@@ -59,11 +66,11 @@ def train_online(
         parts = _recorded(parts, session, first_step)
         trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
         trainer.push(policy_version=first_step)
-        with session.interruptible(parts.engine.abort) as interrupt:
+        with session.interruptible(parts.engine.abort):
             for done in range(first_step, run.steps + 1):
                 with session.keeping(done, parts.backend):
-                    fresh = not interrupt.requested and _evaluate(session, trainer, done)
-                if interrupt.requested:
+                    fresh = not session.stopping() and _evaluate(session, trainer, done)
+                if session.stopping():
                     return session.interrupted(done, parts.backend)
                 if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
                     session.save(done, parts.backend)
@@ -72,7 +79,7 @@ def train_online(
                 session.begin_step(done)
                 with session.keeping(done, parts.backend):
                     sampled = trainer.sample(done)
-                if interrupt.requested:  # generation was cut short: this step never happened
+                if session.stopping():  # generation was cut short: this step never happened
                     return session.interrupted(done, parts.backend)
                 result = trainer.update(sampled.groups)
                 trainer.push(policy_version=done + 1)
@@ -152,6 +159,7 @@ class OnlineTrainer:
             on_progress=parts.on_progress,
             spans=self.spans,
             cancelled=self.cancelled,
+            ranks=parts.ranks,
         )
         draw = Draw(run_seed=run.seed, step=step)
         with self.spans("generate"):

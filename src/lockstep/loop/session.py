@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import platform
-import shlex
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,54 +13,59 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import transformers
 
-import lockstep
 from lockstep import attention
-from lockstep.config.load import check_resumable, dump_toml, override
 from lockstep.config.run import RunConfig
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.interrupt import Interrupt, Interrupted
+from lockstep.loop.joining import compare_settings, manifest, open_run_dir, resume_command
 from lockstep.loop.metrics import gap_complaint
 from lockstep.models.load import LoadedModel
 from lockstep.observe.display import Display
-from lockstep.observe.files import write_atomic
 from lockstep.observe.memory import memory_metrics
 from lockstep.observe.metrics import MetricsLog
-from lockstep.observe.run_dir import EVALUATIONS, RunDir
+from lockstep.observe.run_dir import EVALUATIONS
 from lockstep.observe.spans import Spans
 from lockstep.protocols import TrainBackend
+from lockstep.ranks.context import RankContext, RankError
+from lockstep.ranks.guard import Desync, Guard
 from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
+
+FAILED_TOGETHER_SECONDS = 10.0
+"""How long a rank that failed waits to hear that all others failed with it."""
 
 
 class Session:
     """One process's share of a run: from its start, or from a checkpoint, to its end. A context manager.
 
+    On several ranks every rank makes the same calls; only rank 0's write and show something.
+
     Args:
         resume: the folder of the run to go on with; None starts a new one in `run.run_dir`.
+        ranks: None: this process alone.
     """
 
-    def __init__(self, run: RunConfig, *, resume: Path | None = None) -> None:
+    def __init__(
+        self, run: RunConfig, *, resume: Path | None = None, ranks: RankContext | None = None
+    ) -> None:
         self.run = run
+        self.ranks = ranks or RankContext.alone()
+        compare_settings(run, self.ranks, resume=resume)
         self.display = Display(
-            run.name, total_steps=run.steps, mode=run.log.display, compiled=run.train.execution != "eager"
+            run.name,
+            total_steps=run.steps,
+            mode=run.log.display if self.ranks.is_first else "off",
+            compiled=run.train.execution != "eager",
         )
         self.spans = Spans(on_change=self.display.phase)
-        if resume is None:
-            path = run.run_dir or _new_path(run.name)
-            self.dir = RunDir.create(path, config_toml=dump_toml(run), manifest=_manifest())
-        else:
-            check_resumable(resume, run)
-            self.dir = RunDir.open(resume)
-            # Another number of steps, say, must still hold when this process is killed and resumed again.
-            write_atomic(self.dir.config, dump_toml(override(run, {"run_dir": None})))
+        self.dir = open_run_dir(run, self.ranks, resume=resume)
         self._interrupt = Interrupt()
         self._resumed = resume is not None
-        self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint)
+        self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint, ranks=self.ranks)
         self._started = time.monotonic()
         self._state: dict[str, Any] = {"wall_seconds": 0.0, "evaluations": {}, "trained_tokens": 0}
         self._metrics: MetricsLog | None = None
@@ -91,11 +94,11 @@ class Session:
             self.display.__exit__(kind, error, trace)
             self.dir.close()
             self._interrupt.__exit__()
-        if summary is not None and isinstance(error, KeyboardInterrupt):
+        if summary is not None and summary["outcome"] == "interrupted":
             raise Interrupted(summary) from error
 
     def _broken_off(self, error: BaseException) -> dict[str, Any]:
-        if not isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt) and not self._interrupt.at_once:
             return self._summary("failed", error=f"{type(error).__name__}: {error}")
         steps = self._checkpoints.steps()
         self.display.note(
@@ -110,7 +113,7 @@ class Session:
         return {
             "steps": steps,
             "signal": name,
-            "resume": f"lockstep train --resume {shlex.quote(str(self.dir.path))}",
+            "resume": resume_command(self.dir.path, self.ranks),
         }
 
     def describe(
@@ -126,6 +129,8 @@ class Session:
             DataError: a resumed run finds other training data than it was started with.
         """
         self._axes = axes
+        same = asdict(axes) | {"device": axes.device.partition(":")[0], "data fingerprint": fingerprint}
+        self.ranks.require_same(same, what="what they found")
         if axes.device.startswith("cuda"):
             self.spans.synchronize = partial(torch.cuda.synchronize, axes.device)
         if self._resumed:
@@ -137,6 +142,7 @@ class Session:
                 "data": dict(data),
                 "data_fingerprint": fingerprint,
                 "cpu_threads": torch.get_num_threads(),
+                "ranks": self.ranks.world_size,
             }
         )
         engine = f", engine {axes.engine}" if axes.engine else ""
@@ -145,6 +151,8 @@ class Session:
             f"{model.name} on {axes.device} in {axes.dtype}: {axes.backend} backend{engine}, {kernel} "
             f"attention, {axes.execution}, {axes.layout}"
         )
+        if self.ranks.world_size > 1:
+            self.display.note(self.ranks.statement)
         if axes.support == "untested":
             self.display.note(
                 f"untested combination: {axes.support_note} (`lockstep support` lists what is tested)"
@@ -154,22 +162,23 @@ class Session:
             self.display.note("data: " + ", ".join(f"{count} {name}" for name, count in left_out.items()))
 
     def _compare_manifest(self, fingerprint: str | None) -> None:
-        manifest = self.dir.read_manifest()
-        before = manifest.get("data_fingerprint")
+        then = self.dir.read_manifest()
+        before = then.get("data_fingerprint")
         if before is not None and before != fingerprint:
             raise DataError(
                 f"the training data changed since {str(self.dir.path)!r} was started (fingerprint {before}, "
                 f"now {fingerprint}), so the run cannot go on as it was; restore data.source, or start "
                 "a new run"
             )
-        now = _manifest()
-        for name in ("lockstep", "torch", "transformers", "python", "cuda_device"):
-            if manifest.get(name) != now[name]:
+        now = manifest() | {"ranks": self.ranks.world_size}
+        then.setdefault("ranks", 1)  # of a run that an earlier version began
+        for name in ("lockstep", "torch", "transformers", "python", "cuda_device", "ranks"):
+            if then.get(name) != now[name]:
                 self.display.note(
-                    f"the run was started with {name} {manifest.get(name)} and goes on with {now[name]}: its "
+                    f"the run was started with {name} {then.get(name)} and goes on with {now[name]}: its "
                     "numbers may differ from those of a run that was not interrupted"
                 )
-        self.dir.update_manifest({"resumed": [*manifest.get("resumed", []), now]})
+        self.dir.update_manifest({"resumed": [*then.get("resumed", []), now]})
 
     def restore(self, backend: TrainBackend, checkpoint: int | None) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
@@ -193,9 +202,10 @@ class Session:
                 "name": self.run.name,
                 "config": self.run.model_dump(mode="json"),
             }
-        self._metrics = MetricsLog.of_run(
-            self.dir, tensorboard=self.run.log.tensorboard, wandb=wandb, first_step=done
-        )
+        if self.ranks.is_first:
+            self._metrics = MetricsLog.of_run(
+                self.dir, tensorboard=self.run.log.tensorboard, wandb=wandb, first_step=done
+            )
         return done
 
     def recorder(
@@ -235,8 +245,17 @@ class Session:
             yield interrupt
 
     def is_cancelled(self) -> bool:
-        """Whether the run was asked to end in good order."""
+        """Whether this process was asked to end in good order; `stopping` says it for all ranks."""
         return self._interrupt.requested
+
+    def stopping(self) -> bool:
+        """Whether the run ends here in good order, because a signal came to one of its ranks. Collective:
+        every rank gets the same answer."""
+        asked = self._interrupt.signal.name if self._interrupt.requested and self._interrupt.signal else None
+        first = next(filter(None, self.ranks.gather(asked, what="the step's boundary")), None)
+        if first is not None and not self._interrupt.requested:
+            self._interrupt.request(signal.Signals[first])
+        return first is not None
 
     def begin_step(self, step: int) -> None:
         """`step` counts from 0."""
@@ -332,10 +351,22 @@ class Session:
         since the last checkpoint are saved before the error goes on."""
         try:
             yield
-        except Exception:
-            if done > 0 and self._saved != done:
+        except Exception as error:
+            if done > 0 and self._saved != done and self._failed_together(done, error):
                 self.display.note(f"failed after {done} steps; saved {self.save(done, backend)}")
             raise
+
+    def _failed_together(self, done: int, error: Exception) -> bool:
+        """Whether all ranks have failed at the same place, so that they can still save together."""
+        if self.ranks.world_size == 1:
+            return True
+        if isinstance(error, RankError):
+            return False
+        guard = Guard(self.ranks, seconds=FAILED_TOGETHER_SECONDS)
+        with contextlib.suppress(Desync):  # the others are elsewhere, or gone: the error itself goes on
+            guard.exchange(done, {}, what="saving what is there", name=f"failed-{done}")
+            return True
+        return False
 
     def interrupted(self, done: int, backend: TrainBackend) -> dict[str, Any]:
         """Save after `done` steps and end the run for now."""
@@ -354,6 +385,8 @@ class Session:
         return self._summary("finished", **extra)
 
     def _write(self, step: int, values: Mapping[str, Any], *, evaluation: str | None = None) -> None:
+        if not self.ranks.is_first:
+            return
         assert self._metrics is not None, "restore() opens the metrics"
         self._metrics.write(step, values, evaluation=evaluation)
 
@@ -406,21 +439,3 @@ def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, An
         for group in groups
         for number, rollout in enumerate(group.rollouts)
     ]
-
-
-def _new_path(name: str) -> Path:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{name}-{stamp}"
-
-
-def _manifest() -> dict[str, Any]:
-    return {
-        "lockstep": lockstep.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu_threads": torch.get_num_threads(),
-        "cuda_device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }

@@ -15,6 +15,7 @@ steps, an evaluation with "step": n is of those weights.
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -37,8 +38,13 @@ class RunDir:
     """The open folder of a run, locked against other processes until `close` (or the end of a `with`)."""
 
     def __init__(self, path: Path, lock: RunLock) -> None:
-        self.path = path
         self._lock = lock
+        self._name_files(path)
+        for folder in (self.rollouts, self.checkpoints, self.logs):
+            folder.mkdir(exist_ok=True)
+
+    def _name_files(self, path: Path) -> None:
+        self.path = path
         self.config = path / "config.toml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
@@ -46,8 +52,6 @@ class RunDir:
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        for folder in (self.rollouts, self.checkpoints, self.logs):
-            folder.mkdir(exist_ok=True)
 
     @classmethod
     def create(cls, path: Path, *, config_toml: str, manifest: Mapping[str, Any]) -> RunDir:
@@ -140,6 +144,39 @@ class RunDir:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class FollowedRunDir(RunDir):
+    """The folder of a run that another process writes, rank 0 of the same run: what would write does
+    nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._name_files(path)
+
+    def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
+        """Nothing."""
+
+    def update_manifest(self, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Nothing is written; the path that it would have."""
+        return self.rollouts / f"step-{step:06d}.jsonl"
+
+    def write_evaluation(self, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Nothing is written; the path that it would have."""
+        return self.rollouts / f"evaluation-{name}.jsonl"
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing is locked."""
+
+
+def new_path(name: str) -> Path:
+    """Where a run without a folder of its own is written."""
+    return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def check_free(path: Path) -> None:

@@ -100,7 +100,14 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, cores // ranks)
 
 
-def launch_ranks(argv: Sequence[str], *, ranks: int, timeout: float | None, log_dir: Path) -> int:
+def launch_ranks(
+    argv: Sequence[str],
+    *,
+    ranks: int,
+    timeout: float | None,
+    log_dir: Path,
+    in_good_order: bool = False,
+) -> int:
     """Run `python -m lockstep ARGV` on every rank and wait for all.
 
     Rank 0's output is shown as it comes; everything a rank prints is in log_dir/rank-N.log and, for stderr,
@@ -112,6 +119,8 @@ def launch_ranks(argv: Sequence[str], *, ranks: int, timeout: float | None, log_
         argv: without the program's name.
         timeout: seconds for the whole; None: as long as the ranks take (their collectives have deadlines of
             their own).
+        in_good_order: the ranks end by themselves after Ctrl-C or SIGTERM, which may take them a while (they
+            save): they are waited for until a second signal comes.
 
     Returns:
         0; or the status of the rank that failed first (128 + N for signal N); 124 after the timeout; 130
@@ -121,11 +130,22 @@ def launch_ranks(argv: Sequence[str], *, ranks: int, timeout: float | None, log_
         ConfigError: fewer than 1 rank, or this process is a rank itself.
     """
     return launch_command(
-        [sys.executable, "-u", "-m", "lockstep", *argv], ranks=ranks, timeout=timeout, log_dir=log_dir
+        [sys.executable, "-u", "-m", "lockstep", *argv],
+        ranks=ranks,
+        timeout=timeout,
+        log_dir=log_dir,
+        in_good_order=in_good_order,
     )
 
 
-def launch_command(command: Sequence[str], *, ranks: int, timeout: float | None, log_dir: Path) -> int:
+def launch_command(
+    command: Sequence[str],
+    *,
+    ranks: int,
+    timeout: float | None,
+    log_dir: Path,
+    in_good_order: bool = False,
+) -> int:
     """`launch_ranks` for any program; `command[0]` is an executable."""
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least 1 rank is needed")
@@ -141,18 +161,23 @@ def launch_command(command: Sequence[str], *, ranks: int, timeout: float | None,
             f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
         ) from error
     with _quiet_elastic(), _signals_restored():
-        return _Launch(command, ranks=ranks, log_dir=log_dir).run(timeout)
+        return _Launch(command, ranks=ranks, log_dir=log_dir, in_good_order=in_good_order).run(timeout)
 
 
 class _Launch:
     """One set of processes."""
 
-    def __init__(self, command: Sequence[str], *, ranks: int, log_dir: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], *, ranks: int, log_dir: Path, in_good_order: bool = False
+    ) -> None:
         from datetime import timedelta
 
         from torch._C._distributed_c10d import TCPStore
 
         self.command, self.ranks, self.log_dir = list(command), ranks, log_dir
+        self.in_good_order = in_good_order
+        self.passed_on: signal.Signals | None = None
+        """The signal that ranks were sent, so that they end in good order."""
         self.store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
         )
@@ -176,7 +201,13 @@ class _Launch:
                 log_line_prefixes=dict.fromkeys(range(self.ranks), ""),
             )
             self.pids = dict(context.pids())
-            return self._watch(context, deadline)
+            try:
+                return self._watch(context, deadline)
+            except (SignalException, KeyboardInterrupt) as error:
+                if not self.in_good_order:
+                    raise
+                self._pass_on(signal.Signals(getattr(error, "sigval", signal.SIGINT)))
+                return self._watch(context, deadline)
         except (SignalException, KeyboardInterrupt) as error:
             number = signal.Signals(getattr(error, "sigval", signal.SIGINT))
             if context is not None:
@@ -191,7 +222,7 @@ class _Launch:
         """Until all have ended, or one of them failed."""
         while len(self.ended) < self.ranks:
             self._look()
-            if any(self.ended.values()):
+            if any(status and not self._as_asked(status) for status in self.ended.values()):
                 self._grace(_GRACE_SECONDS)
                 self._stop(context, signal.SIGTERM)
                 return self._explain_failure()
@@ -199,7 +230,20 @@ class _Launch:
                 self._stop(context, signal.SIGTERM)
                 return self._explain_timeout()
             time.sleep(_POLL_SECONDS)
-        return 0
+        return max(self.ended.values())
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        """Ask every rank to end."""
+        self.passed_on = number
+        self._look()
+        for rank in set(self.pids) - set(self.ended):
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pids[rank], number)
+
+    def _as_asked(self, status: int) -> bool:
+        """Whether a rank with this status has ended in good order because of a signal."""
+        asked = [self.passed_on] if self.passed_on else [signal.SIGINT, signal.SIGTERM]
+        return self.in_good_order and status in [128 + number for number in asked]
 
     def _look(self) -> None:
         """Who has ended; WNOWAIT leaves the process for its owner to reap, so its pid stays its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
@@ -12,6 +12,7 @@ from lockstep.errors import EngineError, RewardError
 from lockstep.observe.spans import Spans
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
+from lockstep.ranks.context import RankContext
 from lockstep.rollout.rewards import RewardSet
 from lockstep.rollout.seeds import sample_seed
 from lockstep.schema.rollout import (
@@ -76,8 +77,22 @@ class Resampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What one rank sampled of the prompts of a call."""
+
+    rollouts: tuple[tuple[Rollout, ...] | None, ...] = ()
+    """By prompt of the share; None: the group was dropped."""
+    counts: dict[str, float] = field(default_factory=dict)
+    aborted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSampler:
-    """Samples with `engine` and scores with `rewards`."""
+    """Samples with `engine` and scores with `rewards`.
+
+    On several ranks, all of which make the same calls, each samples and scores a share of the prompts, and
+    all get the groups of all. A sample's seed does not depend on who draws it.
+    """
 
     engine: InferenceEngine
     rewards: RewardSet
@@ -87,18 +102,45 @@ class GroupSampler:
     cancelled: Callable[[], bool] | None = None
     """Asked before every generation: True counts as aborted. An engine's `abort` ends only what is running,
     so by itself it would be lost while rewards are computed between the rounds of dynamic sampling."""
+    ranks: RankContext = field(default_factory=RankContext.alone)
 
     def groups(
         self, prompts: Sequence[Prompt], draw: Draw, *, sampling: SamplingConfig, group_size: int
     ) -> SampledStep:
-        """Sample `group_size` completions of every prompt and score them.
+        """Sample `group_size` completions of every prompt and score them. Aborted when one of the ranks was.
 
         Raises:
             EngineError: from the engine, or when it returns something else than was asked for.
             RewardError: from a reward, or when no group is left.
         """
-        if self.cancelled is not None and self.cancelled():
+        rank, size = self.ranks.rank, self.ranks.world_size
+        shares = self.ranks.each(
+            lambda: self._share(prompts[rank::size], draw, sampling=sampling, group_size=group_size),
+            what="sampling",
+        )
+        if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)
+        found = ((prompt, shares[i % size].rollouts[i // size]) for i, prompt in enumerate(prompts))
+        groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in found if r is not None)
+        if not groups:
+            raise RewardError(
+                f"every one of the {len(prompts)} groups lost its rollouts to failing rewards "
+                "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure"
+            )
+        counts: dict[str, float] = {}
+        for share in shares:
+            for name, value in share.counts.items():
+                counts[name] = counts.get(name, 0.0) + value
+        return SampledStep(groups=groups, counts=counts)
+
+    def _share(
+        self, prompts: Sequence[Prompt], draw: Draw, *, sampling: SamplingConfig, group_size: int
+    ) -> _Share:
+        """This rank's part of `groups`; it may have no prompt."""
+        if self.cancelled is not None and self.cancelled():
+            return _Share(aborted=True)
+        if not prompts:
+            return _Share()
         params = sampling_params(sampling)
         requests = [
             GenerationRequest(
@@ -119,7 +161,7 @@ class GroupSampler:
         completions = self.engine.generate(requests, on_completion=count)
         _check(requests, completions)
         if any(c.finish_reason == "abort" for group in completions for c in group):
-            return SampledStep(groups=(), counts={}, aborted=True)
+            return _Share(aborted=True)
         with self.spans("reward") if self.spans is not None else contextlib.nullcontext():
             return _scored(prompts, completions, self.rewards)
 
@@ -204,8 +246,8 @@ def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence
 
 def _scored(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], rewards: RewardSet
-) -> SampledStep:
-    """Groups with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
+) -> _Share:
+    """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     inputs = [
         RewardInput(
             prompt=prompt.text,
@@ -220,9 +262,9 @@ def _scored(
         for completion in group
     ]
     scores = iter(rewards.score(inputs))
-    groups: list[RolloutGroup] = []
+    kept: list[tuple[Rollout, ...] | None] = []
     dropped_rollouts = dropped_groups = cached = 0
-    for prompt, group in zip(prompts, completions, strict=True):
+    for group in completions:
         rollouts = tuple(
             Rollout(completion=completion, reward=score.total, rewards=score.by_name)
             for completion, score in zip(group, scores, strict=False)
@@ -232,17 +274,13 @@ def _scored(
         dropped_rollouts += len(group) - len(rollouts)
         if len(rollouts) < min(2, len(group)):
             dropped_groups += 1
+            kept.append(None)
         else:
-            groups.append(RolloutGroup(prompt=prompt, rollouts=rollouts))
-    if not groups:
-        raise RewardError(
-            f"every one of the {len(prompts)} groups lost its rollouts to failing rewards "
-            "(rewards.on_error = 'drop'); set rewards.on_error = 'fail' to see the first failure"
-        )
+            kept.append(rollouts)
     counts = {
         "rollout/dropped_rollouts": float(dropped_rollouts),
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
     counts |= {f"reward/{name}": float(value) for name, value in rewards.take_counts().items()}
-    return SampledStep(groups=tuple(groups), counts=counts)
+    return _Share(rollouts=tuple(kept), counts=counts)
