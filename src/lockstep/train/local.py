@@ -54,6 +54,8 @@ class LocalBackend:
             have.
     """
 
+    shards_weights = False
+
     def __init__(
         self,
         config: TrainConfig,
