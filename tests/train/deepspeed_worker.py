@@ -142,6 +142,55 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     return result
 
 
+def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """All micro-batches to every rank, as a loop gives them, and optimizer steps of both backends."""
+    steps = case.get("steps", 20)
+    config = TrainConfig(
+        **{"lr": 1e-3, "max_grad_norm": 0.5, "weight_decay": 0.01, "warmup_steps": 3, **case.get("train", {})}
+    )
+    config = config.model_copy(update={"zero_stage": case["stage"]})
+    alone = config.model_copy(
+        update={"execution": "eager", "optimizer_device": "model", "parameter_device": "model"}
+    )
+    ref = case.get("ref", False)
+    local = LocalBackend(alone, model=load(case), total_steps=steps, ref=ref)
+    backend = DeepSpeedBackend(config, model=load(case), total_steps=steps, ref=ref)
+    before = {name: id(p) for name, p in backend.module.named_parameters()}
+    loss = fixtures.NegativeLogprob()
+    losses, norms, scored = [], [], []
+    for step in range(steps):
+        batches = micro_batches(step % 4, 0, case.get("micro_batches", 3))  # one rank has none of the last
+        pair = [made.forward_backward(batches, loss) for made in (backend, local)]
+        updates = [made.optimizer_step() for made in (backend, local)]
+        losses.append([float(sum(stats.losses)) for stats in pair])
+        norms.append([update["grad_norm"] for update in updates])
+        assert updates[0]["lr"] == updates[1]["lr"]
+        if step % 7 == 0:
+            for which in ("policy", "ref") if ref else ("policy",):
+                ours, theirs = (made.logprobs(batches, model=which) for made in (backend, local))
+                scored += [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    update = backend.weights(policy_version=3)
+    shared = update.shared_module is backend.module
+    if shared:
+        assert before == {name: id(p) for name, p in backend.module.named_parameters()}
+    ours = {name: tensor.detach().clone() for name, tensor in update.tensors()}
+    theirs = dict(local.weights(policy_version=3).tensors())
+    assert list(ours) == list(theirs), (list(ours)[:5], list(theirs)[:5])
+    result = {
+        "case": case,
+        "loss": max(abs(a / b - 1) for a, b in losses),
+        "norm": max(abs(a / b - 1) for a, b in norms),
+        "scored": max(scored),
+        "weights": max(relative(ours[name].float(), theirs[name].float()) for name in theirs),
+        "equal": all(torch.equal(ours[name], theirs[name]) for name in theirs),
+        "shared": shared,
+        "clipped": max(norm for norm, _ in norms) > config.max_grad_norm,
+        "fell": losses[-1][0] < losses[0][0],
+    }
+    backend.close()
+    return result
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     size = float(theirs.norm())
     return float((ours - theirs).norm()) / size if size else float(ours.norm())
@@ -150,7 +199,8 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    results = [run(case, rank, world) for case in json.loads(sys.argv[1])]
+    kinds = {"replay": run, "train": train}
+    results = [kinds[case.get("kind", "replay")](case, rank, world) for case in json.loads(sys.argv[1])]
     print("\n".join(json.dumps(result) for result in results), flush=True)
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,13 @@ from lockstep.schema.weights import WeightUpdate
 from lockstep.train.dealing import Seen, deal, share_logprobs, share_stats
 from lockstep.train.deepspeed_build import ZeroBuilder
 from lockstep.train.deepspeed_setup import find_ninja, refuse_impossible
+from lockstep.train.deepspeed_state import ZeroParts
 from lockstep.train.loss_module import LossModule
 from lockstep.train.optimizer import trained_parameters
 from lockstep.train.rows import Rows, head_rows, scatter
 from lockstep.train.schedule import lr_at
+from lockstep.train.state import load_state, save_state
+from lockstep.train.state_parts import Layout, train_progress
 
 log = logging.getLogger(__name__)
 
@@ -399,19 +402,63 @@ class DeepSpeedBackend:
             yield name, whole
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
-        """Raises ConfigError: not available yet."""
-        self._not_yet("save")
+        """Everything that decides how training goes on, in the format of every backend (train/state.py).
+        Collective; each rank writes its share of the whole tensors.
+
+        Raises:
+            CheckpointError: on every rank: it does not fit on the disk.
+            TrainError: there are gradients that no optimizer step has used.
+        """
+        if self._gradients_ready:
+            raise TrainError("save in the middle of an optimizer step would lose its gradients; step first")
+        return save_state(
+            directory,
+            parts=self._parts(),
+            progress=self._progress(),
+            layout=self._layout(),
+            background=background,
+        )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """Raises ConfigError: not available yet."""
-        self._not_yet("load")
+        """The inverse, of a save by any backend on any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: on every rank: missing, damaged or of another model or optimizer, or its
+                parameters have been updated different numbers of times; nothing was changed.
+        """
+        parts, progress = self._parts(), self._progress()
+        found = load_state(
+            directory, parts=parts, progress=progress, layout=self._layout(), verified=verified
+        )
+        parts.finish_loading()
+        self.drop_gradients()
+        self.steps_done = found["step"]
+
+    def _parts(self) -> ZeroParts:
+        return ZeroParts(
+            self._zero,
+            self.module,
+            trained_only=self._lora,
+            with_optimizer=self.total_steps > 0,
+            adamw=self.config.optimizer == "adamw",
+        )
+
+    def _progress(self) -> dict[str, Any]:
+        return train_progress(
+            self.config,
+            steps_done=self.steps_done,
+            total_steps=self.total_steps,
+            dtype=self.model.dtype,
+            lora=self._lora,
+        )
+
+    def _layout(self) -> Layout:
+        mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
+        return Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
 
     def export(self, directory: Path) -> None:
         """Raises ConfigError: not available yet."""
-        self._not_yet("export")
-
-    def _not_yet(self, what: str) -> NoReturn:
-        raise ConfigError(f"the DeepSpeed backend has no {what!r} yet. Set train.backend = 'local' to train")
+        raise ConfigError("the DeepSpeed backend has no export yet")
 
     def close(self) -> None:
         """Drop gradients and DeepSpeed's hooks; the process group stays."""

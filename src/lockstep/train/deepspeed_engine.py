@@ -184,6 +184,14 @@ class ZeroEngine:
         """The optimizer's state: partition -> name -> tensor."""
         return self.engine.basic_optimizer.state
 
+    def first_step(self, flat: Tensor) -> Any:
+        """What the optimizer counts with, before its first update of `flat`."""
+        optimizer = self.engine.basic_optimizer
+        if not isinstance(optimizer, torch.optim.AdamW):
+            return 0  # DeepSpeedCPUAdam's
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        return torch.zeros((), dtype=torch.float32, device=flat.device if fused else None)
+
     def fragments(self) -> Iterator[tuple[str, Fragment]]:
         """This rank's part of every trained Parameter."""
         masters = self._masters_at_0() if self.stage == 0 else {}
