@@ -2,39 +2,45 @@
 
     checkpoints/
       step-000010/
-        model.safetensors, optimizer.safetensors, ...   what the train backend saves
+        model.safetensors, optimizer.safetensors, ...   what the train backend saves, each rank its own files
         run_state.json                                  what the loop saves: step, tokens, evaluations
         complete.json                                   size and sha256 of every other file; written last
       .saving-step-000020-1f3a9c02/                     a save that was interrupted; removed at the next start
 
 A save goes to a hidden folder, every file is fsynced, and one rename makes it a checkpoint. A process that is
-killed at any moment leaves the earlier checkpoints as they were.
+killed at any moment leaves the earlier checkpoints as they were. Of several ranks the first makes the folder
+and, when all have written, completes and renames it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
 from lockstep.observe.files import sync_folder
-from lockstep.protocols.train import TrainBackend
+from lockstep.protocols.train import FinishSave, TrainBackend
+from lockstep.ranks.context import RankContext
 from lockstep.train.files import (
     FileRecord,
     check_record,
     is_out_of_space,
     read_json,
+    read_record,
     sha256_of,
     write_json,
 )
+from lockstep.train.state import share_out
 
 COMPLETE = "complete.json"
 RUN_STATE = "run_state.json"
@@ -56,50 +62,125 @@ class _Entry:
     """What is wrong with it, as far as names and sizes tell; None: nothing."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Saving:
+    """A save that is under way on this rank."""
+
+    temporary: Path
+    path: Path
+    run_state: dict[str, Any]
+    metric: float | None
+    finish: FinishSave
+    """The backend's: writes this rank's files, or has written them."""
+    thread: threading.Thread | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        """In the thread. Its error waits for the loop, which raises it on every rank."""
+        try:
+            self.hashes = self.finish()
+        except BaseException as error:
+            self.error = error
+
+
 class CheckpointManager:
     """The checkpoints of one run.
 
-    Leftovers of interrupted saves are removed when it is made.
+    Leftovers of interrupted saves are removed when it is made. On several ranks all of them make it and call
+    `save`, `poll`, `finish`, `find` and `load` together; an error of one is an error of all.
 
     Args:
-        directory: the run's checkpoints folder; made when it is first needed.
-        config: retention.
+        directory: the run's checkpoints folder; made when it is first needed. All ranks see it.
+        config: retention, and whether saves are written in the background.
+        ranks: None: this process is alone.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig) -> None:
+    def __init__(
+        self, directory: Path, config: CheckpointConfig, *, ranks: RankContext | None = None
+    ) -> None:
         self.directory = Path(directory)
         self.config = config
-        self._remove_leftovers()
+        self._ranks = RankContext.alone() if ranks is None else ranks
+        self._saving: _Saving | None = None
+        self._ranks.from_first(self._remove_leftovers, what="removing leftovers of interrupted saves")
 
     def save(
-        self, step: int, backend: TrainBackend, run_state: Mapping[str, Any], *, metric: float | None = None
+        self,
+        step: int,
+        backend: TrainBackend,
+        run_state: Mapping[str, Any],
+        *,
+        metric: float | None = None,
+        wait: bool = False,
     ) -> Path:
         """Save the state after `step` steps, then remove the checkpoints that need not be kept.
+
+        With `config.background` it returns when the state has been copied to host memory: a thread of each
+        rank writes, and `poll`, `finish` or the next save make a checkpoint of it. A save that is still under
+        way is finished first.
 
         Args:
             run_state: JSON values that the loop needs to go on; "step" is added.
             metric: the value of `config.metric` for these weights, if it is known; see `keep_best`.
+            wait: write it now, whatever `config.background` says.
 
         Returns:
             The checkpoint's folder. An older checkpoint of the same step is replaced.
 
         Raises:
-            CheckpointError: the disk is full, or run_state is not JSON. Earlier checkpoints are as they were.
+            CheckpointError: the disk is full or fails, here or on another rank, or run_state is not JSON.
+                Earlier checkpoints are as they were.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.finish()
+        background = self.config.background and not wait
         path = self.directory / f"step-{step:06d}"
-        temporary = self._hidden("saving", path)
-        temporary.mkdir()
-        try:
-            self._write(temporary, step, backend, run_state, metric)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError) and is_out_of_space(error):
-                raise CheckpointError(self._disk_full(path, error)) from error
-            raise
-        self._put(temporary, path)
-        self.prune()
+        # A copy: the loop goes on with its own before a background save writes this one.
+        state = {**copy.deepcopy(dict(run_state)), "step": step}
+        temporary = self._ranks.from_first(lambda: self._begin(path, state), what="beginning a checkpoint")
+        with self._removed_on_error(temporary):
+            try:
+                finish = backend.save(temporary, background=background)
+            except OSError as error:
+                raise self._explained(path, error) from error
+        saving = _Saving(temporary=temporary, path=path, run_state=state, metric=metric, finish=finish)
+        self._saving = saving
+        if background:
+            saving.thread = threading.Thread(target=saving.run, name=f"save-{path.name}", daemon=True)
+            saving.thread.start()
+        else:
+            saving.run()
+            self._commit(saving)
         return path
+
+    def poll(self) -> Path | None:
+        """At each step boundary, on every rank: make a checkpoint of a background save that all ranks have
+        written. Nothing is said between ranks unless one is under way.
+
+        Returns:
+            The new checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written on one of the ranks.
+        """
+        saving = self._saving
+        if saving is None or saving.thread is None:
+            return None
+        if self._ranks.any(saving.thread.is_alive(), what="asking whether a checkpoint is written"):
+            return None
+        return self._commit(saving)
+
+    def finish(self) -> Path | None:
+        """Wait for a background save, if there is one. Returns and raises as `poll`."""
+        saving = self._saving
+        if saving is None or saving.thread is None:
+            return None
+        # Disks differ: a rank that is ready asks again and again rather than wait beyond the ranks' deadline.
+        while self._ranks.any(
+            _alive(saving.thread, self._ranks.seconds / 4), what="waiting for a checkpoint"
+        ):
+            pass
+        return self._commit(saving)
 
     def latest(self) -> Path | None:
         """The checkpoint that was saved last; None when there is none.
@@ -108,12 +189,7 @@ class CheckpointManager:
             CheckpointError: it is damaged (names and sizes; `load` checks the contents). Names the newest
                 undamaged one, which is used only when the user asks for it.
         """
-        entries = self._entries()
-        if not entries:
-            return None
-        if entries[-1].damage is not None:
-            raise CheckpointError(self._damaged(entries[-1].path, entries[-1].damage))
-        return entries[-1].path
+        return self.find()
 
     def steps(self) -> list[int]:
         """Steps of the undamaged checkpoints (names and sizes), in the order in which they were saved."""
@@ -125,33 +201,38 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is no checkpoint of that step, or it is damaged.
         """
-        if step is None:
-            return self.latest()
+        path, damage = self._ranks.from_first(lambda: self._look(step), what="finding a checkpoint")
+        if path is not None and damage is not None:
+            raise CheckpointError(self._damaged(path, damage))
+        return path
+
+    def _look(self, step: int | None) -> tuple[Path | None, str | None]:
         entries = self._entries()
+        if step is None:
+            return (entries[-1].path, entries[-1].damage) if entries else (None, None)
         for entry in entries:
             if entry.step == step:
-                if entry.damage is not None:
-                    raise CheckpointError(self._damaged(entry.path, entry.damage))
-                return entry.path
+                return entry.path, entry.damage
         steps = sorted(entry.step for entry in entries)
         raise CheckpointError(
             f"no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}"
         )
 
     def load(self, path: Path, backend: TrainBackend) -> dict[str, Any]:
-        """Verify every file of a checkpoint, load it into the backend, and return its run_state.
+        """Verify every file of a checkpoint, load it into the backend, and return its run_state. Of several
+        ranks each verifies a share.
 
         Raises:
             CheckpointError: a file is missing, damaged, or belongs to another model or optimizer; the
                 backend is as it was. Names the newest undamaged checkpoint, if there is one.
         """
         try:
-            verify(path)
-            run_state = read_json(path / RUN_STATE)
+            self._verify(path)
+            run_state = self._ranks.from_first(lambda: _run_state(path), what="reading a checkpoint")
         except CheckpointError as error:
             raise CheckpointError(self._damaged(path, str(error))) from error
         backend.load(path, verified=True)
-        return dict(run_state)
+        return run_state
 
     def prune(self) -> None:
         """Remove all but the last `keep_last` and the best `keep_best` checkpoints.
@@ -179,30 +260,74 @@ class CheckpointManager:
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def _write(
-        self,
-        folder: Path,
-        step: int,
-        backend: TrainBackend,
-        run_state: Mapping[str, Any],
-        metric: float | None,
-    ) -> None:
-        hashes = dict(backend.save(folder)())
-        state = {**run_state, "step": step}
+    def _begin(self, path: Path, state: Mapping[str, Any]) -> Path:
+        """The hidden folder of a save of `path`."""
         try:
             json.dumps(state)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"run_state cannot be written as JSON: {error}") from error
-        hashes[RUN_STATE] = write_json(folder / RUN_STATE, state).sha256
+        temporary = self._hidden("saving", path)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+        except OSError as error:
+            raise self._explained(path, error) from error
+        return temporary
+
+    @contextlib.contextmanager
+    def _removed_on_error(self, temporary: Path) -> Iterator[None]:
+        """An error inside is one of every rank, so that none of them still writes."""
+        try:
+            yield
+        except BaseException:
+            if self._ranks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _commit(self, saving: _Saving) -> Path:
+        """Make a checkpoint of what every rank has written, or raise on every rank."""
+        self._saving = None
+        with self._removed_on_error(saving.temporary):
+            hashes: dict[str, str] = {}
+            for found in self._ranks.each(lambda: self._written(saving), what="writing a checkpoint"):
+                hashes |= found
+            self._ranks.from_first(lambda: self._complete(saving, hashes), what="completing a checkpoint")
+        return saving.path
+
+    def _written(self, saving: _Saving) -> dict[str, str]:
+        """sha256 of this rank's files by name."""
+        if isinstance(saving.error, OSError):
+            raise self._explained(saving.path, saving.error) from saving.error
+        if saving.error is not None:
+            raise saving.error
+        return saving.hashes
+
+    def _complete(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
+        try:
+            self._write_complete(saving, hashes)
+            self._put(saving.temporary, saving.path)
+        except OSError as error:
+            raise self._explained(saving.path, error) from error
+        self.prune()
+
+    def _write_complete(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
+        folder = saving.temporary
+        own = write_json(folder / RUN_STATE, saving.run_state)
+        hashes = {**hashes, RUN_STATE: own.sha256}
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         records = {}
         for file in files:
             name = file.relative_to(folder).as_posix()
             records[name] = FileRecord(bytes=file.stat().st_size, sha256=hashes.get(name) or sha256_of(file))
+        if unseen := sorted(hashes.keys() - records.keys()):
+            raise CheckpointError(
+                f"{folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; run_dir must "
+                "be one folder that all nodes share"
+            )
         complete = {
-            "step": step,
+            "step": saving.run_state["step"],
             "sequence": 1 + max((entry.sequence for entry in self._entries()), default=0),
-            "metric": metric,
+            "metric": saving.metric,
             "metric_name": self.config.metric,
             "files": {name: asdict(record) for name, record in records.items()},
         }
@@ -260,36 +385,66 @@ class CheckpointManager:
         # One whose complete.json is gone cannot tell when it was saved: right after its predecessor by step.
         return sorted(entries, key=lambda e: (_place(e, known), e.step))
 
+    def _verify(self, path: Path) -> None:
+        """Raises CheckpointError on every rank."""
+        rank, size = self._ranks.rank, self._ranks.world_size
+        self._ranks.each(lambda: verify(path, part=rank, of=size), what="verifying a checkpoint")
+
     def _damaged(self, path: Path, damage: str) -> str:
-        others = [e for e in self._entries() if e.damage is None and e.path != path]
-        for entry in reversed(others):
+        """What to say, and which other one could be used. Collective."""
+        others = self._ranks.from_first(
+            lambda: [(e.path, e.step) for e in self._entries() if e.damage is None and e.path != path],
+            what="looking for an undamaged checkpoint",
+        )
+        for other, step in reversed(others):
             with contextlib.suppress(CheckpointError):
-                verify(entry.path)
+                self._verify(other)
                 return (
-                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {entry.path}; to "
-                    f"go on from it, add --checkpoint {entry.step}"
+                    f"checkpoint {path} is damaged: {damage}. The newest undamaged one is {other}; to go on "
+                    f"from it, add --checkpoint {step}"
                 )
         return f"checkpoint {path} is damaged: {damage}. There is no undamaged one in {self.directory}"
 
-    def _disk_full(self, path: Path, error: OSError) -> str:
+    def _explained(self, path: Path, error: OSError) -> CheckpointError:
+        if not is_out_of_space(error):
+            return CheckpointError(
+                f"{path} could not be saved: {error}; earlier checkpoints are as they were"
+            )
         good = [e.path for e in self._entries() if e.damage is None]
         sizes = [sum(r["bytes"] for r in _complete(p)["files"].values()) for p in good]
         needed = f"needs about {sizes[-1]} bytes" if sizes else "is the run's first"
         free = shutil.disk_usage(self.directory).free
-        return (
+        return CheckpointError(
             f"{path} could not be saved: {error}. It {needed}, {self.directory} has {free} bytes free; free "
             "some space or lower checkpoint.keep_last; earlier checkpoints are as they were"
         )
 
 
-def verify(path: Path) -> None:
+def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
     """Compare every file of a checkpoint with complete.json, contents included.
+
+    Args:
+        part, of: of several ranks each compares a share.
 
     Raises:
         CheckpointError: names the first file that is missing or differs.
     """
-    for name, record in _complete(path)["files"].items():
-        check_record(path / name, FileRecord(**record), contents=True)
+    records = {name: FileRecord(**record) for name, record in _complete(path)["files"].items()}
+    owners = share_out({name: record.bytes for name, record in records.items()}, of)
+    for name, record in records.items():
+        check_record(path / name, record, contents=owners[name] == part)
+
+
+def _alive(thread: threading.Thread, seconds: float) -> bool:
+    thread.join(seconds)
+    return thread.is_alive()
+
+
+def _run_state(path: Path) -> dict[str, Any]:
+    value = read_json(path / RUN_STATE)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path / RUN_STATE} holds no run state; it is damaged")
+    return value
 
 
 def _place(entry: _Entry, known: Sequence[_Entry]) -> float:
@@ -324,8 +479,7 @@ def _complete(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict) or not isinstance(value.get(name, ...), kind):
             raise CheckpointError(f"{file}: field {name!r} is missing or of the wrong type; it is damaged")
     for name, record in value["files"].items():
-        if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
-            raise CheckpointError(f"{file}: field 'files.{name}' must have bytes and sha256; it is damaged")
+        read_record(file, name, record)
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{file}: field 'files' names {name!r}, which is outside the checkpoint")
     return dict(value)

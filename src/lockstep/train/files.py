@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ def read_record(path: Path, name: str, record: Any) -> FileRecord:
     return FileRecord(**record)
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """An int that counts something; True and False count nothing."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +108,7 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
             raise CheckpointError(
                 f"{path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 bytes"
             )
-    tries = {
+    tries: dict[str, Callable[[], object]] = {
         "torch_cpu": lambda: torch.Generator().set_state(state["torch_cpu"]),
         "python": lambda: random.Random().setstate(_python_state(state)),
         "numpy": lambda: np.random.RandomState().set_state(_numpy_state(state)),

@@ -3,8 +3,8 @@
 model.safetensors       weights in the compute dtype, Hugging Face names (with LoRA: the adapters only)
 optimizer.safetensors   "master/NAME" where the master is not the Parameter itself, "exp_avg/NAME", ...
 rng.safetensors         torch, CUDA, Python and numpy generators
-state.json              step, schedule, optimizer, versions, layout, which file holds which tensor, and size and
-                        sha256 of the others
+state.json              step, schedule, optimizer, versions, layout, which file holds which tensor, and size
+                        and sha256 of the others
 
 Tensors are whole, whatever the layout. Of several ranks each gathers and writes a share of them, into
 model-00001-of-00004.safetensors and so on, and the ranks after the first list theirs in

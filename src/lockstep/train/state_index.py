@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +31,10 @@ def rank_file(stem: str, suffix: str, *, rank: int, size: int) -> str:
     """Name of a file that one of `size` ranks writes.
 
     Example:
-        >>> rank_file("model", "safetensors", rank=1, size=4), rank_file("model", "safetensors", rank=0, size=1)
-        ('model-00001-of-00004.safetensors', 'model.safetensors')
+        >>> rank_file("model", "safetensors", rank=1, size=4)
+        'model-00001-of-00004.safetensors'
+        >>> rank_file("model", "safetensors", rank=0, size=1)
+        'model.safetensors'
     """
     return f"{stem}.{suffix}" if size == 1 else f"{stem}-{rank:05d}-of-{size:05d}.{suffix}"
 
@@ -76,8 +79,8 @@ def read_index(directory: Path) -> StateIndex:
     version = state.get("version")
     if version not in (1, VERSION):
         raise CheckpointError(
-            f"{path}: field 'version' is {version!r}, this Lockstep reads 1 and {VERSION}; use the version of "
-            f"Lockstep that wrote it ({state.get('versions')})"
+            f"{path}: field 'version' is {version!r}, this Lockstep reads 1 and {VERSION}; use the "
+            f"version of Lockstep that wrote it ({state.get('versions')})"
         )
     if not isinstance(state.get("progress"), dict):
         raise CheckpointError(f"{path}: field 'progress' is missing")
@@ -154,6 +157,7 @@ class StoredTensors:
     def __init__(self, index: StateIndex) -> None:
         self.index = index
         self._open: dict[str, Any] = {}
+        self._files = contextlib.ExitStack()
         self.found: dict[str, Stored] = {}
         for file in index.files:
             if not file.startswith("rng"):
@@ -165,7 +169,7 @@ class StoredTensors:
         path = self.index.directory / file
         prefix = MODEL if file.startswith("model") else ""
         try:
-            opened = self._open[file] = safe_open(path, "pt").__enter__()
+            opened = self._open[file] = self._files.enter_context(safe_open(path, "pt"))
             for key in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
                 part = opened.get_slice(key)
                 dtype, shape = str(part.get_dtype()), tuple(part.get_shape())
@@ -198,8 +202,7 @@ class StoredTensors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for opened in self._open.values():
-            opened.__exit__(kind, error, trace)
+        self._files.close()
 
     def resolve(self, wanted: Mapping[str, TensorMeta], *, optimizer: bool) -> dict[str, Stored]:
         """From where each wanted tensor comes.
