@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "parameters, memory and micro-batches of a run, before anything starts",
     "matrix": "inputs under every combination of kernels, layouts, compile modes: a table; matrix diff",
     "bisect": "the first input and module at which two cells differ, or the smallest input that crashes one",
+    "parity": "train stacks that must take the same steps, side by side; compare two runs; check",
     "doctor": "what this machine can run, and the settings that usually bite",
     "support": "the table of what may be combined, and where it is tested",
 }

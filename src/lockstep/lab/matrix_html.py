@@ -24,7 +24,7 @@ from lockstep.lab.matrix_text import (
 from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1b1f24; --dim: #59636e; --line: #d8dee4; --head: #f4f6f8;
   --good: #116329; --bad: #b42318; --warn: #8a5a00; --bar: #b6d4f0; --bad-bg: #fdf0ee; --code: #f4f6f8; }
 @media (prefers-color-scheme: dark) { :root { --bg: #12161b; --fg: #e6e9ec; --dim: #9aa4af; --line: #313942;
@@ -82,7 +82,7 @@ def page(result: MatrixResult) -> str:
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
-<style>{_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <h1>{title}</h1>

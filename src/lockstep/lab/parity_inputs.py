@@ -15,11 +15,11 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import PositiveInt, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from lockstep.algorithms.sft import SFT
@@ -32,6 +32,7 @@ from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.losses import token_loss
+from lockstep.lab.parity_job import INPUTS, REPORT, InputsReport, InputsSpec
 from lockstep.lab.summary import versions
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
@@ -44,56 +45,10 @@ from lockstep.recording import Recording, RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, TrainSample
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
 
-INPUTS, REPORT = "inputs", "inputs.json"
 DEFAULT_TASK = "reasoning_gym:gsm_symbolic"
 GROUP = 4
 """Made-up completions of one prompt."""
 _ZIPF_IDS = 512
-
-
-class InputsSpec(Config):
-    """What inputs to make."""
-
-    algorithm: Literal["sft", "grpo"] = "sft"
-    model: ModelConfig = ModelConfig()
-    data: DataConfig | None = None
-    """SFT; None: generated documents."""
-    recording: Path | None = None
-    """GRPO; None: the shipped corpus."""
-    max_samples: PositiveInt = 160
-    batch_size: PositiveInt = 8
-    """Documents of one optimizer step."""
-    steps: PositiveInt | None = None
-    """Optimizer steps; None: one pass over the documents."""
-    min_packs: PositiveInt = 1
-    """At least so many micro-batches a step: one per rank."""
-    token_budget: PositiveInt = 4096
-    max_length: PositiveInt = 1024
-    """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO)."""
-    static_capacity: bool = False
-    seed: int = 0
-    device: str = "cpu"
-    out: Path
-
-
-class InputsReport(Config):
-    """inputs.json."""
-
-    steps: tuple[tuple[int, ...], ...]
-    """Inputs of each optimizer step, by index in the recording."""
-    source: str
-    """Where the documents come from, in words."""
-    notes: tuple[str, ...] = ()
-    documents: int
-    """Different ones."""
-    tokens: int
-    """Of all steps."""
-    trained_tokens: int
-    baselines: tuple[float, ...] | None = None
-    """GRPO: the loss of each step's inputs at the starting weights, which "falls" is measured from."""
-    heads: int
-    kv_heads: int
-    vocab_size: int
 
 
 class Sizes(Config):

@@ -19,12 +19,59 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from lockstep.config.base import Config
+from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 
 METRICS, LOGPROBS, RESULT = "metrics.jsonl", "logprobs.safetensors", "result.json"
 RANK_LOGS = "ranks"
+INPUTS, REPORT = "inputs", "inputs.json"
+
+
+class InputsSpec(Config):
+    """What inputs to make."""
+
+    algorithm: Literal["sft", "grpo"] = "sft"
+    model: ModelConfig = ModelConfig()
+    data: DataConfig | None = None
+    """SFT; None: generated documents."""
+    recording: Path | None = None
+    """GRPO; None: the shipped corpus."""
+    max_samples: PositiveInt = 160
+    batch_size: PositiveInt = 8
+    """Documents of one optimizer step."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; None: one pass over the documents."""
+    min_packs: PositiveInt = 1
+    """At least so many micro-batches a step: one per rank."""
+    token_budget: PositiveInt = 4096
+    max_length: PositiveInt = 1024
+    """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO)."""
+    static_capacity: bool = False
+    seed: int = 0
+    device: str = "cpu"
+    out: Path
+
+
+class InputsReport(Config):
+    """inputs.json."""
+
+    steps: tuple[tuple[int, ...], ...]
+    """Inputs of each optimizer step, by index in the recording."""
+    source: str
+    """Where the documents come from, in words."""
+    notes: tuple[str, ...] = ()
+    documents: int
+    """Different ones."""
+    tokens: int
+    """Of all steps."""
+    trained_tokens: int
+    baselines: tuple[float, ...] | None = None
+    """GRPO: the loss of each step's inputs at the starting weights, which "falls" is measured from."""
+    heads: int
+    kv_heads: int
+    vocab_size: int
 
 
 class ParityJob(Config):

@@ -1,0 +1,372 @@
+"""`lockstep parity`: train stacks that must take the same steps, side by side.
+
+lockstep parity train --stacks deepspeed:zero2,fsdp2,fsdp2:ring2 --max-samples 64
+lockstep parity compare runs/a runs/b --threshold 0.05 --plot both.png
+lockstep parity check --model bundled:smollm2-135m
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli import arguments
+from lockstep.errors import ConfigError, unknown_name
+from lockstep.lab.parity_stacks import DEFAULT_STACKS, OPTIONS, parse_skip, parse_stack, parse_stacks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.lab.parity import ParityOptions
+
+COMMANDS = {
+    "train": "train each stack in processes of its own and compare every step",
+    "compare": "losses of two runs that exist",
+    "check": "what this installation can train with; needs no GPU",
+}
+ENVIRONMENT: Mapping[str, tuple[str, str]] = {
+    "NUM_GPUS": ("gpus", "--gpus"),
+    "MAX_SAMPLES": ("max_samples", "--max-samples"),
+    "MODEL": ("model", "--model"),
+    "DATASET": ("dataset", "--dataset"),
+    "OUTPUT_DIR": ("out", "--out"),
+    "LOG_DIR": ("log_dir", "--log-dir"),
+}
+"""Variable -> (argument, flag). TP_SIZE, RING_SIZE and SKIP_* are read as well."""
+_SKIP = "SKIP_"
+_LATER = "dpo comes with a later version; sft and grpo can be compared now"
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: everything agrees; 1: something does not, or failed; 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: a wrong setting, before anything is trained.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    command, *rest = argv
+    if command not in COMMANDS:
+        raise ConfigError(unknown_name("command of lockstep parity", command, COMMANDS))
+    if command == "train":
+        return train(rest)
+    other = importlib.import_module(f"lockstep.cli.parity_{command}")
+    return int(other.main(rest))
+
+
+def usage() -> str:
+    """The text of `lockstep parity --help`."""
+    lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    return f"usage: lockstep parity COMMAND [OPTIONS]\n\n{__doc__}\ncommands:\n{lines}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag of `lockstep parity train`."""
+    options = "\n".join(f"  {name:<12} {text}" for name, text in OPTIONS.items())
+    made = argparse.ArgumentParser(
+        prog="lockstep parity train",
+        description="Train each stack in processes of its own, from the same weights, data order and seed, "
+        "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], with NAME local, fsdp2 "
+        f"or deepspeed:\n{options}",
+        epilog="Read from the environment where no flag is given: "
+        + ", ".join((*ENVIRONMENT, "TP_SIZE", "RING_SIZE"))
+        + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _stack_flags(made.add_argument_group("which stacks"))
+    _work_flags(made.add_argument_group("on what"))
+    _output_flags(made.add_argument_group("verdict and output"))
+    return made
+
+
+def _stack_flags(group: Any) -> None:
+    group.add_argument("--stacks", metavar="LIST", help=f"joined by commas ({','.join(DEFAULT_STACKS)})")
+    group.add_argument(
+        "--skip", metavar="LIST", help="deepspeed, fsdp2, tp, ring, tp_ring or names of stacks"
+    )
+    group.add_argument("--reference", default="local", metavar="STACK", help="to compare with (local)")
+    group.add_argument(
+        "--gpus",
+        type=arguments.positive,
+        metavar="N",
+        help="ranks of each stack, on a CPU too (all GPUs, or 2; as many as tp * ring needs)",
+    )
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
+
+
+def _work_flags(group: Any) -> None:
+    group.add_argument("--algorithm", choices=["sft", "grpo", "dpo"], default="sft", help="(sft)")
+    group.add_argument("--model", metavar="NAME", help="(bundled:smollm2-135m)")
+    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
+    group.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="auto: float32 on a CPU, bfloat16 on a GPU",
+    )
+    group.add_argument(
+        "--dataset", metavar="SOURCE", help="as data.source of lockstep train sft (made-up documents)"
+    )
+    group.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another setting of data; repeatable",
+    )
+    group.add_argument(
+        "--recording", type=Path, metavar="PATH", help="of --algorithm grpo (the shipped corpus)"
+    )
+    group.add_argument("--max-samples", type=arguments.positive, metavar="N", help="documents (160)")
+    group.add_argument(
+        "--batch-size", type=arguments.positive, default=8, metavar="N", help="documents of a step (8)"
+    )
+    group.add_argument(
+        "--steps", type=arguments.positive, metavar="N", help="optimizer steps (sft: one pass; grpo: 20)"
+    )
+    group.add_argument(
+        "--max-length", type=arguments.positive, default=1024, metavar="N", help="tokens of a document (1024)"
+    )
+    group.add_argument(
+        "--token-budget", type=arguments.positive, default=4096, metavar="N", help="of a micro-batch (4096)"
+    )
+    group.add_argument("--lr", type=arguments.above_zero, help="(1e-3 for shape: models, else 2e-5)")
+    group.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="(adamw)")
+    group.add_argument("--seed", type=arguments.count, default=0, metavar="N", help="(0)")
+
+
+def _output_flags(group: Any) -> None:
+    group.add_argument(
+        "--threshold",
+        type=arguments.above_zero,
+        default=0.05,
+        metavar="X",
+        help="largest relative difference of a loss (0.05)",
+    )
+    group.add_argument(
+        "--allow-flat", action="store_true", help="a loss that does not fall is told, and passes"
+    )
+    group.add_argument(
+        "--gradients", action="store_true", help="compare gradients of the first and last step"
+    )
+    group.add_argument(
+        "--timeout", type=arguments.above_zero, default=600.0, metavar="S", help="seconds per stack (600)"
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/parity-TIME)")
+    group.add_argument("--log-dir", type=Path, metavar="DIR", help="of NAME_test.log (OUT/logs)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="the result once more")
+    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+
+
+def train(argv: Sequence[str]) -> int:
+    """`lockstep parity train`."""
+    args = parser().parse_args(list(argv))
+    command = shlex.join(["lockstep", "parity", "train", *argv])
+    options = make_options(args, os.environ, command=command)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    from lockstep.lab.parity import run_parity
+    from lockstep.lab.parity_report import brief, show, write_reports
+    from lockstep.observe.files import write_json
+
+    say = arguments.nothing if args.quiet else _say
+    for note in options.notes:
+        say(note)
+    say(f"parity: {options.out}")
+    result = run_parity(options, progress=lambda *news: say(brief(*news)))
+    write_reports(result, options.out)
+    if not args.quiet:
+        show(result, console())
+        print(f"{options.out}/parity.html, parity.md, parity.png, parity.json")
+    if args.json is not None:
+        write_json(args.json, result.as_dict())
+    print(result.verdict)
+    return 0 if result.ok else 1 if result.complete else 130
+
+
+def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, command: str = "") -> ParityOptions:
+    """What flags and environment say; flags win.
+
+    Raises:
+        ConfigError: a value that cannot be right, named with its flag or variable.
+    """
+    from lockstep.config.model import ModelConfig
+    from lockstep.lab.parity import ParityOptions
+
+    if args.algorithm == "dpo":
+        raise ConfigError(f"--algorithm dpo: {_LATER}")
+    notes = take_environment(args, environ)
+    device, gpus = _device(args.device)
+    reference = parse_stack(args.reference)
+    skip = parse_skip(args.skip) if isinstance(args.skip, str) else args.skip
+    if args.skip and reference.backend == "local" and "local" in skip:
+        raise ConfigError("local is skipped, but it is the reference; name another with --reference")
+    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if args.dtype == "auto" else args.dtype
+    model = args.model or "bundled:smollm2-135m"
+    settings = {"name": model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
+    return ParityOptions(
+        stacks=parse_stacks(args.stacks),
+        reference=reference,
+        out=args.out or arguments.default_out("parity"),
+        log_dir=args.log_dir,
+        skip=skip,
+        algorithm=args.algorithm,
+        model=ModelConfig.model_validate(settings),
+        train=_train(args, model),
+        device=device,  # type: ignore[arg-type]
+        gpus=args.gpus,
+        default_ranks=gpus or 2,
+        data=_data(args),
+        recording=args.recording,
+        max_samples=args.max_samples or 160,
+        batch_size=args.batch_size,
+        steps=args.steps,
+        max_length=args.max_length,
+        threshold=args.threshold,
+        must_fall=not args.allow_flat,
+        timeout=args.timeout,
+        seed=args.seed,
+        gradients=args.gradients,
+        notes=notes,
+        command=command,
+    )
+
+
+def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
+    """Fill in what no flag has given; returns one line of what was taken.
+
+    Raises:
+        ConfigError: a variable whose value cannot be right.
+    """
+    taken = []
+    kinds: dict[str, Callable[[str], Any]] = {
+        "gpus": arguments.positive,
+        "max_samples": arguments.positive,
+        "out": Path,
+        "log_dir": Path,
+    }
+    for name, (argument, flag) in ENVIRONMENT.items():
+        if environ.get(name, "") == "" or getattr(args, argument) is not None:
+            continue
+        try:
+            setattr(args, argument, kinds.get(argument, str)(environ[name]))
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"{name} in the environment: {error}; correct it, or give {flag}") from error
+        taken.append(f"{name}={environ[name]}")
+    if args.stacks is None:
+        sizes = {"tp": 2, "ring": 2}
+        for axis, name in (("tp", "TP_SIZE"), ("ring", "RING_SIZE")):
+            if environ.get(name, ""):
+                sizes[axis] = _size(name, environ[name])
+                taken.append(f"{name}={environ[name]}")
+        args.stacks = _usual_stacks(**sizes)
+    if args.skip is None:
+        args.skip = []
+        for name in sorted(environ):
+            if name.startswith(_SKIP) and _is_on(name, environ[name]):
+                args.skip += parse_skip(_skip_word(name), source=name)
+                taken.append(f"{name}={environ[name]}")
+    return [f"from the environment: {', '.join(taken)}"] if taken else []
+
+
+def _usual_stacks(*, tp: int, ring: int) -> str:
+    """The stacks of the usual suite, with these sizes; size 1 leaves the axis out."""
+    axes = [f"tp{tp}"] if tp > 1 else []
+    other = [f"ring{ring}"] if ring > 1 else []
+    combined = [f"fsdp2:{axes[0]}+{other[0]}"] if axes and other else []
+    singles = [f"fsdp2:{word}" for word in (*axes, *other)]
+    return ",".join(["deepspeed:zero2", "fsdp2", *singles, *combined])
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return arguments.positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{name} in the environment: {error}; correct it, or give --stacks") from error
+
+
+def _skip_word(name: str) -> str:
+    """SKIP_FSDP2_TP -> tp; SKIP_TP_RING, SKIP_FSDP2_TP_RING, SKIP_COMBINED -> tp_ring; SKIP_RING -> ring."""
+    word = name.removeprefix(_SKIP).lower().removeprefix("fsdp2_") or "?"
+    return {"combined": "tp_ring", "ring_tp": "tp_ring", "autotp": "tp"}.get(word, word)
+
+
+def _is_on(name: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("", "0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{name}={text!r} in the environment: set 1 to skip, 0 or nothing to run")
+
+
+def _device(name: str) -> tuple[str, int]:
+    """(device, GPUs that there are)."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and not gpus:
+        raise ConfigError("--device cuda: this machine shows no GPU; set --device cpu")
+    device = name if name != "auto" else "cuda" if gpus else "cpu"
+    return device, gpus if device == "cuda" else 0
+
+
+def _train(args: argparse.Namespace, model: str) -> Any:
+    from lockstep.config.train import TrainConfig
+
+    lr = args.lr or (1e-3 if model.startswith("shape:") else 2e-5)
+    return TrainConfig(lr=lr, optimizer=args.optimizer, token_budget=args.token_budget)
+
+
+def _data(args: argparse.Namespace) -> Any:
+    """The data settings, checked as those of an SFT run; None: made-up documents."""
+    from lockstep.config.load import load_run
+    from lockstep.config.run import SFTRun
+
+    if args.dataset is None:
+        if args.data:
+            raise ConfigError(f"--data {args.data[0]} is about --dataset (DATASET), which is not given")
+        return None
+    overrides: dict[str, Any] = {"data.source": args.dataset}
+    for word in args.data:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--data {word!r}: write NAME=VALUE, such as prompt_column=question")
+        overrides[f"data.{name}"] = _value(text)
+    if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
+        from lockstep.config.data import DataConfig
+
+        return DataConfig(source=args.dataset)
+    run = load_run(kind="sft", overrides=overrides)
+    assert isinstance(run, SFTRun)
+    return run.data
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def console() -> Console:
+    """As wide as the terminal, or as a page."""
+    from rich.console import Console
+
+    from lockstep.lab.parity_report import WIDTH
+
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,194 @@
+"""What a parity run found: a row per stack, the verdict, parity.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.lab.parity_compare import Comparison, Falls
+from lockstep.lab.parity_job import StepRow
+
+Status = Literal["ok", "refused", "failed", "oom", "hung", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackResult:
+    """One stack: a row of the table."""
+
+    name: str
+    status: Status
+    """hung: it did not end in time. skipped: --skip or SKIP_*."""
+    reason: str = ""
+    ranks: int = 0
+    rows: tuple[StepRow, ...] = ()
+    falls: Falls | None = None
+    comparison: Comparison | None = None
+    """None for the reference, and where there is nothing to compare."""
+    is_reference: bool = False
+    seconds: float = 0.0
+    """Of the whole process, start and loading included."""
+    attention: str = ""
+    dtype: str = ""
+    statement: str = ""
+    folder: str = ""
+    """Below OUT; empty: nothing was started."""
+    log: str = ""
+    problems: tuple[str, ...] = ()
+    """Why it does not pass; empty: it does, or was skipped."""
+
+    @property
+    def completed(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def verdict(self) -> str:
+        """One word."""
+        if self.status != "ok":
+            return self.status
+        if self.problems:
+            return "differs" if any("differ" in text for text in self.problems) else "fails"
+        return "reference" if self.is_reference else "agrees"
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the steps behind the first, which pays for warm-up."""
+        steady = [row.seconds for row in self.rows[1:]] or [row.seconds for row in self.rows]
+        return statistics.median(steady) if steady else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median, likewise."""
+        steady = [row.tokens_per_second for row in self.rows[1:]] or [
+            row.tokens_per_second for row in self.rows
+        ]
+        return statistics.median(steady) if steady else None
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Of the rank that needed most."""
+        return max((row.peak_memory_bytes for row in self.rows), default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityResult:
+    """The whole run."""
+
+    stacks: tuple[StackResult, ...]
+    reference: str
+    threshold: float
+    algorithm: str
+    settings: Mapping[str, Any]
+    """What was trained, and on what: for people, in order."""
+    notes: tuple[str, ...] = ()
+    command: str = ""
+    complete: bool = True
+    """False: interrupted."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> list[StackResult]:
+        """Without those that were skipped."""
+        return [stack for stack in self.stacks if stack.status != "skipped"]
+
+    @property
+    def ok(self) -> bool:
+        """Every stack that was asked for passes."""
+        return self.complete and all(not s.problems and s.status == "ok" for s in self.judged)
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        compared = [s for s in self.judged if not s.is_reference]
+        agree = [s for s in compared if s.verdict == "agrees"]
+        head = f"parity: {len(agree)} of {len(compared)} stacks agree with {self.reference}"
+        if agree:
+            worst = max(agree, key=lambda s: s.comparison.loss.max if s.comparison else 0.0)
+            assert worst.comparison is not None
+            head += f" (largest loss difference {percent(worst.comparison.loss.max)})"
+        wrong = [s for s in self.judged if s.verdict not in ("agrees", "reference")]
+        tail = "".join(f"; {s.name} {'does not pass' if s.verdict == 'fails' else s.verdict}" for s in wrong)
+        return head + tail + ("" if self.complete else "; interrupted")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values; the curves too."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "reference": self.reference,
+            "threshold": self.threshold,
+            "algorithm": self.algorithm,
+            "complete": self.complete,
+            "command": self.command,
+            "settings": dict(self.settings),
+            "notes": list(self.notes),
+            "machine": dict(self.machine),
+            "stacks": [_as_dict(stack) for stack in self.stacks],
+        }
+
+
+def judge(
+    stack: StackResult,
+    *,
+    threshold: float,
+    steps: int,
+    must_fall: bool,
+    reference_ran: bool,
+) -> tuple[str, ...]:
+    """Why a stack does not pass; empty: it does."""
+    if stack.status == "skipped":
+        return ()
+    if stack.status != "ok":
+        return (stack.reason or stack.status,)
+    found = []
+    if len(stack.rows) != steps:
+        found.append(f"{len(stack.rows)} of {steps} steps were done")
+    if must_fall and stack.falls is not None and stack.falls.trend == "does not fall":
+        f = stack.falls
+        found.append(
+            f"the loss does not fall: {f.first:.6g} in the first {f.window} steps, {f.last:.6g} in the last, "
+            f"standard error {f.standard_error:.2g}"
+        )
+    if stack.is_reference:
+        return tuple(found)
+    if stack.comparison is None:
+        found.append(
+            "there is nothing to compare it with: the reference did no step"
+            if not reference_ran
+            else "it did no step"
+        )
+    elif not stack.comparison.loss.max <= threshold:  # NaN too
+        loss = stack.comparison.loss
+        found.append(
+            f"losses differ by {percent(loss.max)} at step {loss.at}, more than the threshold of "
+            f"{percent(threshold)}"
+        )
+    return tuple(found)
+
+
+def percent(value: float) -> str:
+    """0.0123 -> "1.23 %"; small ones in powers of ten."""
+    if value != value:
+        return "NaN"
+    return f"{100 * value:.3g} %" if value >= 1e-4 or value == 0 else f"{100 * value:.1e} %"
+
+
+def _as_dict(stack: StackResult) -> dict[str, Any]:
+    found = dataclasses.asdict(dataclasses.replace(stack, rows=()))
+    del found["rows"]
+    columns = ("loss", "grad_norm", "seconds", "tokens")
+    return found | {
+        "verdict": stack.verdict,
+        "steps": len(stack.rows),
+        "step_seconds": stack.step_seconds,
+        "tokens_per_second": stack.tokens_per_second,
+        "peak_memory_bytes": stack.peak_memory_bytes,
+        "curves": {name: [getattr(row, name) for row in stack.rows] for name in columns},
+    }
+
+
+def by_name(stacks: Sequence[StackResult], name: str) -> StackResult | None:
+    """The row of a stack."""
+    return next((stack for stack in stacks if stack.name == name), None)
