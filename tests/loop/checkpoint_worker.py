@@ -233,7 +233,6 @@ def every_layout_loads_every_other(ranks: RankContext) -> None:
             sum(p.stat().st_size for p in made["dp4"].glob(f"*-0000{r}-*.safetensors")) for r in range(4)
         ]
         assert max(sizes) < 1.5 * min(sizes), sizes
-    shutil.copytree(made["dp4"], OUT / f"copy-{ranks.rank}")
 
 
 def one_process_is_loaded_by_four(ranks: RankContext) -> None:

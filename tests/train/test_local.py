@@ -241,7 +241,7 @@ def bad_weight(batch: PackedBatch, value: float, slot: int = 2) -> PackedBatch:
 
 
 def snapshot(backend: LocalBackend) -> list[Tensor]:
-    return [t.clone() for t in (*backend._model_state().values(), *backend._optimizer_state().values())]
+    return [t.clone() for t in backend._live_state().values()]
 
 
 def unchanged(backend: LocalBackend, before: Sequence[Tensor]) -> bool:

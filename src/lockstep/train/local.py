@@ -24,10 +24,11 @@ from lockstep.models.memory import advice
 from lockstep.observe.spans import Spans
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
-from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
+from lockstep.train.rows import Rows, head_rows, part, scatter
 from lockstep.train.schedule import lr_at
 from lockstep.train.state import load_state, save_state
 from lockstep.train.state_parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
@@ -134,7 +135,7 @@ class LocalBackend:
                     logprobs, _ = linear_logprobs(
                         hidden, head_of(module).weight, labels, head=self._head(module)
                     )
-                    results.append(_scatter(logprobs, rows, batch.num_slots))
+                    results.append(scatter(logprobs, rows, batch.num_slots))
         return results
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
@@ -171,14 +172,14 @@ class LocalBackend:
                 value, logprobs, entropy = self._forward(moved, rows, labels, loss)
             with self._timed("backward"):
                 value.backward()
-            logprobs = _scatter(logprobs.detach(), rows, batch.num_slots)
-            entropy = _scatter(entropy.detach(), rows, batch.num_slots)
+            logprobs = scatter(logprobs.detach(), rows, batch.num_slots)
+            entropy = scatter(entropy.detach(), rows, batch.num_slots)
         stats.losses.append(value.detach())
         stats.logprobs.append(logprobs)
         stats.entropy.append(entropy)
 
     def _forward(
-        self, batch: PackedBatch, rows: Tensor | slice, labels: Tensor, loss: TokenLoss
+        self, batch: PackedBatch, rows: Rows, labels: Tensor, loss: TokenLoss
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(loss, logprobs [R], entropy [R]) of a batch on the device."""
         hidden = self._hidden(self.module, batch, rows)
@@ -189,7 +190,7 @@ class LocalBackend:
                 hidden,
                 weight,
                 labels,
-                lambda lp, ent, part: loss(lp, ent, batch, _part(rows, part)),
+                lambda lp, ent, chunk: loss(lp, ent, batch, part(rows, chunk)),
                 head=head,
             )
         logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
@@ -198,17 +199,10 @@ class LocalBackend:
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
-    def _rows(self, batch: PackedBatch) -> tuple[Tensor | slice, Tensor]:
-        """Which slots the head sees, and their labels. Static shapes: all of them, masked ones labelled -100.
-        Otherwise only the trained ones: an index, made where the mask is, so that a GPU is not waited for."""
-        if self._static:
-            labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
-            return slice(0, batch.num_slots), labels.to(self.device, non_blocking=True)
-        rows = batch.loss_mask.nonzero()[:, 0]
-        labels = batch.labels.index_select(0, rows)
-        return rows.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+    def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor]:
+        return head_rows(batch, static=self._static, device=self.device)
 
-    def _hidden(self, module: nn.Module, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+    def _hidden(self, module: nn.Module, batch: PackedBatch, rows: Rows) -> Tensor:
         """[R, C]: the final hidden states of the rows that the head sees."""
         hidden = hidden_states(
             module, batch, layout=self.config.layout, padding_side=self.config.padding_side
@@ -424,17 +418,3 @@ class LocalBackend:
             dtype=self.model.dtype,
             lora=self._lora,
         )
-
-
-def _part(rows: Tensor | slice, part: slice) -> Tensor | slice:
-    """The slots of a chunk of the head's rows."""
-    if isinstance(rows, slice):
-        return slice(rows.start + part.start, rows.start + part.stop)
-    return rows[part]
-
-
-def _scatter(values: Tensor, rows: Tensor | slice, num_slots: int) -> Tensor:
-    """[R] into [T], 0 in the other slots."""
-    if isinstance(rows, slice):
-        return values
-    return values.new_zeros(num_slots).index_copy_(0, rows, values)
