@@ -3,20 +3,28 @@ the checks named on the command line, one JSON object each on stdout."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from pytest import raises
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
+from lockstep.errors import TrainError
+from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel, load_model
+from lockstep.packing.packs import Bucket, empty_batch, repack
 from lockstep.ranks.context import init_ranks
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.fsdp2 import FSDP2Backend
@@ -38,6 +46,22 @@ class OfWholeDocuments(fixtures.WholeSequence):  # type: ignore[name-defined, mi
         weighted = (logprobs + 0.1 * entropy) * batch.loss_weights[rows]
         sums = torch.zeros(len(batch.lengths)).index_add(0, document, weighted)
         return (sums - sums.square()).sum()
+
+
+BUCKET = Bucket(tokens=128, documents=16, max_seqlen=32)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by the name of their operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def load(*, dtype: str = "float32", shape: str = "tiny-llama", weights: bool = True) -> LoadedModel:
@@ -102,6 +126,7 @@ def compare_steps(
     tolerance: float,
     loss: Any = None,
     count: int = 3,
+    bucket: Bucket | None = None,
 ) -> dict[str, float]:
     """Loss, logprobs, entropy, gradients, norm, and the weights at the end."""
     loss = fixtures.NegativeLogprob() if loss is None else loss
@@ -111,7 +136,7 @@ def compare_steps(
         worst[key] = max(worst.get(key, 0.0), error)
 
     for step in range(steps):
-        batches = micro_batches(step, count)
+        batches = [repack(batch, bucket) for batch in micro_batches(step, count)]
         expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
         see("loss", apart(found.losses, expected.losses))
         see("logprobs", apart(found.logprobs, expected.logprobs))
@@ -161,6 +186,226 @@ def check_ring_whole() -> Any:
     """A loss that needs all logprobs of a document at once."""
     loss = OfWholeDocuments()
     return compare_steps(*pair(optimizer="sgd", lr=0.1, ring=2), steps=3, tolerance=1e-5, loss=loss)
+
+
+def check_dp_tp() -> Any:
+    return compare_steps(*pair(optimizer="sgd", lr=0.1, tp=2), steps=3, tolerance=1e-5)
+
+
+def check_dp_ring() -> Any:
+    loss = OfWholeDocuments()
+    return compare_steps(*pair(optimizer="sgd", lr=0.1, ring=2), steps=3, tolerance=1e-5, loss=loss)
+
+
+def check_ring_tp() -> Any:
+    return compare_steps(*pair(shape="tiny-qwen3", ring=2, tp=2), steps=3, tolerance=1e-4)
+
+
+def check_compile() -> Any:
+    """Compiled layers and head; one graph for all packs of one capacity, whichever rank has them."""
+    local, backend = pair(execution="compile", max_recompiles=0, optimizer="sgd", lr=0.1)
+    return compare_steps(local, backend, steps=2, tolerance=1e-5, bucket=BUCKET)
+
+
+def check_checkpointing() -> Any:
+    return compare_steps(*pair(activation_checkpointing=True), steps=2, tolerance=1e-4)
+
+
+def check_gathered_between() -> Any:
+    return compare_steps(*pair(reshard_after_forward=False), steps=3, tolerance=1e-4)
+
+
+def check_static_padded() -> Any:
+    return compare_steps(*pair(static_capacity=True, layout="padded"), steps=2, tolerance=1e-4)
+
+
+def check_offloaded_parameters() -> Any:
+    local, backend = pair(parameter_device="cpu")
+    return compare_steps(local, backend, steps=2, tolerance=1e-4)
+
+
+def check_ref() -> Any:
+    local, backend = pair(ref=True, lr=0.1)
+    first = local.logprobs(micro_batches(0), model="ref")
+    compare_steps(local, backend, steps=2, tolerance=1e-2)
+    for batches in (micro_batches(0), micro_batches(1)):
+        found = backend.logprobs(batches, model="ref")
+        assert apart(found, local.logprobs(batches, model="ref")) < 1e-6
+        assert apart(found, backend.logprobs(batches, model="policy")) > 1e-2
+    assert apart(backend.logprobs(micro_batches(0), model="ref"), first) < 1e-6
+    return {}
+
+
+def check_one_micro_batch() -> Any:
+    """Fewer micro-batches than ranks."""
+    return compare_steps(*pair(), steps=2, tolerance=1e-4, count=1)
+
+
+def check_several_calls() -> Any:
+    """Gradients of several calls add up, also those that tensor parallel ranks add up."""
+    size = dist.get_world_size()
+    local, backend = pair(shape="tiny-qwen3", tp=2 if size == 2 else 1)
+    loss = fixtures.NegativeLogprob()
+    for batch in micro_batches(0):
+        local.forward_backward([batch], loss)
+        backend.forward_backward([batch], loss)
+        error = gradient_error(backend.gradients(), local.gradients())
+        assert error < 1e-5, error
+    return {"gradient": error}
+
+
+def check_collectives() -> Any:
+    """Of n micro-batches each block gathers its weights 2n times (n times the last one; all once without
+    reshard_after_forward) and reduces its gradients once; the root, embedding and head, gathers once."""
+    seen = {}
+    for reshards in (True, False):
+        _, backend = pair(reshard_after_forward=reshards)
+        backend.forward_backward(micro_batches(0, 2), fixtures.NegativeLogprob())
+        backend.optimizer_step()
+        turns = 3
+        batches = micro_batches(0, turns * dist.get_world_size())
+        with Collectives() as counted:
+            backend.forward_backward(batches, fixtures.NegativeLogprob())
+        layers = 2
+        gathers = (2 * layers - 1) * turns + 1 if reshards else layers + 1
+        seen[str(reshards)] = dict(counted.counts)
+        assert counted.counts["_allgather_base_"] == gathers, counted.counts
+        assert counted.counts["_reduce_scatter_base_"] == layers + 1, counted.counts
+        assert counted.counts["allreduce_"] == 1, counted.counts  # what was seen of all micro-batches
+    return seen
+
+
+class Poisoned(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
+    """The loss (`where` = "loss") or its gradient of the micro-batch that has sample 10 is not finite."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+        value: Tensor = super().__call__(logprobs, entropy, batch, rows)
+        if 10 not in batch.sample_ids or not batch.loss_mask.any():
+            return value
+        if self.where == "loss":
+            return value * float("nan")
+        return value + (logprobs * 0.0).sum().abs().sqrt()  # 0, with an infinite slope
+
+
+def check_not_finite() -> Any:
+    """Every rank says which micro-batch it was; nothing is changed, and the next step is right."""
+    said = {}
+    for where in ("loss", "gradient"):
+        local, backend = pair()
+        before = {name: w.clone() for name, w in backend.weights(policy_version=0).tensors()}
+        with raises(TrainError) as caught:
+            backend.forward_backward(micro_batches(0), Poisoned(where))
+            assert where == "gradient"
+            backend.optimizer_step()
+        said[where] = str(caught.value)
+        assert "micro-batch 1 of 3" in said[where] and "samples are [10, 11, 12]" in said[where], said
+        assert "No weight was changed" in said[where]
+        assert all(torch.equal(w, before[n]) for n, w in backend.weights(policy_version=0).tensors())
+        assert backend.gradients() == {} and backend.gradient_norm() == 0.0
+        compare_steps(local, backend, steps=2, tolerance=1e-4)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, said)
+    assert all(one == said for one in everywhere), everywhere
+    return said
+
+
+class Breaks(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
+    """Raises in the second call, or in the middle of the backward of the second call."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self.calls = where, 0
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == 2 and self.where == "forward":
+            raise ArithmeticError("on purpose")
+        value: Tensor = super().__call__(logprobs, entropy, batch, rows)
+        return value
+
+
+def check_recovers() -> Any:
+    """An error of the caller's, on every rank, in forward or in backward: the next step is right."""
+    local, backend = pair()
+    batches = micro_batches(0, 2 * dist.get_world_size())
+    with raises(ArithmeticError):
+        backend.forward_backward(batches, Breaks("forward"))
+    compare_steps(local, backend, steps=1, tolerance=1e-4)
+    calls = 0
+
+    def broken(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ArithmeticError("on purpose")
+
+    handle = decoder_layers(backend.module)[0].register_full_backward_hook(broken)
+    with raises(ArithmeticError):
+        backend.forward_backward(batches, Breaks("backward"))
+    handle.remove()
+    return compare_steps(local, backend, steps=2, tolerance=1e-4)
+
+
+def check_nothing_to_train() -> Any:
+    _, backend = pair()
+    with raises(TrainError, match="there are no gradients"):
+        backend.optimizer_step()
+    backend.forward_backward([empty_batch(b) for b in micro_batches(0)], fixtures.NegativeLogprob())
+    with raises(TrainError, match="there are no gradients"):
+        backend.optimizer_step()
+    backend.forward_backward(micro_batches(0), fixtures.NegativeLogprob())
+    with raises(TrainError, match="step first"):
+        backend.save(Path("/nowhere"))
+    return {}
+
+
+def check_bfloat16() -> Any:
+    """The same cast of the same masters, gradients added up in float32: only sums are in another order."""
+    worst = 0.0
+    for more in ({}, {"optimizer_device": "cpu"}):
+        local, backend = pair(dtype="bfloat16", lr=1e-2, **more)
+        loss = fixtures.NegativeLogprob()
+        for step in range(6):
+            batches = micro_batches(step)
+            expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
+            pairs = zip(found.losses, expected.losses, strict=True)
+            worst = max(worst, *(abs(float(a) / float(b) - 1) for a, b in pairs))
+            error = gradient_error(backend.gradients(), local.gradients())
+            assert error < (1e-5 if step == 0 and not more else 0.05), (step, error, more)
+            norms = backend.optimizer_step()["grad_norm"], local.optimizer_step()["grad_norm"]
+            assert abs(norms[0] / norms[1] - 1) < 1e-2, norms
+        weights = dict(backend.weights(policy_version=0).tensors())
+        assert all(w.dtype == torch.bfloat16 for w in weights.values())
+    assert worst < 1e-2, worst
+    return {"loss": worst}
+
+
+class Recorded:
+    """A WeightSource that notes what is read."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.elements = source, 0
+
+    def read_part(self, name: str, **where: Any) -> Tensor:
+        found: Tensor = self.source.read_part(name, **where)
+        self.elements += found.numel()
+        return found
+
+
+def check_sharded_start() -> Any:
+    """No rank reads more than its share of the weights; they are those of the whole model to the bit."""
+    model = load(weights=False)
+    source = Recorded(model.source)
+    model = dataclasses.replace(model, source=source)
+    backend = FSDP2Backend(settings(), model=model, total_steps=1)
+    whole = load().module
+    count = sum(p.numel() for p in whole.parameters())
+    assert source.elements <= -(-count // dist.get_world_size()), (source.elements, count)
+    found = dict(backend.weights(policy_version=0).tensors())
+    assert all(torch.equal(found[name], w) for name, w in whole.state_dict().items())
+    return {"read": source.elements, "whole": count}
 
 
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}

@@ -106,10 +106,13 @@ class ShardedModel:
         }
         if self.offloaded:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        for layer in decoder_layers(self.module):
+        # What forward uses last backward needs first: the last layer and the root stay gathered between them.
+        stays = policy | {"reshard_after_forward": False}
+        *layers, last = decoder_layers(self.module)
+        for layer in layers:
             fully_shard(layer, **policy)
-        # The root's weights are the first that backward needs: they stay between forward and backward.
-        fully_shard(self.outer, **(policy | {"reshard_after_forward": False}))
+        fully_shard(last, **stays)
+        fully_shard(self.outer, **stays)
         for part in self.parts():
             # Sums, not means: loss_weights hold the normaliser of the whole step. The factor alone would
             # make a PREMUL_SUM of it, which gloo does not have.
