@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from lockstep.execution import compile_blocks
+from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import head_of, hidden_states
 from lockstep.models.load import attention_implementation
 from lockstep.models.shapes import random_model
@@ -90,6 +91,9 @@ def check(case: dict[str, Any], ranks: RankContext) -> dict[str, Any]:
     module, tp = split(case, config, attention)
     if backend := case.get("compile"):
         compile_blocks(module, backend=backend)
+    if case.get("checkpointing"):
+        causal_lm(module).train()
+        causal_lm(module).gradient_checkpointing_enable({"use_reentrant": False})
     separable = case.get("separable", True)
     expected = run(whole, vocab=None, separable=separable)
     found = run(module, vocab=tp.vocab, separable=separable)

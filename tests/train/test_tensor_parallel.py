@@ -3,15 +3,30 @@ whole one, for every architecture."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from lockstep.config.model import LoraConfig, ModelConfig
+from lockstep.errors import ConfigError
+from lockstep.models.load import meta_module
 from lockstep.models.shape_table import SHAPES
 from lockstep.ranks.launch import launch_command
+from lockstep.train.tensor_parallel import (
+    Replicated,
+    Split,
+    check_tensor_parallel_size,
+    part_bounds,
+    resolve_tp_plan,
+    tensor_parallel_plan,
+    tensor_parallel_sizes,
+)
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 # Three query groups, parts of MLP and vocabulary that are not equal, and a pad id that is not on rank 0.
@@ -59,10 +74,15 @@ def test_two_ranks_compute_what_one_computes(run_cases: Any) -> None:
         {"config": SHAPES["tiny-qwen3"], "separable": False},
         {"config": SHAPES["tiny-gemma3"]},
         {"config": SHAPES["tiny-mistral"]},
+        {"config": SHAPES["tiny-llama"], "plan": "hf"},
+        {"config": SHAPES["tiny-qwen3"], "plan": "hf"},
+        *({"config": SHAPES[n], "compile": "aot_eager"} for n in ("tiny-llama", "tiny-gemma3")),
+        {"config": SHAPES["tiny-qwen3"], "checkpointing": True},
     ]
     results = run_cases(cases, ranks=2)
     check(results, cases)
-    assert all(result["share"] < 0.52 for result in results[0])
+    # transformers does not split the embedding, unless it is tied to the head.
+    assert [result["share"] < 0.52 for result in results[0]] == [case is not cases[6] for case in cases]
     assert [of_rank[0]["vocab"] for of_rank in results] == [[0, 128], [128, 256]]
 
 
@@ -72,3 +92,71 @@ def test_three_ranks_with_unequal_parts_compute_what_one_computes(run_cases: Any
     results = run_cases(cases, ranks=3)
     check(results, cases)
     assert [of_rank[0]["vocab"] for of_rank in results] == [[0, 85], [85, 171], [171, 257]]
+
+
+def tiny(name: str, **options: Any) -> nn.Module:
+    return meta_module(ModelConfig(name=name, **options), dtype=torch.float32)
+
+
+def test_heads_must_divide() -> None:
+    config = tiny("bundled:smollm2-135m", num_layers=1).config
+    assert tensor_parallel_sizes(config) == (1, 3)
+    check_tensor_parallel_size(config, 3)
+    with pytest.raises(ConfigError, match=r"tp = 2 .* 9 query heads and 3 key/value heads.* work: 1, 3$"):
+        check_tensor_parallel_size(config, 2)
+
+
+@pytest.mark.parametrize("plan", ["lockstep", "hf"])
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3", "tiny-gemma3", "tiny-mistral"])
+def test_every_parameter_is_planned(shape: str, plan: str) -> None:
+    module = tiny(f"shape:{shape}")
+    found = tensor_parallel_plan(module, size=2, plan=plan)
+    assert [*found] == [name for name, _ in module.named_parameters()]
+    layer = {n.partition(".0.")[2]: how for n, how in found.items() if ".0." in n}
+    for name, how in layer.items():
+        if name.endswith("norm.weight"):
+            on_heads = name.partition(".")[2].startswith(("q_norm", "k_norm"))
+            assert how == Replicated(summed=on_heads)
+        elif "o_proj" in name or "down_proj" in name:
+            assert how == (Replicated() if name.endswith("bias") else Split(1))
+        else:
+            assert how == Split(0)
+    untied = shape in ("tiny-llama", "tiny-mistral")
+    assert found["model.embed_tokens.weight"] == (Replicated() if untied and plan == "hf" else Split(0))
+    assert found.get("lm_head.weight", Split(0)) == Split(0)
+
+
+def test_styles_of_transformers_that_are_not_known_are_named() -> None:
+    module: Any = tiny("shape:tiny-llama")
+    plan = module.config.base_model_tp_plan
+    for style, text in (("packed_colwise", "which is not known here"), ("rowwise", "which does not fit")):
+        module.config.base_model_tp_plan = plan | {"layers.*.mlp.up_proj": style}
+        with pytest.raises(ConfigError, match=rf"layers.0.mlp.up_proj' in style '{style}', {text}"):
+            tensor_parallel_plan(module, size=2, plan="hf")
+    module.config.base_model_tp_plan = {k: v for k, v in plan.items() if "down" not in k}
+    with pytest.raises(ConfigError, match=r"splits some matrices of 'model.layers.0.mlp'"):
+        tensor_parallel_plan(module, size=2, plan="hf")
+    module.config.base_model_tp_plan = plan
+    tensor_parallel_plan(module, size=2, plan="hf")
+
+
+def test_the_plan_of_transformers_is_for_tensor_parallel_alone() -> None:
+    assert resolve_tp_plan("hf", tp=2, others=1) == "hf"
+    assert (
+        resolve_tp_plan("auto", tp=2, others=2) == resolve_tp_plan("lockstep", tp=2, others=2) == "lockstep"
+    )
+    with pytest.raises(ConfigError, match=r"tp = 2 on 4 ranks.*takes the whole world.*start 2 ranks"):
+        resolve_tp_plan("hf", tp=2, others=2)
+
+
+def test_lora_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora"):
+        tensor_parallel_plan(tiny("shape:tiny-llama", lora=LoraConfig()), size=2)
+
+
+def test_parts_follow_each_other_and_differ_by_one_at_most() -> None:
+    for length, size in ((8, 3), (257, 4), (6, 6), (10, 1)):
+        bounds = [part_bounds(length, rank=rank, size=size) for rank in range(size)]
+        assert bounds[0][0] == 0 and bounds[-1][1] == length
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+        assert {b - a for a, b in bounds} <= {length // size, length // size + 1}

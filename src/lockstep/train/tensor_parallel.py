@@ -15,6 +15,7 @@ Source: Megatron-LM (arXiv:1909.08053), section 3.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,6 +71,16 @@ _LOCKSTEP: dict[str, Split | Replicated] = {
     "model.norm": Replicated(),
 }
 """The last parts of a module's path -> how its Parameters are spread."""
+_HF_STYLES: dict[str, Split | Replicated] = {
+    "colwise": _BY_OUTPUTS,
+    "colwise_gather_output": _BY_OUTPUTS,  # the head, whose logits nobody gathers here
+    "colwise_rep": _BY_OUTPUTS,  # its older name
+    "embedding_rowwise": _BY_OUTPUTS,
+    "rowwise": _BY_INPUTS,
+    "replicated_with_grad_allreduce": Replicated(summed=True),
+    "replicate": Replicated(),
+}
+"""transformers' name of a style (distributed/tensor_parallel.py) -> ours."""
 
 
 def tensor_parallel_sizes(config: Any) -> tuple[int, ...]:
@@ -97,28 +108,50 @@ def check_tensor_parallel_size(config: Any, size: int) -> None:
         )
 
 
+def resolve_tp_plan(plan: str, *, tp: int, others: int) -> Literal["hf", "lockstep"]:
+    """The plan that a mesh gets.
+
+    Args:
+        plan: auto (which is lockstep), hf or lockstep.
+        others: ranks on the other axes of the mesh, dp * ring.
+
+    Raises:
+        ConfigError: hf on a mesh of more than tensor parallel.
+    """
+    if plan == "hf" and tp > 1 and others > 1:
+        raise ConfigError(
+            f"train.tp_plan = 'hf' with tp = {tp} on {tp * others} ranks: transformers' plan is for tensor "
+            f"parallel over all ranks and nothing else, it takes the whole world of {tp * others} for one "
+            f"group; set train.tp_plan = 'lockstep', or start {tp} ranks"
+        )
+    return "hf" if plan == "hf" else "lockstep"
+
+
 def tensor_parallel_plan(
-    module: nn.Module, *, size: int, plan: Literal["auto", "hf", "lockstep"] = "auto"
+    module: nn.Module, *, size: int, plan: str = "auto"
 ) -> dict[str, Split | Replicated]:
     """How every Parameter of a supported causal LM is spread over `size` ranks.
 
     Args:
-        plan: auto is lockstep.
+        plan: hf reads transformers' plan, as far as that goes: an embedding that it leaves out is on every
+            rank, unless it is tied to a head that is split. auto and lockstep split all matrices.
 
     Raises:
-        ConfigError: sizes that do not divide, LoRA, or a module that the plan does not know.
+        ConfigError: sizes that do not divide, LoRA, or a module or style that is not known.
     """
     check_tensor_parallel_size(text_config(module), size)
     if has_lora(module):
         raise ConfigError(
             f"train.tp = {size} with model.lora is not supported: adapters are not split; set train.tp = 1"
         )
-    by_module = {path: _how(path) for path in _with_parameters(module)}
+    by_module = _hf_modules(module) if plan == "hf" else _lockstep_modules(module)
     found: dict[str, Split | Replicated] = {}
-    for name, _ in module.named_parameters():
-        path, _, kind = name.rpartition(".")
+    for alias, name in aliases(module).items():
+        path, _, kind = alias.rpartition(".")
         how = by_module[path]
-        found[name] = Replicated() if kind == "bias" and how == _BY_INPUTS else how
+        how = Replicated() if kind == "bias" and how == _BY_INPUTS else how
+        if found.get(name, Replicated()) == Replicated():  # of tied ones, split wins
+            found[name] = how
     return found
 
 
@@ -126,13 +159,65 @@ def _with_parameters(module: nn.Module) -> list[str]:
     return [path for path, part in module.named_modules() if part._parameters]
 
 
-def _how(path: str) -> Split | Replicated:
-    for ending, how in _LOCKSTEP.items():
+def _lockstep_modules(module: nn.Module) -> dict[str, Split | Replicated]:
+    """Path of every module with Parameters of its own -> how they are spread, by our plan."""
+    return {path: _lookup(path, _LOCKSTEP) for path in _with_parameters(module)}
+
+
+def _lookup(path: str, plan: Plan) -> Split | Replicated:
+    for ending, how in plan.items():
         if path == ending or path.endswith("." + ending):
             return how
     raise ConfigError(
         f"train.tp: the tensor-parallel plan does not know the module {path!r}; set train.tp = 1"
     )
+
+
+def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
+    """The same by transformers' plan: the config's for the decoder, the class's for the head."""
+    model = causal_lm(module)
+    base = model.base_model_prefix
+    styles = {f"{base}.{key}": style for key, style in (text_config(module).base_model_tp_plan or {}).items()}
+    styles |= getattr(type(model), "_tp_plan", None) or {}
+    if not styles:
+        raise ConfigError(
+            f"train.tp_plan = 'hf': transformers has no plan for {type(model).__name__}; set train.tp_plan = "
+            "'lockstep'"
+        )
+    found: dict[str, Split | Replicated] = {}
+    for path in _with_parameters(module):
+        pattern = re.sub(r"\.\d+\.", ".*.", path)
+        style = styles.get(pattern, "replicate")
+        if style not in _HF_STYLES:
+            raise ConfigError(
+                f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which is not known "
+                f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'"
+            )
+        ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
+        if how == Replicated() and ours == Replicated(summed=True):
+            how = ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
+        elif how not in (ours, Replicated()):
+            raise ConfigError(
+                f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which does not fit "
+                "the code here; set train.tp_plan = 'lockstep'"
+            )
+        found[path] = how
+    _check_blocks(found)
+    return found
+
+
+def _check_blocks(by_module: Plan) -> None:
+    """Attention and MLP are split as a whole or not at all."""
+    blocks: dict[str, set[bool]] = {}
+    for path, how in by_module.items():
+        parent, _, name = path.rpartition(".")
+        if name.endswith("_proj"):
+            blocks.setdefault(parent, set()).add(isinstance(how, Split))
+    if torn := [parent for parent, split in blocks.items() if len(split) > 1]:
+        raise ConfigError(
+            f"train.tp_plan = 'hf': transformers splits some matrices of {torn[0]!r} and not others; set "
+            "train.tp_plan = 'lockstep'"
+        )
 
 
 def part_bounds(length: int, *, rank: int, size: int) -> tuple[int, int]:
