@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.schema.ring import RingShard, RingStep
 
 _WHOLE_SHARE = 32
-_PAD_ROWS = 128
+_PAD_ROWS = 128  # the rows that a flash kernel computes together: smaller pieces would cost the same
 
 
 def ring_shard(

@@ -1,0 +1,129 @@
+"""Ring attention on gloo ranks against torch's sdpa in one process; ring_worker.py says what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.attention import KERNELS, Ring, ring_attention
+from lockstep.config.model import ModelConfig
+from lockstep.errors import ConfigError, ModelError
+from lockstep.models.forward import decoder_inputs
+from lockstep.models.load import load_model
+from lockstep.packing import pack, ring_shard
+from lockstep.ranks.launch import launch_command
+from lockstep.ranks.process_group import ensure_process_group
+from lockstep.schema.batch import TrainSample
+
+WORKER = Path(__file__).with_name("ring_worker.py")
+# Of the output the largest gap over the largest entry, of gradients ||g - r|| / ||r||. bfloat16: each block
+# is rounded to 8 bits, and so is their sum.
+LIMITS = {"torch.float64": 1e-14, "torch.float32": 1e-6, "torch.bfloat16": 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The default process group of this process alone."""
+    had_one = dist.is_initialized()
+    ensure_process_group(torch.device("cpu"))
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    if not had_one:
+        dist.destroy_process_group()
+
+
+def measured(ranks: int, out: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, str(WORKER), str(out)]
+    status = launch_command(command, ranks=ranks, timeout=200, log_dir=out / "logs")
+    assert status == 0, (out / "logs" / "rank-0.err.log").read_text()[-3000:]
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_equals_one_process(ranks: int, tmp_path: Path) -> None:
+    """Ragged documents, documents on all ranks and on one, grouped heads; a whole model with checkpointing,
+    with pads, and with ranks that own nothing."""
+    found = measured(ranks, tmp_path)
+    for of_rank in found:
+        assert len(of_rank["attention"]) == 45 and len(of_rank["model"]) == 4
+        for case in of_rank["attention"]:
+            limit = LIMITS[case["dtype"]]
+            assert max(case[name] for name in ("out", "dq", "dk", "dv")) <= limit, case
+        for case in of_rank["model"]:
+            assert case["parameters"] > 10 and case["hidden"] <= 5e-6 and case["gradient"] <= 1e-5, case
+    nothing = [case["sizes"] for case in found[0]["model"] if case["lengths"] == [3]]
+    assert nothing == [[3] + [0] * (ranks - 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_ring_of_one_is_varlen_to_the_bit(alone: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    lengths = (37, 5, 1, 64, 13)
+    cu_seqlens = torch.tensor([0, 37, 42, 43, 107, 120], dtype=torch.int32)
+    inputs = [torch.randn(120, n, 16, dtype=dtype, requires_grad=True) for n in (6, 2, 2)]
+    ours = ring_attention(*inputs, shard=ring_shard(lengths, rank=0, size=1), group=alone, scale=0.2)
+    options: dict[str, Any] = {"max_seqlen": 64, "lengths": lengths, "scale": 0.2, "window": None}
+    varlen = KERNELS["varlen"](*inputs, cu_seqlens=cu_seqlens, **options)
+    assert torch.equal(ours, varlen)
+    direction = torch.randn_like(ours)
+    pairs = [torch.autograd.grad(out, inputs, direction) for out in (ours, varlen)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*pairs, strict=True))
+
+
+# --- what is refused ----------------------------------------------------------------------------------------
+
+
+def ring_and_batch(name: str, kernel: str, group: dist.ProcessGroup) -> tuple[Any, Any, Ring]:
+    config = ModelConfig(name=f"shape:{name}", dtype="float32")
+    module = load_model(config, attention=kernel, device=torch.device("cpu")).module
+    sample = TrainSample(token_ids=torch.arange(3, 9), loss_mask=torch.zeros(6, dtype=torch.bool))
+    batch = pack([sample], [torch.ones(6)])
+    shard = ring_shard(batch.lengths, rank=0, size=1)
+    return module, batch, Ring(shard=shard, group=group)
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel", "options", "message"),
+    [
+        ("tiny-llama", "varlen", {"layout": "padded"}, r"train.layout = 'padded'; set 'packed'"),
+        ("tiny-llama", "varlen", {"compiled": True}, r"set train.execution = 'eager'"),
+        ("tiny-llama", "flex", {}, r"train.attention = 'flex' on cpu: set 'varlen'"),
+        ("tiny-llama", "hf:sdpa", {}, r"train.attention = 'hf:sdpa' on cpu: set 'varlen'"),
+        ("tiny-gemma3", "varlen", {}, r"no sliding windows.*gemma3.*set train.ring = 1"),
+        ("tiny-mistral", "varlen", {}, r"no sliding windows.*mistral.*set train.ring = 1"),
+    ],
+)
+def test_what_a_ring_cannot_do(
+    alone: dist.ProcessGroup, model: str, kernel: str, options: dict[str, Any], message: str
+) -> None:
+    module, batch, ring = ring_and_batch(model, kernel, alone)
+    with pytest.raises(ConfigError, match=message):
+        decoder_inputs(module, batch, ring=ring, **options)
+
+
+def test_rows_that_are_not_the_shard_s(alone: dist.ProcessGroup) -> None:
+    shard = ring_shard([6], rank=0, size=1)
+    q = torch.zeros(5, 2, 8)
+    with pytest.raises(ModelError, match=r"rank 0 of the ring has 6 rows, not q \[5, 2, 8\]"):
+        ring_attention(q, q, q, shard=shard, group=alone)
+    q = torch.zeros(6, 2, 8, device="meta")
+    with pytest.raises(ModelError, match="shard is on cpu, q on meta; move it"):
+        ring_attention(q, q, q, shard=shard, group=alone)
+    on_meta = dataclasses.replace(shard, index=shard.index.to("meta"))
+    with pytest.raises(ConfigError, match=r"no torch.float32 on meta; set model.dtype = 'bfloat16'"):
+        ring_attention(q, q, q, shard=on_meta, group=alone)

@@ -1,0 +1,150 @@
+"""The zigzag against constants worked by hand, and against a mask made by brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.packing import RingShard, ring_shard
+from lockstep.schema.ring import RingStep
+
+
+def shards(lengths: list[int], size: int, num_documents: int | None = None) -> list[RingShard]:
+    return [ring_shard(lengths, rank=r, size=size, num_documents=num_documents) for r in range(size)]
+
+
+def tables(step: RingStep) -> tuple[list[int], list[int], int, int]:
+    return step.cu_q.tolist(), step.cu_k.tolist(), step.max_q, step.max_k
+
+
+def computed(shards: list[RingShard]) -> Tensor:
+    """[T, T] how often each (query slot, key slot) is computed, over all ranks and steps."""
+    slots = sum(shards[0].sizes)
+    counts = torch.zeros(slots, slots, dtype=torch.int64)
+    for shard in shards:
+        sources = [shard, *(shards[(shard.rank - i) % shard.size] for i in range(1, shard.size))]
+        steps = (shard.own, *shard.others)
+        for source, step in zip(sources, steps, strict=False):
+            segments = zip(
+                itertools.pairwise(step.cu_q.tolist()), itertools.pairwise(step.cu_k.tolist()), strict=True
+            )
+            for (first_q, last_q), (first_k, last_k) in segments:
+                q, k = shard.index[first_q:last_q], source.index[first_k:last_k]
+                assert len(q) <= step.max_q and len(k) <= step.max_k
+                visible = torch.ones(len(q), len(k), dtype=torch.int64)
+                if step is shard.own:
+                    visible = visible.tril(len(k) - len(q))  # the last query is aligned with the last key
+                counts[q[:, None], k[None, :]] += visible
+    return counts
+
+
+def causal(lengths: list[int]) -> Tensor:
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return ((document[:, None] == document[None, :]).long()).tril()
+
+
+def test_two_ranks_by_hand():
+    """[10 tokens, 3 tokens, 5 tokens]: chunks of 3 3 2 2; 3 < 2R stays whole; chunks of 2 1 1 1.
+
+    Rank 0 owns chunks 0 and 3: slots 0-2 and 8-9, then 13-14 and 17. Rank 1 owns 1 and 2: 3-5 and 6-7, then
+    15 and 16. Rank 1 has fewer rows (7 to 8), so the short document, slots 10-12, is its.
+    """
+    zero, one = shards([10, 3, 5], 2)
+    assert zero.index.tolist() == [0, 1, 2, 8, 9, 13, 14, 17]
+    assert one.index.tolist() == [3, 4, 5, 6, 7, 15, 16, 10, 11, 12]
+    assert (zero.lengths, one.lengths) == ((5, 3), (5, 2, 3))
+    assert zero.sizes == one.sizes == (8, 10) and zero.divided == one.divided == (8, 7)
+    assert tables(zero.own) == ([0, 5, 8], [0, 5, 8], 5, 5)
+    assert tables(one.own) == ([0, 5, 7, 10], [0, 5, 7, 10], 5, 5)
+    # Rank 0 against rank 1's keys: its early chunk (3, then 2) sees none, its late one (2, then 1) sees all.
+    assert [tables(step) for step in zero.others] == [([0, 3, 5, 7, 8], [0, 0, 5, 5, 7], 3, 5)]
+    # Rank 1 against rank 0's keys: all its queries see the early chunk, none the late one.
+    assert [tables(step) for step in one.others] == [([0, 5, 5, 7, 7], [0, 3, 5, 7, 8], 5, 3)]
+
+
+def test_three_ranks_by_hand():
+    """13 tokens in 6 chunks of 3 2 2 2 2 2; rank 1 meets rank 0 in step 1, rank 2 in step 2."""
+    found = shards([13], 3)
+    assert [shard.index.tolist() for shard in found] == [
+        [0, 1, 2, 11, 12],
+        [3, 4, 9, 10],
+        [5, 6, 7, 8],
+    ]
+    assert found[1].sizes == found[1].divided == (5, 4, 4)
+    assert tables(found[1].others[0]) == ([0, 4, 4], [0, 3, 5], 4, 3)
+    assert tables(found[1].others[1]) == ([0, 2, 4], [0, 0, 4], 2, 4)
+
+
+def test_a_ring_of_one_is_the_pack():
+    (only,) = shards([5, 1, 7], 1)
+    assert only.index.tolist() == list(range(13)) and only.lengths == (5, 1, 7) and only.others == ()
+    assert tables(only.own) == ([0, 5, 6, 13], [0, 5, 6, 13], 7, 7)
+
+
+def test_ranks_without_a_token():
+    found = shards([3], 4)
+    assert found[0].sizes == (3, 0, 0, 0) and found[0].divided == (0, 0, 0, 0)
+    assert all(shard.others == () for shard in found)
+    assert found[2].index.tolist() == [] and tables(found[2].own) == ([0], [0], 0, 0)
+
+
+def test_documents_that_are_short_for_their_pack_stay_whole():
+    """A share is 4096 rows, so documents below 128 tokens are whole; they fill up what the others leave."""
+    found = shards([7600] + [74] * 8, 2)
+    assert found[0].lengths == (3800, 74, 74, 74, 74) and found[0].sizes == (4096, 4096)
+    assert shards([7600] + [129] * 4, 2)[0].lengths == (3800, 65, 65, 65, 65)
+
+
+def test_pads_fill_up_and_cost_nothing():
+    """1,000 pad slots: in pieces of at most 128 to where rows are missing, seen by nobody else."""
+    found = shards([40, 6, 512, 488], 2, num_documents=2)
+    assert max(found[0].sizes) - min(found[0].sizes) <= 128 and sum(found[0].sizes) == 1046
+    assert [shard.lengths[:1] for shard in found] == [(20,), (20,)]
+    assert all(length <= 128 for shard in found for length in shard.lengths)
+    assert sorted(torch.cat([shard.index for shard in found]).tolist()) == list(range(1046))
+    real = computed(found)[:46, :46]
+    assert torch.equal(real, causal([40, 6]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 5))
+def test_every_visible_pair_is_computed_once(lengths: list[int], size: int):
+    found = shards(lengths, size)
+    assert torch.equal(computed(found), causal(lengths))
+    assert sorted(torch.cat([shard.index for shard in found]).tolist()) == list(range(sum(lengths)))
+    for shard in found:
+        assert len(shard.index) == shard.num_rows == sum(shard.lengths)
+        assert shard.sizes == found[0].sizes and shard.divided == found[0].divided
+        assert len(shard.others) == (size - 1 if any(shard.divided) else 0)
+        assert all(rows >= 2 for rows in shard.divided) or not any(shard.divided)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_step_costs_every_rank_the_same(size: int):
+    """Chunks of c tokens: 2 c * c pairs in each step after the first, c * c + c * (c + 1) in the first."""
+    c = 5
+    found = shards([2 * size * c, 4 * size * c], size)
+    for shard in found:
+        for step in shard.others:
+            q, k = step.cu_q.diff(), step.cu_k.diff()
+            assert int((q * k).sum()) == 2 * c * c + 2 * (2 * c) ** 2
+    assert len({shard.lengths for shard in found}) == 1
+
+
+def test_moved_once():
+    shard = ring_shard([10, 3, 5], rank=1, size=2)
+    moved = shard.to("meta")
+    assert moved.index.is_meta and moved.own.cu_q.is_meta and moved.others[0].cu_k.shape == (5,)
+    assert shard.to("cpu") is shard
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="rank 2 is not one of a ring of 2"):
+        ring_shard([4], rank=2, size=2)
+    with pytest.raises(ValueError, match="document 1 has 0 tokens"):
+        ring_shard([4, 0], rank=0, size=2)
