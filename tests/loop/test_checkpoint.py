@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,28 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert manager(tmp_path).load(path, Backend())["step"] == 1
 
 
+def test_an_error_of_a_background_save_comes_at_the_next_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = manager(tmp_path, background=True)
+    path = checkpoints.save(1, Backend(1), {})
+    assert checkpoints.finish() == path
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for end in (checkpoints.poll, checkpoints.finish, lambda: checkpoints.save(3, Backend(3), {})):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            checkpoints.save(2, Backend(2), {})
+            with pytest.raises(CheckpointError, match=r"No space left.* free"):
+                while end() is None:
+                    time.sleep(0.01)
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+    checkpoints.save(2, Backend(2), {}, wait=True)
+    assert checkpoints.steps() == [1, 2] and checkpoints.poll() is None
+
+
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -235,16 +258,23 @@ generator = random.Random(5)
 
 
 def work(pipe):
-    checkpoints = manager(run, keep_last=2)
+    checkpoints = manager(run, keep_last=2, background={background})
     backend = Backend(0, 400_000)
     path = checkpoints.latest()
-    step = checkpoints.load(path, backend)["step"] if path else 0
+    state = checkpoints.load(path, backend) if path else {{"step": 0, "value": 0}}
+    step, value = state["step"], state["value"]
     while True:
-        step += 1
-        backend.weight += 1
-        backend.moment += 2
-        checkpoints.save(step, backend, {{"value": step}})
+        step, value = step + 1, train(backend, value)
+        checkpoints.save(step, backend, {{"value": value}})
+        while {background} and checkpoints.poll() is None:
+            value = train(backend, value)
         os.write(pipe, step.to_bytes(4, "little"))
+
+
+def train(backend, value):
+    backend.weight += 1
+    backend.moment += 2
+    return value + 1
 
 
 saved, unfinished = 0, 0
@@ -293,9 +323,11 @@ def test_a_file_that_cannot_grow_leaves_the_old_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    """SIGKILL at random moments of saving, 15 times: what was reported as saved is there, whole."""
-    words = run_script(KILLED, tmp_path, rounds=15).split()
+@pytest.mark.parametrize("background", [False, True])
+def test_a_killed_process_leaves_a_checkpoint_that_loads(tmp_path: Path, background: bool) -> None:
+    """SIGKILL at random moments of saving, 15 times: what was reported as saved is there, whole. In the
+    background the weights change while they are being written."""
+    words = run_script(KILLED, tmp_path, rounds=15, background=background).split()
     assert int(words[1]) >= 15
     assert int(words[3]) >= 3, "hardly any kill hit a save in progress"
 
@@ -318,9 +350,10 @@ def save(stop_at):
             if left[0] == 0:
                 os._exit(9)
 
-    checkpoints = manager(run, keep_last=1)
+    checkpoints = manager(run, keep_last=1, background={background})
     sys.addaudithook(hook)
     checkpoints.save({step}, Backend(2), {{"value": 2}})
+    checkpoints.finish()
     os._exit(0)
 
 
@@ -346,8 +379,8 @@ print("stopped", stopped)
 """
 
 
-@pytest.mark.parametrize("step", [2, 1])
-def test_the_end_may_come_before_any_file_operation(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize(("step", "background"), [(2, False), (1, False), (2, True)])
+def test_the_end_may_come_before_any_file_operation(tmp_path: Path, step: int, background: bool) -> None:
     """It ends before the n-th open, mkdir, rename or removal, for every n; step 1 replaces a checkpoint."""
-    words = run_script(EVERY_POINT, tmp_path, step=step).split()
+    words = run_script(EVERY_POINT, tmp_path, step=step, background=background).split()
     assert int(words[1]) >= 12
