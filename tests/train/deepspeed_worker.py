@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.config.model import LoraConfig, ModelConfig
@@ -53,12 +54,16 @@ class FailsInBackward(fixtures.WholeSequence):  # type: ignore[name-defined, mis
         self.handle = module.register_full_backward_hook(broken)
 
 
-def load(case: dict[str, Any]) -> LoadedModel:
+def load(case: dict[str, Any], *, seed: int = 0, materialize: bool = True) -> LoadedModel:
     lora = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj")) if case.get("lora") else None
     config = ModelConfig(
-        name=f"shape:{case.get('model', 'tiny-llama')}", dtype=case.get("dtype", "float32"), lora=lora
+        name=f"shape:{case.get('model', 'tiny-llama')}",
+        dtype=case.get("dtype", "float32"),
+        lora=lora,
+        seed=seed,
     )
-    return load_model(config, attention=case.get("attention", "sdpa"), device=torch.device("cpu"))
+    attention = case.get("attention", "sdpa")
+    return load_model(config, attention=attention, device=torch.device("cpu"), materialize=materialize)
 
 
 def micro_batches(step: int, rank: int, count: int) -> list[PackedBatch]:
@@ -191,6 +196,87 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     return result
 
 
+def made(name: str, case: dict[str, Any], *, seed: int) -> Any:
+    """`local`, `fsdp2`, `zero0` to `zero3`, of a model of that seed."""
+    config = TrainConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.01, **case.get("train", {}))
+    if name == "local":
+        return LocalBackend(config, model=load(case, seed=seed), total_steps=9)
+    if name == "fsdp2":
+        from lockstep.train.fsdp2 import FSDP2Backend
+
+        return FSDP2Backend(config, model=load(case, seed=seed, materialize=False), total_steps=9)
+    config = config.model_copy(update={"zero_stage": int(name.removeprefix("zero"))})
+    return DeepSpeedBackend(config, model=load(case, seed=seed), total_steps=9)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint but the generators' states."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if not path.name.startswith("rng"):
+            found |= {f"{path.name.partition('-')[0]}:{name}": t for name, t in load_file(path).items()}
+    return {name.replace(".safetensors:", ":"): tensor for name, tensor in found.items()}
+
+
+def states(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """A run that changes its backend at every step: each loads what the one before saved, and takes the step
+    that the one before took too."""
+    loss = fixtures.NegativeLogprob()
+    root, result = Path(case["folder"]), {"case": case, "chain": []}
+
+    def step(backend: Any, number: int) -> list[float]:
+        stats = backend.forward_backward(micro_batches(number, 0, 3), loss)
+        return [float(sum(stats.losses)), backend.optimizer_step()["grad_norm"]]
+
+    def saved(backend: Any, name: str) -> Path:
+        folder = root / (f"{name}-{rank}" if type(backend) is LocalBackend else name)
+        if rank == 0 or type(backend) is LocalBackend:
+            folder.mkdir()
+        dist.barrier()
+        backend.save(folder, background=True)()
+        dist.barrier()
+        return folder
+
+    backend = made(case["chain"][0], case, seed=0)
+    if case.get("at_start"):  # before any update: there are no moments yet
+        step(backend, 0), backend.drop_gradients()
+    else:
+        step(backend, 0), step(backend, 1)
+    for number, name in enumerate(case["chain"][1:]):
+        done = backend.steps_done
+        folder = saved(backend, str(number))
+        expected = step(backend, 2 + number)
+        goal = stored(saved(backend, f"{number}-after"))
+        backend.close()
+        backend = made(name, case, seed=0 if case.get("lora") else 7)  # LoRA: the base is not in it
+        step(backend, 5)  # what is loaded must replace it
+        backend.load(folder)
+        assert backend.steps_done == done
+        same = stored(saved(backend, f"{number}-again"))
+        before = stored(folder)
+        assert same.keys() == before.keys(), sorted(same.keys() ^ before.keys())[:5]
+        found = step(backend, 2 + number)
+        after = stored(saved(backend, f"{number}-then"))
+        result["chain"].append(
+            {
+                "to": name,
+                "unequal": [n for n in before if not same_bits(before[n], same[n])][:5],
+                "step": max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)),
+                "after": max(relative(after[n].float(), goal[n].float()) for n in goal),
+                "after_equal": all(same_bits(after[n], goal[n]) for n in goal),
+                "tensors": len(before),
+            }
+        )
+    backend.close()
+    return result
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.equal(
+        ours.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8)
+    )
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     size = float(theirs.norm())
     return float((ours - theirs).norm()) / size if size else float(ours.norm())
@@ -199,9 +285,9 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    kinds = {"replay": run, "train": train}
-    results = [kinds[case.get("kind", "replay")](case, rank, world) for case in json.loads(sys.argv[1])]
-    print("\n".join(json.dumps(result) for result in results), flush=True)
+    kinds = {"replay": run, "train": train, "states": states}
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps(kinds[case.get("kind", "replay")](case, rank, world)), flush=True)
     dist.destroy_process_group()
 
 
