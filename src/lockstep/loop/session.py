@@ -99,6 +99,8 @@ class Session:
 
     def _broken_off(self, error: BaseException) -> dict[str, Any]:
         if not isinstance(error, KeyboardInterrupt) and not self._interrupt.at_once:
+            if self.run.checkpoint.background and self._failed_together(error, "at the end"):
+                self._checkpoints.finish()
             return self._summary("failed", error=f"{type(error).__name__}: {error}")
         steps = self._checkpoints.steps()
         self.display.note(
@@ -259,6 +261,8 @@ class Session:
 
     def begin_step(self, step: int) -> None:
         """`step` counts from 0."""
+        self._checkpoints.poll()
+        self.ranks.at("sampling and training", step=step)
         self.display.begin(step)
         self._recorder.begin_step(step)
         times = self.spans.flush()
@@ -330,8 +334,9 @@ class Session:
         text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
         self.display.note(f"evaluation {name} ({done} steps): {text}")
 
-    def save(self, done: int, backend: TrainBackend) -> Path:
-        """A checkpoint of the state after `done` steps; older ones are thinned out."""
+    def save(self, done: int, backend: TrainBackend, *, wait: bool = False) -> Path:
+        """A checkpoint of the state after `done` steps; older ones are thinned out. wait: not in the
+        background, whatever checkpoint.background says."""
         with self.spans("save"):
             metric = self.run.checkpoint.metric.removeprefix("eval/")
             evaluations = self._state["evaluations"].values()
@@ -341,6 +346,7 @@ class Session:
                 backend,
                 self._state | {"wall_seconds": self._wall(), "inputs_seen": self._recorder.inputs_seen},
                 metric=current[0] if current else None,
+                wait=wait,
             )
         self._saved = done
         return path
@@ -352,11 +358,11 @@ class Session:
         try:
             yield
         except Exception as error:
-            if done > 0 and self._saved != done and self._failed_together(done, error):
-                self.display.note(f"failed after {done} steps; saved {self.save(done, backend)}")
+            if done > 0 and self._saved != done and self._failed_together(error, f"after {done} steps"):
+                self.display.note(f"failed after {done} steps; saved {self.save(done, backend, wait=True)}")
             raise
 
-    def _failed_together(self, done: int, error: Exception) -> bool:
+    def _failed_together(self, error: BaseException, where: str) -> bool:
         """Whether all ranks have failed at the same place, so that they can still save together."""
         if self.ranks.world_size == 1:
             return True
@@ -364,13 +370,13 @@ class Session:
             return False
         guard = Guard(self.ranks, seconds=FAILED_TOGETHER_SECONDS)
         with contextlib.suppress(Desync):  # the others are elsewhere, or gone: the error itself goes on
-            guard.exchange(done, {}, what="saving what is there", name=f"failed-{done}")
+            guard.exchange(-1, {}, what="saving what is there", name=f"failed {where}")
             return True
         return False
 
     def interrupted(self, done: int, backend: TrainBackend) -> dict[str, Any]:
         """Save after `done` steps and end the run for now."""
-        path = self.save(done, backend)
+        path = self.save(done, backend, wait=True)
         self.display.note(f"stopped after {done} steps; saved {path}")
         return self._summary("interrupted", **self._how_to_go_on(done))
 
@@ -378,7 +384,8 @@ class Session:
         """Save, export, and write the summary."""
         extra: dict[str, Any] = {"steps": done}
         if self.run.checkpoint.save_at_end and self._saved != done:
-            self.save(done, backend)
+            self.save(done, backend, wait=True)
+        self._checkpoints.finish()
         if self.run.checkpoint.export_at_end:
             backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")
