@@ -17,6 +17,9 @@ from lockstep.errors import CheckpointError
 from lockstep.train.files import write_tensors
 from lockstep.train.local import LocalBackend
 from lockstep.train.rng import restore_rng_state, rng_state
+from lockstep.train.state import save_state
+from lockstep.train.state_index import StoredTensors, read_index
+from lockstep.train.state_parts import Layout, LiveTensors, read_flat
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.3, target_modules=("q_proj", "v_proj"))
 
@@ -268,3 +271,235 @@ def test_generators_come_back(tmp_path: Path) -> None:
     assert draw() != expected
     restore_rng_state(load_file(tmp_path / "rng.safetensors"))
     assert draw() == expected
+
+
+def test_a_checkpoint_of_the_first_format_loads(make_backend: Any, tmp_path: Path) -> None:
+    saved = make_backend(dtype="bfloat16", seed=1)
+    saved.save(tmp_path)
+    path = tmp_path / "state.json"
+    now = json.loads(path.read_text())
+    first = {key: now[key] for key in ("format", "progress", "versions", "files")} | {"version": 1}
+    path.write_text(json.dumps(first))
+    backend = make_backend(dtype="bfloat16")
+    backend.load(tmp_path)
+    ours, theirs = everything(backend), everything(saved)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    path.write_text(json.dumps(first | {"files": first["files"] | {"model-00001-of-00002.safetensors": {}}}))
+    with pytest.raises(CheckpointError, match=r"state\.json: field 'files"):
+        backend.load(tmp_path)
+
+
+def test_masters_go_over_to_another_compute_dtype(make_backend: Any, train: Any, tmp_path: Path) -> None:
+    """A float32 weight is its own master: either is read as the other, and nothing of it is lost."""
+    for dtype, other in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        (tmp_path / dtype).mkdir()
+        saved = make_backend(dtype=dtype, seed=1, lr=1e-2)
+        train(saved, 0, 2)
+        saved.save(tmp_path / dtype)
+        backend = make_backend(dtype=other)
+        backend.load(tmp_path / dtype)
+        assert backend.steps_done == 2
+        masters = dict(zip(saved._names, saved._optimizer.masters, strict=True))
+        found = dict(zip(backend._names, backend._optimizer.masters, strict=True))
+        assert all(torch.equal(found[name], master) for name, master in masters.items())
+        assert all(torch.equal(p, masters[name].to(p.dtype)) for name, p in backend.module.named_parameters())
+        moments = saved._optimizer.state()
+        assert all(torch.equal(t, moments[name]) for name, t in backend._optimizer.state().items())
+
+
+def test_what_is_saved_in_the_background_is_what_was_there(
+    make_backend: Any, train: Any, tmp_path: Path
+) -> None:
+    backend = make_backend(dtype="bfloat16", lr=1e-2)
+    train(backend, 0, 1)
+    before = {name: t.clone() for name, t in everything(backend).items()}
+    finish = backend.save(tmp_path, background=True)
+    assert list(tmp_path.iterdir()) == []
+    train(backend, 1, 2)
+    assert set(finish()) == {p.name for p in tmp_path.iterdir()} and finish() == finish()
+    again = make_backend(dtype="bfloat16")
+    again.load(tmp_path)
+    assert again.steps_done == 1
+    assert all(torch.equal(t, before[name]) for name, t in everything(again).items())
+
+
+LACKS = {
+    "sgd to adamw": ({"optimizer": "sgd"}, {}, r"'progress\.optimizer' is 'sgd', this run has 'adamw'"),
+    "adapters to weights": ({"lora": LORA}, {}, r"'progress\.lora' is True, this run has False"),
+    "weights to adapters": ({}, {"lora": LORA}, r"'progress\.lora' is False, this run has True"),
+    "no optimizer": (
+        {"total_steps": 0},
+        {},
+        r"another model, optimizer or adapter: \d\d tensors are missing \['exp_avg/model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LACKS)
+def test_what_a_checkpoint_lacks_is_named(make_backend: Any, tmp_path: Path, case: str) -> None:
+    saved, wanted, message = LACKS[case]
+    make_backend(**saved).save(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        make_backend(**wanted).load(tmp_path)
+
+
+def test_a_backend_that_does_not_train_reads_the_weights_only(make_backend: Any, tmp_path: Path) -> None:
+    saved = make_backend(seed=1, dtype="bfloat16")
+    saved.save(tmp_path)
+    backend = make_backend(total_steps=0, dtype="bfloat16")
+    backend.load(tmp_path)
+    ours, theirs = backend.module.state_dict(), saved.module.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "a path": (
+        lambda s: s["files"].update({"../model.safetensors": s["files"].pop("model.safetensors")}),
+        r"field 'files' names '\.\./model\.safetensors', which is no file of a train state",
+    ),
+    "a path to a tensor": (
+        lambda s: s["tensors"].update({f"model/{NORM}": "/etc/passwd"}),
+        rf"field 'tensors\.model/{NORM}' is '/etc/passwd', which is not in 'files'",
+    ),
+    "no list of tensors": (lambda s: s.update(tensors=[]), r"field 'tensors' is missing"),
+    "no files": (lambda s: s.update(files=3), r"field 'files' is missing"),
+    "a record without hash": (
+        lambda s: s["files"].update({"model.safetensors": {"bytes": 3}}),
+        r"field 'files\.model\.safetensors' must have bytes and sha256",
+    ),
+    "a size that is none": (
+        lambda s: s["files"].update({"model.safetensors": {"bytes": True, "sha256": "x"}}),
+        r"field 'files\.model\.safetensors' is \{",
+    ),
+    "ranks without end": (lambda s: s.update(world_size=10**12), r"field 'world_size' is 1000000000000"),
+    "a rank that is not there": (lambda s: s.update(world_size=2), r"files-00001-of-00002\.json is missing"),
+    "a mesh that is none": (lambda s: s.update(mesh={"dp": "2"}), r"field 'mesh' is \{'dp': '2'\}"),
+    "no backend": (lambda s: s.update(backend=None), r"field 'backend' is None"),
+    "no progress": (lambda s: s.update(progress=[]), r"field 'progress' is missing"),
+    "a step that counts nothing": (
+        lambda s: s["progress"].update(step=-1),
+        r"field 'progress\.step' is -1",
+    ),
+    "no file of generators": (
+        lambda s: s["files"].pop("rng.safetensors"),
+        r"field 'files' lacks 'rng\.safetensors'",
+    ),
+    "a list": (None, r"field 'format' is not"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_state_is_refused_by_name(make_backend: Any, tmp_path: Path, case: str) -> None:
+    change, message = HOSTILE[case]
+    backend = make_backend(seed=1)
+    backend.save(tmp_path)
+    path = tmp_path / "state.json"
+    state = json.loads(path.read_text())
+    if change is not None:
+        change(state)
+    path.write_text(json.dumps(state if change is not None else [state]))
+    with pytest.raises(CheckpointError, match=message):
+        make_backend().load(tmp_path)
+
+
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    "nesting without end": (b"[" * 100_000, r"state\.json is not valid JSON"),
+    "no text": (b"\xff\xfe\x00", r"state\.json is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_state_that_is_no_json_is_refused(make_backend: Any, tmp_path: Path, case: str) -> None:
+    data, message = BAD_FILES[case]
+    (tmp_path / "state.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        make_backend().load(tmp_path)
+
+
+BAD_HEADERS: dict[str, tuple[Any, str]] = {
+    "longer than the file": ((1 << 40).to_bytes(8, "little") + b"{}", "not a readable safetensors file"),
+    "a tensor beyond the file": (
+        {NORM: {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
+        "not a readable safetensors file",
+    ),
+    "an unknown type": (
+        {NORM: {"dtype": "F8_E4M3", "shape": [0], "data_offsets": [0, 0]}},
+        "is F8_E4M3, which",
+    ),
+    "empty": (b"", "not a readable safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+def test_a_file_with_a_bad_header_is_refused(make_backend: Any, tmp_path: Path, case: str) -> None:
+    header, message = BAD_HEADERS[case]
+    if isinstance(header, dict):
+        text = json.dumps(header).encode()
+        header = len(text).to_bytes(8, "little") + text
+    make_backend(seed=1).save(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda path: path.write_bytes(header))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors.* {message}"):
+        make_backend().load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch_cuda_0"])
+def test_generators_that_have_no_valid_state_change_nothing(
+    make_backend: Any, tmp_path: Path, name: str
+) -> None:
+    make_backend(seed=1).save(tmp_path)
+    bad = torch.full((625,), -5) if name != "torch_cuda_0" else torch.zeros(3, dtype=torch.uint8)
+    rewrite(tmp_path / "rng.safetensors", change_tensors(lambda t: t.update({name: bad})))
+    before = rng_state()
+    with pytest.raises(CheckpointError, match=rf"rng\.safetensors: generator '{name}' has"):
+        make_backend().load(tmp_path)
+    after = rng_state()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
+def test_only_the_slices_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    whole = torch.arange(60.0).reshape(5, 4, 3)
+    live = {"model/a": whole, "updates/a": torch.tensor(7.0), "exp_avg/a": torch.zeros(0, 4)}
+    layout = Layout(backend="local", mesh={})
+    save_state(tmp_path, parts=LiveTensors(live), progress={"step": 0}, layout=layout)
+    index = read_index(tmp_path)
+    wanted = LiveTensors(live).tensors()
+    asked: list[Any] = []
+
+    class Opened:
+        """What is asked of the file."""
+
+        def __init__(self, opened: Any) -> None:
+            self._opened = opened
+
+        def get_slice(self, key: str) -> Any:
+            inner = self._opened.get_slice(key)
+
+            class Part:
+                def __getitem__(self, parts: tuple[slice, ...]) -> Tensor:
+                    asked.append([(part.start, part.stop) for part in parts])
+                    found: Tensor = inner[parts]
+                    return found
+
+            return Part()
+
+        def get_tensor(self, key: str) -> Tensor:
+            asked.append("whole")
+            found: Tensor = self._opened.get_tensor(key)
+            return found
+
+    with StoredTensors(index) as stored:
+        sources = stored.resolve(wanted, optimizer=True)
+        stored._open = {file: Opened(opened) for file, opened in stored._open.items()}
+        read = stored.reader(sources["model/a"], wanted["model/a"])
+        assert torch.equal(read(slice(1, 3)), whole[1:3])
+        assert torch.equal(read(slice(None), slice(1, 2)), whole[:, 1:2])
+        assert torch.equal(read(slice(4, 9), slice(0, 4), slice(2, 3)), whole[4:, :, 2:])
+        assert asked == [[(1, 3)], [(0, 5), (1, 2)], [(4, 5), (0, 4), (2, 3)]]
+        assert read(slice(2, 2)).shape == (0, 4, 3) and len(asked) == 3
+        for start, stop in ((0, 60), (7, 8), (7, 29), (12, 24), (59, 60), (30, 30)):
+            assert torch.equal(read_flat(read, start, stop), whole.reshape(-1)[start:stop])
+        assert asked[3:] == ["whole", [(0, 1)], [(0, 3)], [(1, 2)], [(4, 5)]]
+        count = stored.reader(sources["updates/a"], wanted["updates/a"])
+        assert read_flat(count, 0, 1).tolist() == [7.0] and count().shape == ()
+        empty = stored.reader(sources["exp_avg/a"], wanted["exp_avg/a"])
+        assert empty().shape == (0, 4) and read_flat(empty, 0, 0).shape == (0,)
