@@ -3,19 +3,23 @@ the checks named on the command line, one JSON object each on stdout."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
+import shutil
 import sys
+import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from pytest import raises
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -275,6 +279,20 @@ def check_collectives() -> Any:
     return seen
 
 
+def check_ring_of_few() -> Any:
+    """Packs so small that a rank of the ring has no token of them."""
+    seen = {}
+    for loss in (fixtures.NegativeLogprob(), OfWholeDocuments()):
+        local, backend = pair(ring=2)
+        batches = [fixtures.build_batch([d], weight=0.5) for d in ([5, 6, 7], [8, 9, 10, 11])]
+        expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
+        assert apart(found.losses, expected.losses) < 1e-5
+        assert apart(found.logprobs, expected.logprobs) < 1e-5
+        seen[type(loss).__name__] = gradient_error(backend.gradients(), local.gradients())
+        assert seen[type(loss).__name__] < 1e-5, seen
+    return seen
+
+
 class Poisoned(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
     """The loss (`where` = "loss") or its gradient of the micro-batch that has sample 10 is not finite."""
 
@@ -290,11 +308,11 @@ class Poisoned(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
         return value + (logprobs * 0.0).sum().abs().sqrt()  # 0, with an infinite slope
 
 
-def check_not_finite() -> Any:
+def check_not_finite(**mesh: int) -> Any:
     """Every rank says which micro-batch it was; nothing is changed, and the next step is right."""
     said = {}
     for where in ("loss", "gradient"):
-        local, backend = pair()
+        local, backend = pair(**mesh)
         before = {name: w.clone() for name, w in backend.weights(policy_version=0).tensors()}
         with raises(TrainError) as caught:
             backend.forward_backward(micro_batches(0), Poisoned(where))
@@ -310,6 +328,10 @@ def check_not_finite() -> Any:
     dist.all_gather_object(everywhere, said)
     assert all(one == said for one in everywhere), everywhere
     return said
+
+
+def check_not_finite_tp() -> Any:
+    return check_not_finite(tp=2)
 
 
 class Breaks(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
@@ -394,18 +416,127 @@ class Recorded:
         return found
 
 
-def check_sharded_start() -> Any:
-    """No rank reads more than its share of the weights; they are those of the whole model to the bit."""
+def check_sharded_start(**mesh: int) -> Any:
+    """No rank reads or keeps more than its share of the weights; they are those of the whole model to the bit.
+    (Of a matrix that is split by columns a rank reads its rows and cuts them.)"""
     model = load(weights=False)
     source = Recorded(model.source)
     model = dataclasses.replace(model, source=source)
-    backend = FSDP2Backend(settings(), model=model, total_steps=1)
+    backend = FSDP2Backend(settings(**mesh), model=model, total_steps=1)
     whole = load().module
     count = sum(p.numel() for p in whole.parameters())
-    assert source.elements <= -(-count // dist.get_world_size()), (source.elements, count)
+    kept = sum(backend._policy.local(name).numel() for name, _ in whole.named_parameters())
+    assert source.elements <= count / backend.mesh.shards, (source.elements, count)
+    assert kept <= 1.01 * count / dist.get_world_size(), (kept, count)  # norms are on all of a tp group
     found = dict(backend.weights(policy_version=0).tensors())
     assert all(torch.equal(found[name], w) for name, w in whole.state_dict().items())
-    return {"read": source.elements, "whole": count}
+    return {"read": source.elements, "kept": kept, "whole": count}
+
+
+def check_sharded_start_tp() -> Any:
+    return check_sharded_start(tp=2)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder that all ranks see."""
+    names: list[Any] = [tempfile.mkdtemp(prefix="lockstep-fsdp2-") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    try:
+        yield Path(names[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(names[0])
+
+
+def folder(parent: Path, name: str) -> Path:
+    if dist.get_rank() == 0:
+        (parent / name).mkdir()
+    dist.barrier()
+    return parent / name
+
+
+def train(backend: Any, steps: Sequence[int]) -> list[float]:
+    """Losses and gradient norms."""
+    figures: list[float] = []
+    for step in steps:
+        stats = backend.forward_backward(micro_batches(step), fixtures.NegativeLogprob())
+        figures += [float(loss) for loss in stats.losses] + [backend.optimizer_step()["grad_norm"]]
+    return figures
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+
+
+def another(*, dtype: str, seed: int, **train: Any) -> FSDP2Backend:
+    config = ModelConfig(name="shape:tiny-qwen3", dtype=dtype, seed=seed)
+    model = load_model(config, attention="sdpa", device=torch.device("cpu"), materialize=False)
+    return FSDP2Backend(settings(**train), model=model, total_steps=10)
+
+
+def check_checkpoints() -> Any:
+    """Any mesh loads what any mesh saved, a LocalBackend too and from one; on the same mesh to the bit."""
+    size = dist.get_world_size()
+    meshes = [{}, {"tp": 2}, {"ring": 2}] + ([{"tp": 2, "ring": 2}] if size == 4 else [])
+    seen: dict[str, float] = {}
+    for dtype, bound in (("float32", 1e-5), ("bfloat16", 1e-2)):
+        with shared_folder() as place:
+            first = another(dtype=dtype, seed=0)
+            train(first, range(2))
+            first.save(folder(place, "first"))()
+            dist.barrier()
+            expected = train(first, range(2, 4))
+            for index, mesh in enumerate(meshes):
+                one = another(dtype=dtype, seed=1 + index, **mesh)
+                one.load(place / "first")
+                assert one.steps_done == 2
+                again = folder(place, f"again{index}")
+                one.save(again)()
+                dist.barrier()
+                if not index:
+                    assert equal_tensors(place / "first", again), "the same mesh, other bits"
+                figures = train(one, range(2, 4))
+                error = difference(figures, expected)
+                assert (error == 0.0) if not index else (error < bound), (mesh, error)
+                seen[f"{dtype} {mesh}"] = error
+                alone = LocalBackend(settings(), model=load(dtype=dtype, shape="tiny-qwen3"), total_steps=10)
+                alone.load(again)
+                error = difference(train(alone, range(2, 4)), expected)
+                assert error < bound, (mesh, error)
+    return seen
+
+
+def check_checkpoint_of_local() -> Any:
+    with shared_folder() as place:
+        local = LocalBackend(settings(), model=load(dtype="bfloat16", shape="tiny-qwen3"), total_steps=10)
+        train(local, range(2))
+        where = folder(place, "local")
+        if dist.get_rank() == 0:
+            local.save(where)()
+        dist.barrier()
+        expected, seen = train(local, range(2, 4)), {}
+        for mesh in ({}, {"tp": 2}, {"optimizer_device": "cpu"}, {"parameter_device": "cpu"}):
+            backend = another(dtype="bfloat16", seed=3, **mesh)
+            backend.load(where)
+            seen[str(mesh)] = difference(train(backend, range(2, 4)), expected)
+            assert seen[str(mesh)] < 1e-2, seen
+    return seen
+
+
+def equal_tensors(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same bits."""
+
+    def read(place: Path) -> dict[str, Tensor]:
+        found = {}
+        for path in sorted(place.glob("*.safetensors")):
+            if not path.name.startswith("rng"):
+                found |= load_file(path)
+        return found
+
+    a, b = read(one), read(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}

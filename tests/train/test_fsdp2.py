@@ -1,0 +1,151 @@
+"""FSDP2Backend against LocalBackend: loss, logprobs, gradients, optimizer steps, errors and checkpoints, on
+meshes of 2 and of 4 ranks. One launch of processes runs many checks of fsdp2_worker.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.model import LoraConfig
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
+from lockstep.train.fsdp2 import FSDP2Backend
+from lockstep.train.mesh import mesh_sizes
+
+WORKER = Path(__file__).with_name("fsdp2_worker.py")
+TIMEOUT = 240
+TWO = (
+    "sgd",
+    "adamw",
+    "tp",
+    "tp_tied",
+    "ring",
+    "ring_whole",
+    "ring_of_few",
+    "compile",
+    "checkpointing",
+    "gathered_between",
+    "static_padded",
+    "offloaded_parameters",
+    "ref",
+    "one_micro_batch",
+    "several_calls",
+    "collectives",
+    "not_finite",
+    "recovers",
+    "nothing_to_train",
+    "bfloat16",
+    "sharded_start",
+    "checkpoint_of_local",
+)
+FOUR = ("dp_tp", "dp_ring", "ring_tp", "checkpoints", "not_finite_tp", "sharded_start_tp")
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+def launch(ranks: int, checks: tuple[str, ...]) -> Results:
+    """What each rank says of each check."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = []
+    for rank in range(ranks):
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(WORKER), *checks]
+        workers.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    found: Results = defaultdict(list)
+    for worker, (out, err) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, f"{out[-2000:]}\n{err[-6000:]}"
+        for line in out.splitlines():
+            if line.startswith("{"):
+                result = json.loads(line)
+                found[result["check"]].append(result)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_two() -> Results:
+    return launch(2, TWO)
+
+
+@pytest.fixture(scope="module")
+def of_four() -> Results:
+    return launch(4, FOUR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", TWO)
+def test_on_two_ranks(of_two: Results, check: str) -> None:
+    passed(of_two[check], ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", FOUR)
+def test_on_four_ranks(of_four: Results, check: str) -> None:
+    passed(of_four[check], ranks=4)
+
+
+def passed(results: list[dict[str, Any]], *, ranks: int) -> None:
+    assert len(results) == ranks
+    for rank, result in enumerate(results):
+        assert result["ok"], f"rank {rank}: {result['seen']}"
+
+
+def test_sizes_that_do_not_divide_are_named() -> None:
+    assert mesh_sizes(8, ring=2, tp=2) == (2, 2, 2)
+    with pytest.raises(ConfigError, match=r"train.ring = 2 and train.tp = 2: 2 \* 2 = 4 does not divide 6"):
+        mesh_sizes(6, ring=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"execution": "joint"}, "train.execution = 'joint' is not available"),
+        ({"optimizer": "adamw8bit"}, "set 'adamw', and train.optimizer_device = 'cpu'"),
+        ({"tp": 2}, r"train.tp = 2: 1 \* 2 = 2 does not divide 1"),
+    ],
+)
+def test_what_it_does_not_have_is_refused(tiny_model: Any, train: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        FSDP2Backend(TrainConfig(**train), model=tiny_model(), total_steps=1)
+
+
+def test_lora_is_refused(tiny_model: Any) -> None:
+    pytest.importorskip("peft")
+    model = tiny_model(lora=LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj",)))
+    with pytest.raises(ConfigError, match=r"model.lora is not available"):
+        FSDP2Backend(TrainConfig(), model=model, total_steps=1)
+
+
+def test_one_process_and_a_module_with_weights(
+    make_backend: Any, tiny_model: Any, documents: Any, batch_of: Any, loss: Any
+) -> None:
+    """Nobody launched ranks, and the model was loaded whole."""
+    local = make_backend(lr=1e-3)
+    model = dataclasses.replace(tiny_model(), source=None)
+    backend = FSDP2Backend(TrainConfig(lr=1e-3), model=model, total_steps=10)
+    for step in range(3):
+        batches = [batch_of(documents(3, seed=step), weight=1 / 30)]
+        expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
+        assert float(found.losses[0]) == pytest.approx(float(expected.losses[0]), rel=1e-5)
+        norms = backend.optimizer_step()["grad_norm"], local.optimizer_step()["grad_norm"]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    backend.close()
