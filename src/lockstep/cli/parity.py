@@ -74,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="lockstep parity train",
         description="Train each stack in processes of its own, from the same weights, data order and seed, "
-        "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], with NAME local, fsdp2 "
-        f"or deepspeed:\n{options}",
+        "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], NAME local, "
+        f"fsdp2 or deepspeed:\n{options}",
         epilog="Read from the environment where no flag is given: "
         + ", ".join((*ENVIRONMENT, "TP_SIZE", "RING_SIZE"))
         + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs.",

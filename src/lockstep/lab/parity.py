@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
+from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.matrix_process import (
@@ -166,8 +167,8 @@ class _Suite:
 
     def _job(self, stack: Stack, folder: Path) -> ParityJob:
         options, ranks = self.options, stack.ranks_for(self.options.gpus, default=self.options.default_ranks)
-        train = options.train.model_copy(update={**stack.train_settings(), "static_capacity": self._static})
-        folder.mkdir()
+        settings = {"device": options.device, "static_capacity": self._static, **stack.train_settings()}
+        train = options.train.model_copy(update=settings)
         job = ParityJob(
             stack=stack.name,
             ranks=ranks,
@@ -181,6 +182,8 @@ class _Suite:
             wait=max(30.0, min(options.timeout / 2, 300.0)),
             gradients_at=(0, len(self.report.steps) - 1) if options.gradients else (),
         )
+        check_support(job)
+        folder.mkdir()
         job.write()
         return job
 

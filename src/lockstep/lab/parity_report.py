@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lockstep.lab.curves_draw import COLOURS, SVG_STYLE, Curve, Panel, svg, write_png
 from lockstep.lab.parity_compare import relative
-from lockstep.lab.parity_result import ParityResult, StackResult, by_name, percent
+from lockstep.lab.parity_result import ParityResult, StackResult, by_name, ratio
 from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic, write_json
 
@@ -62,8 +62,8 @@ def columns(result: ParityResult) -> tuple[Column, ...]:
         Column(head="ranks", short="ranks", part="speed", text=lambda s: str(s.ranks or NOTHING)),
         Column(head="steps", short="steps", part="speed", text=lambda s: str(len(s.rows) or NOTHING)),
         Column(head="loss", short="loss", part="numbers", text=_trend),
-        *_spread_columns("loss", "Δloss", "dloss", percent),
-        *_spread_columns("grad_norm", "Δgrad norm", "dnorm", percent),
+        *_spread_columns("loss", "Δloss", "dloss", ratio),
+        *_spread_columns("grad_norm", "Δgrad norm", "dnorm", ratio),
         *_spread_columns("logprob", "Δlogprob (nats)", "nats", nats),
         Column(head="gradient error", short="grad err", part="numbers", text=_gradients),
         Column(head="ms/step", short="ms/step", part="speed", text=_ms),
@@ -164,7 +164,7 @@ def _distances(stack: StackResult, reference: StackResult) -> list[float]:
 def brief(stack: StackResult, done: int, total: int) -> str:
     """A line for a stack that has just ended."""
     why = f": {'; '.join(stack.problems) or stack.reason}" if stack.problems or stack.reason else ""
-    far = "" if stack.comparison is None else f", losses within {percent(stack.comparison.loss.max)}"
+    far = "" if stack.comparison is None else f", losses within {ratio(stack.comparison.loss.max)}"
     seconds = f", {stack.seconds:.1f} s" if stack.seconds else ""
     return printable(f"[{done}/{total}] {stack.name}: {stack.verdict}{far}{seconds}{why}")
 

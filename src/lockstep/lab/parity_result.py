@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ class ParityResult:
         if agree:
             worst = max(agree, key=lambda s: s.comparison.loss.max if s.comparison else 0.0)
             assert worst.comparison is not None
-            head += f" (largest loss difference {percent(worst.comparison.loss.max)})"
+            head += f" (largest relative loss difference {ratio(worst.comparison.loss.max)})"
         wrong = [s for s in self.judged if s.verdict not in ("agrees", "reference")]
         tail = "".join(f"; {s.name} {'does not pass' if s.verdict == 'fails' else s.verdict}" for s in wrong)
         return head + tail + ("" if self.complete else "; interrupted")
@@ -162,17 +163,17 @@ def judge(
     elif not stack.comparison.loss.max <= threshold:  # NaN too
         loss = stack.comparison.loss
         found.append(
-            f"losses differ by {percent(loss.max)} at step {loss.at}, more than the threshold of "
-            f"{percent(threshold)}"
+            f"losses differ by {ratio(loss.max)} at step {loss.at}, more than the threshold of "
+            f"{ratio(threshold)}"
         )
     return tuple(found)
 
 
-def percent(value: float) -> str:
-    """0.0123 -> "1.23 %"; small ones in powers of ten."""
-    if value != value:
+def ratio(value: float) -> str:
+    """A relative difference, as --threshold has it: 0.0123 -> "0.0123", small ones in powers of ten."""
+    if math.isnan(value):
         return "NaN"
-    return f"{100 * value:.3g} %" if value >= 1e-4 or value == 0 else f"{100 * value:.1e} %"
+    return f"{value:.3g}" if value >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def _as_dict(stack: StackResult) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""`lockstep parity check`: imports, interfaces, sizes that divide, and which stacks could run here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.cli import arguments
+from lockstep.cli.parity import console
+from lockstep.errors import ConfigError
+from lockstep.lab.parity_stacks import DEFAULT_STACKS, parse_stacks
+
+if TYPE_CHECKING:
+    from lockstep.lab.parity_check import Finding
+
+USUAL = ("local", *DEFAULT_STACKS, "deepspeed:zero3", "deepspeed:zero3+deepcompile")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    made = argparse.ArgumentParser(
+        prog="lockstep parity check",
+        description="Validate the installation without a GPU: imports, the interface of each train backend, "
+        "the sizes that divide a model, and which stacks this machine could run. Exit status 1: an import or "
+        "an interface is broken, or a stack of --stacks cannot run.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--model", default="bundled:smollm2-135m", metavar="NAME", help="(bundled:smollm2-135m)"
+    )
+    made.add_argument("--stacks", metavar="LIST", help=f"({','.join(USUAL)})")
+    made.add_argument("--gpus", type=arguments.positive, metavar="N", help="ranks of each stack")
+    made.add_argument("--json", type=Path, metavar="FILE", help="the findings, machine-readable")
+    made.add_argument("--quiet", action="store_true", help="print the verdict only")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: sound. Raises ConfigError for a stack that is none."""
+    args = parser().parse_args(list(argv))
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    stacks = parse_stacks(args.stacks or ",".join(USUAL))
+    import torch
+
+    from lockstep.config.model import ModelConfig
+    from lockstep.lab.parity_check import check_all
+    from lockstep.lab.results import printable
+    from lockstep.observe.files import write_json
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = check_all(stacks, model=ModelConfig(name=args.model), gpus=args.gpus, device_count=count)
+    if not args.quiet:
+        _show(found)
+    wrong = [f for f in found if f.status == "problem" or (args.stacks and f.status == "refused")]
+    runnable = [f for f in found if f.kind == "stack" and f.status == "ok"]
+    verdict = f"parity check: {len(runnable)} of {len(stacks)} stacks could run here"
+    if wrong:
+        verdict += "; " + "; ".join(_brief(f) for f in wrong)
+    if args.json is not None:
+        values = [dataclasses.asdict(f) for f in found]
+        write_json(args.json, {"ok": not wrong, "verdict": verdict, "findings": values})
+    print(printable(verdict))
+    return int(bool(wrong))
+
+
+def _brief(finding: Finding) -> str:
+    return (
+        f"{finding.name} cannot run"
+        if finding.kind == "stack"
+        else f"{finding.kind} {finding.name} is broken"
+    )
+
+
+def _show(found: Sequence[Finding]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from lockstep.lab.results import printable
+
+    styles = {"ok": "green", "missing": "yellow", "refused": "yellow", "problem": "bold red"}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for head in ("what", "name", "status", "detail"):
+        table.add_column(head, overflow="fold", no_wrap=head in ("what", "status"))
+    for finding in found:
+        cells = (finding.kind, finding.name, finding.status, finding.detail)
+        what, name, status, detail = (Text(printable(cell)) for cell in cells)
+        status.stylize(styles[finding.status])
+        table.add_row(what, name, status, detail)
+    console().print(table)

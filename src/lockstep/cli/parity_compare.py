@@ -1,0 +1,68 @@
+"""`lockstep parity compare`: the losses of two runs that exist."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli import arguments
+from lockstep.cli.parity import console
+from lockstep.errors import ConfigError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    made = argparse.ArgumentParser(
+        prog="lockstep parity compare",
+        description="Compare the losses of two runs: run directories, metrics.jsonl, TensorBoard event files "
+        "or folders, trainer_state.json, text logs. Exit status 1: a loss differs by more than the "
+        "threshold, or is not finite.",
+        allow_abbrev=False,
+    )
+    made.add_argument("a", type=Path, metavar="A", help="the run that differences are relative to")
+    made.add_argument("b", type=Path, metavar="B", help="the other one")
+    made.add_argument(
+        "--threshold",
+        type=arguments.above_zero,
+        default=0.05,
+        metavar="X",
+        help="largest relative difference (0.05)",
+    )
+    made.add_argument("--key", metavar="NAME", help="the key or tag to take from both (a loss is looked for)")
+    made.add_argument("--key-b", metavar="NAME", help="that of B, where it is another")
+    made.add_argument("--common", action="store_true", help="compare the steps that both have")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw both curves into this PNG")
+    made.add_argument("--json", type=Path, metavar="FILE", help="the result, machine-readable")
+    made.add_argument("--quiet", action="store_true", help="print the verdict only")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: every loss agrees, 1: not.
+
+    Raises:
+        ConfigError: a run cannot be read, has no loss, or another number of them.
+    """
+    args = parser().parse_args(list(argv))
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
+    from lockstep.lab.curves import read_losses
+    from lockstep.lab.curves_compare import compare_losses, plot, show
+    from lockstep.lab.results import printable
+    from lockstep.observe.files import write_json
+
+    a = read_losses(args.a, key=args.key)
+    b = read_losses(args.b, key=args.key_b or args.key)
+    found = compare_losses(a, b, threshold=args.threshold, common=args.common)
+    if not args.quiet:
+        show(found, console())
+    if args.plot is not None:
+        drawn = plot(found, args.plot)
+        if not args.quiet:
+            print(f"{args.plot}, drawn by {'matplotlib' if drawn == 'matplotlib' else 'Pillow'}")
+    if args.json is not None:
+        write_json(args.json, found.as_dict())
+    print(printable(found.verdict))
+    return 0 if found.ok else 1
