@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.config.load import load_run as load_run
+    from lockstep.config.run import DPORun as DPORun
     from lockstep.config.run import GRPORun as GRPORun
     from lockstep.config.run import SFTRun as SFTRun
     from lockstep.loop.build import OnlineParts as OnlineParts
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DPORun": "lockstep.config.run",
     "GRPORun": "lockstep.config.run",
     "OnlineParts": "lockstep.loop.build",
     "OnlineTrainer": "lockstep.loop.online",
@@ -40,6 +42,7 @@ _HOMES = {
 """Public name -> the module that defines it."""
 
 __all__ = [
+    "DPORun",
     "GRPORun",
     "OnlineParts",
     "OnlineTrainer",

@@ -22,7 +22,7 @@ import tyro
 
 from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
-from lockstep.config.run import GRPORun, RunConfig, SFTRun, check_ranks
+from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.run_dir import new_path
 from lockstep.ranks.launch import in_launcher, launch_ranks
@@ -30,7 +30,7 @@ from lockstep.ranks.launch import in_launcher, launch_ranks
 if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
 
-USAGE = """usage: lockstep train grpo|sft [--recipe NAME] [OPTIONS]
+USAGE = """usage: lockstep train grpo|sft|dpo [--recipe NAME] [OPTIONS]
        lockstep train RUN.toml [OPTIONS]
        lockstep train --recipe NAME [OPTIONS]
        lockstep train --resume RUN_DIR [--checkpoint STEP] [OPTIONS]
@@ -212,7 +212,7 @@ def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:
         return train_online(run, resume=resume, checkpoint=checkpoint, ranks=ranks)
     from lockstep.loop.offline import train_offline
 
-    assert isinstance(run, SFTRun)
+    assert isinstance(run, OfflineRun)
     return train_offline(run, resume=resume, checkpoint=checkpoint, ranks=ranks)
 
 
@@ -258,7 +258,9 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
     if source is not None and early.recipe is not None:
         raise ConfigError(f"{source!r} and --recipe {early.recipe} both name a config; give one of them")
     if source is None and early.recipe is None:
-        raise ConfigError("nothing to train: name grpo, sft, a TOML file, --recipe NAME or --resume RUN_DIR")
+        raise ConfigError(
+            "nothing to train: name grpo, sft, dpo, a TOML file, --recipe NAME or --resume RUN_DIR"
+        )
     return load_run(source or early.recipe)
 
 

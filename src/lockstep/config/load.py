@@ -16,14 +16,21 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.problems import explain, model_of, unknown_keys
-from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.run import DPORun, GRPORun, RunConfig, SFTRun
 from lockstep.config.toml import TomlError, to_toml
 from lockstep.errors import ConfigError, unknown_name
 
-RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "sft": SFTRun}
+RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "sft": SFTRun, "dpo": DPORun}
 
 RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every")
 """What may differ when a run is resumed: none of it changes what one step computes."""
+
+SPREAD = (
+    *("backend", "tp", "ring", "tp_plan", "zero_stage", "reshard_after_forward"),
+    *("parameter_device", "optimizer_device"),
+)
+"""Of `train`, where a step is computed: may differ too, and changes results by rounding. Any backend on any
+number of ranks loads any checkpoint."""
 
 
 def recipes() -> dict[str, Path]:
@@ -40,7 +47,7 @@ def load_run(
 
     Args:
         source: a TOML file, or a recipe's name; None: the defaults of `kind`.
-        kind: "grpo" or "sft"; None: what the file says. A file that says another kind is refused.
+        kind: "grpo", "sft" or "dpo"; None: what the file says. A file that says another kind is refused.
         overrides: dotted path -> value, such as {"train.lr": 1e-6}; applied to the file before it is checked.
 
     Raises:
@@ -99,15 +106,16 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
         old.pop("run_dir", None)
         new.pop("run_dir", None)
     differences = list(_differences(old, new))
-    refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE]
+    spread = {f"train.{name}" for name in SPREAD}
+    refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE and d[0] not in spread]
     if run.train.schedule != "constant":
         refused += [d for d in differences if d[0] == "steps"]
     if refused:
         lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
         raise ConfigError(
-            f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, and "
-            "steps only under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
-            + "\n".join(lines)
+            f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, of "
+            f"train only {', '.join(SPREAD)}, and steps only under train.schedule = 'constant': a decay ends "
+            "at the last step); start a new run:\n" + "\n".join(lines)
         )
 
 

@@ -1,4 +1,4 @@
-"""The two kinds of run. A run is one of these, whole; nothing else decides what happens."""
+"""The kinds of run. A run is one of these, whole; nothing else decides what happens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from lockstep.config.algorithm import GRPOConfig, SFTConfig
+from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
 from lockstep.config.base import Config
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
@@ -94,7 +94,7 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
 
 
 RL_METRICS = ("strict_accuracy", "lenient_accuracy", "mean_reward", "mean_completion_tokens")
-SFT_METRICS = ("loss", "perplexity")
+OFFLINE_METRICS = {"sft": ("loss", "perplexity"), "dpo": ("loss", "accuracy", "reward_margin")}
 """What an evaluation measures, written eval/NAME."""
 
 
@@ -182,17 +182,17 @@ class GRPORun(RunConfig):
         return self
 
 
-class SFTRun(RunConfig):
-    """Supervised fine-tuning on conversations or prompt/completion pairs."""
+class OfflineRun(RunConfig):
+    """What runs on documents share."""
 
-    kind: Literal["sft"] = "sft"
-    algorithm: SFTConfig = SFTConfig()
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     batch_size: PositiveInt = 32
-    """Documents per optimizer step."""
+    """Documents (DPO: pairs) per optimizer step."""
     eval_every: NonNegativeInt = 0
     """Steps between held-out losses; 0: before and after only, when there is eval_data."""
+    if TYPE_CHECKING:
+        algorithm: Config
 
     @property
     def documents_per_update(self) -> int:
@@ -205,8 +205,8 @@ class SFTRun(RunConfig):
         return "batch_size"
 
     @model_validator(mode="after")
-    def _check(self) -> SFTRun:
-        _check_best(self.checkpoint, every=self.eval_every, known=SFT_METRICS)
+    def _check(self) -> OfflineRun:
+        _check_best(self.checkpoint, every=self.eval_every, known=OFFLINE_METRICS[self.kind])
         for setting, value in (
             ("eval_every", self.eval_every),
             ("checkpoint.keep_best", self.checkpoint.keep_best),
@@ -230,4 +230,36 @@ class SFTRun(RunConfig):
                 f"data.size = {self.data.size} is below batch_size = {self.batch_size}; raise data.size "
                 "or lower batch_size"
             )
+        return self
+
+
+class SFTRun(OfflineRun):
+    """Supervised fine-tuning on conversations or prompt/completion pairs."""
+
+    kind: Literal["sft"] = "sft"
+    algorithm: SFTConfig = SFTConfig()
+
+
+class DPORun(OfflineRun):
+    """Direct preference optimisation on pairs of a chosen and a rejected answer."""
+
+    kind: Literal["dpo"] = "dpo"
+    algorithm: DPOConfig = DPOConfig()
+
+    @property
+    def documents_per_update(self) -> int:
+        """Both answers of each pair."""
+        return 2 * self.batch_size
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> DPORun:
+        if self.record.enabled:
+            raise ValueError("record.enabled = true: preference pairs cannot be recorded yet; leave it out")
+        for name, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is not None and 2 * data.max_length > self.train.token_budget:
+                raise ValueError(
+                    f"{name}.max_length = {data.max_length}: both answers of a pair are in one micro-batch, "
+                    f"and train.token_budget = {self.train.token_budget} holds no two of them; raise "
+                    f"train.token_budget to {2 * data.max_length} or lower {name}.max_length"
+                )
         return self

@@ -19,7 +19,8 @@ from torch import Tensor
 import lockstep
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
-from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.base import Config
+from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
 from lockstep.data.held_out import load_train_and_held_out
 from lockstep.data.prompts import PromptSet
@@ -179,10 +180,10 @@ def recording_header(
     run: RunConfig, *, axes: Axes, model: LoadedModel, plan: Planner, temperature: float = 1.0
 ) -> RecordingHeader:
     """What all inputs of this run's recording share."""
-    assert isinstance(run, GRPORun | SFTRun)
+    assert isinstance(run, GRPORun | OfflineRun)
     folder = Path(run.model.name)
     settings = {"dtype": axes.dtype} | ({"name": str(folder.resolve())} if folder.is_dir() else {})
-    algorithm = run.algorithm.resolved() if isinstance(run, GRPORun) else run.algorithm
+    algorithm: Config = run.algorithm.resolved() if isinstance(run, GRPORun) else run.algorithm
     cuda = axes.device.startswith("cuda")
     return RecordingHeader(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,28 +1,26 @@
-"""The SFT loop.
+"""The loop over documents: SFT and DPO.
 
-documents ─► packs ─► loss + backward (per micro-batch) ─► optimizer step
+documents ─► packs ─► (DPO: reference logprobs) ─► loss + backward (per micro-batch) ─► optimizer step
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-from lockstep.algorithms import ALGORITHMS
-from lockstep.config.run import SFTRun
-from lockstep.data.sft import SFTSet, load_sft
+from lockstep.config.run import OfflineRun
 from lockstep.loop.build import Planner, build_backend, data_parallel, load_policy, recording_header
 from lockstep.loop.joining import joined
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
+from lockstep.loop.tasks import OfflineSet, offline_task
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
 
 
 def train_offline(
-    run: SFTRun,
+    run: OfflineRun,
     *,
     resume: Path | None = None,
     checkpoint: int | None = None,
@@ -40,15 +38,15 @@ def train_offline(
         return summary
     with joined(run, ranks) as ranks, Session(run, resume=resume, ranks=ranks) as session:
         axes, model = load_policy(run, engine=None, ranks=ranks)
-        documents = load_sft(run.data, tokenizer=model.tokenizer)
-        held_out = None if run.eval_data is None else load_sft(run.eval_data, tokenizer=model.tokenizer)
-        algorithm = ALGORITHMS.load("sft")(run.algorithm)
-        backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=False)
+        task = offline_task(run)
+        documents = task.load(run.data, tokenizer=model.tokenizer)
+        held_out = None if run.eval_data is None else task.load(run.eval_data, tokenizer=model.tokenizer)
+        backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=task.needs_ref)
         plan = Planner(
             train=run.train,
             static_capacity=axes.static_capacity,
             max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
-            max_documents=run.batch_size,
+            max_documents=run.documents_per_update,
             parts=data_parallel(run, ranks),
         )
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
@@ -56,19 +54,9 @@ def train_offline(
         header = recording_header(run, axes=axes, model=model, plan=plan)
         backend = session.recorder(header, first_step=first_step, model=model).around(backend)
 
-        def packs(documents: SFTSet, step: int, n: int) -> list[PackedBatch]:
+        def packs(documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
             samples = documents.batch(step, n, run.seed)
-            return plan(samples, algorithm.loss_weights(samples))
-
-        def held_out_loss() -> dict[str, float]:
-            assert held_out is not None
-            batches = packs(held_out, 0, len(held_out))
-            losses = [
-                -(logprobs * batch.loss_weights.to(logprobs.device)).sum()
-                for batch, logprobs in zip(batches, backend.logprobs(batches, model="policy"), strict=True)
-            ]
-            loss = float(sum(losses))
-            return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+            return plan(samples, task.loss_weights(samples))
 
         def evaluate(done: int) -> bool:
             """The held-out loss that is due after `done` steps; False when there is none."""
@@ -77,7 +65,8 @@ def train_offline(
             if held_out is None or not due or session.evaluated(name, done):
                 return False
             with session.spans("evaluate"):
-                numbers = held_out_loss()
+                batches = task.prepared(packs(held_out, 0, len(held_out)), backend)
+                numbers = task.held_out(batches, backend)
             session.log_evaluation(name, done, numbers)
             return True
 
@@ -94,10 +83,13 @@ def train_offline(
                 session.begin_step(done)
                 with session.spans("pack"):
                     batches = packs(documents, done, run.batch_size)
+                if task.needs_ref:
+                    with session.spans("logprobs"):
+                        batches = task.prepared(batches, backend)
                 with session.spans("forward_backward"):
-                    stats = backend.forward_backward(batches, algorithm.loss())
+                    stats = backend.forward_backward(batches, task.loss())
                 with session.spans("optimizer"):
                     update = backend.optimizer_step()
-                metrics = {"loss": float(sum(stats.losses)), **update, **algorithm.metrics(batches, stats)}
+                metrics = {"loss": float(sum(stats.losses)), **update, **task.metrics(batches, stats)}
                 session.log_step(done, shape_metrics(batches) | metrics)
             return session.finish(run.steps, backend)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.config.rollout import BUILTIN_REWARDS
-from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.data.generated import IdRows, reasoning_gym_dataset
 from lockstep.data.sources import check_source
 from lockstep.engine import ENGINES
@@ -42,7 +42,7 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
 
 
 def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:
-    assert isinstance(run, GRPORun | SFTRun)
+    assert isinstance(run, GRPORun | OfflineRun)
     yield "data", run.data
     if run.eval_data is not None:
         yield "eval_data", run.eval_data
@@ -69,9 +69,10 @@ def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:
             reasoning_gym_dataset(task, config.task, seed=config.seed, size=1)
     except (ConfigError, DataError) as error:
         raise type(error)(f"{section}: {error}") from error
-    if isinstance(run, SFTRun) and config.generated:
+    if isinstance(run, OfflineRun) and config.generated:
         raise ConfigError(
-            f"{section}.source = {config.source!r} has prompts only; SFT needs a file, a folder or a hub set"
+            f"{section}.source = {config.source!r} has prompts only; {run.kind.upper()} needs a file, a "
+            "folder or a hub set"
         )
     if run.model.name.startswith(PREFIX) and config.source != "ids":
         raise ConfigError(

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from lockstep.config.model import ModelConfig
-from lockstep.config.run import GRPORun, RunConfig, SFTRun
+from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
@@ -398,12 +398,12 @@ def _documents(run: RunConfig) -> tuple[int, int]:
     if isinstance(run, GRPORun):
         samples = run.rollout.prompts_per_step * run.rollout.group_size
         return samples // run.train.minibatches, run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
-    assert isinstance(run, SFTRun)
-    return run.batch_size, run.data.max_length
+    assert isinstance(run, OfflineRun)
+    return run.documents_per_update, run.data.max_length
 
 
 def _has_ref(run: RunConfig) -> bool:
-    return isinstance(run, GRPORun) and run.algorithm.kl.coef > 0
+    return isinstance(run, DPORun) or (isinstance(run, GRPORun) and run.algorithm.kl.coef > 0)
 
 
 def _is_static(train: TrainConfig) -> bool:

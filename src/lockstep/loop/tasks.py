@@ -1,0 +1,109 @@
+"""What the offline loop is told by SFT and by DPO: which documents, which loss, what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lockstep.algorithms.dpo import DPO
+from lockstep.algorithms.sft import SFT
+from lockstep.config.data import DataConfig
+from lockstep.config.run import DPORun, OfflineRun, SFTRun
+from lockstep.data.preferences import load_preferences
+from lockstep.data.sft import load_sft
+from lockstep.protocols import TokenLoss, TrainBackend
+from lockstep.protocols.train import StepStats
+from lockstep.schema.batch import PackedBatch, TrainSample
+
+
+class OfflineSet(Protocol):
+    """Documents, or pairs of them."""
+
+    report: dict[str, int]
+
+    def __len__(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def batch(self, step: int, n: int, seed: int) -> Sequence[TrainSample]:
+        """The samples of optimizer step `step`."""
+        ...
+
+
+class OfflineTask(Protocol):
+    """One kind of run on documents."""
+
+    needs_ref: bool
+
+    def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet: ...
+    def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
+    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+        """The micro-batches with all that the loss reads."""
+        ...
+
+    def loss(self) -> TokenLoss: ...
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]: ...
+    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
+        """What an evaluation on prepared batches measures (config.run.OFFLINE_METRICS)."""
+        ...
+
+
+class SFTTask(SFT):
+    """Documents."""
+
+    needs_ref = False
+
+    def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet:
+        """See load_sft."""
+        return load_sft(config, tokenizer=tokenizer)
+
+    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+        """As they are."""
+        return list(batches)
+
+    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
+        """loss and perplexity."""
+        loss = _loss_of(self.loss(), batches, backend.logprobs(batches, model="policy"))
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+class DPOTask(DPO):
+    """Pairs; the reference is the policy as it was loaded."""
+
+    needs_ref = True
+
+    def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet:
+        """See load_preferences."""
+        return load_preferences(config, tokenizer=tokenizer)
+
+    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+        """With ref_logprobs."""
+        found = backend.logprobs(batches, model="ref")
+        return [
+            dataclasses.replace(batch, ref_logprobs=logprobs)  # type: ignore[call-arg]
+            for batch, logprobs in zip(batches, found, strict=True)
+        ]
+
+    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
+        """loss, and the metrics of a step."""
+        logprobs = backend.logprobs(batches, model="policy")
+        stats = StepStats(losses=[], logprobs=logprobs, entropy=[])
+        return {"loss": _loss_of(self.loss(), batches, logprobs), **self.metrics(batches, stats)}
+
+
+def offline_task(run: OfflineRun) -> OfflineTask:
+    """The task of a run."""
+    if isinstance(run, DPORun):
+        return DPOTask(run.algorithm)
+    assert isinstance(run, SFTRun)
+    return SFTTask(run.algorithm)
+
+
+def _loss_of(loss: TokenLoss, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> float:
+    return sum(
+        float(loss(each, each, batch.to(each.device), slice(0, batch.num_slots)))
+        for batch, each in zip(batches, logprobs, strict=True)
+    )

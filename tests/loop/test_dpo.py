@@ -1,0 +1,58 @@
+"""DPO runs of a tiny model with a tokenizer: it learns, and a killed run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from loop_runs import Commands, everything, metrics_of
+
+PAIRS = [
+    {"prompt": f"Say {i}", "chosen": f"{i} it is, of course", "rejected": f"No, not {i}"} for i in range(24)
+]
+
+
+@pytest.fixture(scope="module")
+def dpo_toml(sft_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The SFT run's config, made one of preference pairs."""
+    folder = tmp_path_factory.mktemp("dpo")
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    text = sft_toml.read_text().replace('kind = "sft"', 'kind = "dpo"')
+    lines = [
+        f'source = "{folder / "pairs.jsonl"}"' if line.startswith("source") else line
+        for line in text.splitlines()
+    ]
+    path = folder / "dpo.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_it_learns_to_prefer_and_goes_on_exactly_after_a_kill(
+    lockstep: Commands, dpo_toml: Path, tmp_path: Path
+) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    ended = lockstep("train", dpo_toml, "--run-dir", straight, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    rows = metrics_of(straight)
+    steps = [row for row in rows if "evaluation" not in row]
+    assert steps[0]["loss"] == pytest.approx(math.log(2.0), abs=1e-5)  # the policy is the reference
+    assert steps[0]["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert steps[-1]["loss"] < steps[0]["loss"] and steps[-1]["reward_margin"] > 0
+    evaluations = {row["evaluation"]: row for row in rows if "evaluation" in row}
+    assert evaluations["before"]["eval/loss"] == pytest.approx(math.log(2.0), abs=1e-5)
+    assert evaluations["after"]["eval/accuracy"] > 0.9
+
+    kill = {"target": "lockstep.train.local:LocalBackend._hidden", "send": "SIGKILL", "step": 3, "call": 2}
+    assert lockstep("train", dpo_toml, "--run-dir", broken, cwd=tmp_path, signals=[kill]).code == -9
+    ended = lockstep("train", "--resume", broken, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    assert everything(broken) == everything(straight)
+
+
+def test_a_micro_batch_must_hold_a_pair(lockstep: Commands, dpo_toml: Path, tmp_path: Path) -> None:
+    ended = lockstep(
+        "train", dpo_toml, "--data.max-length", "200", "--train.token-budget", "256", cwd=tmp_path
+    )
+    assert ended.code == 2 and "both answers of a pair are in one micro-batch" in ended.err
