@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import export
-from lockstep.models.export import export_hf
+from lockstep.models.export import FILE_BYTES, export_hf, export_tensors
 from lockstep.models.load import load_model
 
 IDS = torch.arange(3, 23)[None]
@@ -111,3 +111,74 @@ def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a model folder"):
         export_hf(load("tiny-llama"), None, tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(n, p.detach()) for n, p in module.named_parameters(remove_duplicate=False)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("file_bytes", [FILE_BYTES, 60_000])
+def test_whole_tensors_that_come_one_by_one_make_the_same_folder(
+    shape: str, file_bytes: int, tmp_path: Path
+) -> None:
+    """The module has float32 weights, cut; what is written is bfloat16 and whole."""
+    module = load(shape)
+    export_hf(load(shape, dtype="bfloat16"), None, tmp_path / "expected")
+    tensors = [(n, t.bfloat16().float()) for n, t in tensors_of(module)]
+    for parameter in module.parameters():
+        parameter.data = parameter.data[:1]
+    expected = logits(reload(tmp_path / "expected"))
+    tensors = [(n, load_whole(tmp_path / "expected").get(n, t).float()) for n, t in tensors]
+    for _ in range(2):  # the second time over the first
+        export_tensors(
+            module,
+            iter(tensors),
+            tokenizer=None,
+            directory=tmp_path / "out",
+            dtype=torch.bfloat16,
+            file_bytes=file_bytes,
+        )
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 or file_bytes == FILE_BYTES
+    assert {p.name for p in tmp_path.iterdir()} == {"expected", "out"}
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "expected" / name).read_text()
+    assert torch.equal(logits(reload(tmp_path / "out")), expected)
+    own, theirs = load_whole(tmp_path / "out"), load_whole(tmp_path / "expected")
+    assert own.keys() == theirs.keys() and all(own[n].dtype == torch.bfloat16 for n in own)
+
+
+def load_whole(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def test_tensors_that_are_not_the_models_leave_the_old_export(tmp_path: Path) -> None:
+    module, out = load("tiny-llama"), tmp_path / "out"
+    export_hf(module, None, out)
+    old = (out / "model.safetensors").read_bytes()
+    tensors = tensors_of(load("tiny-llama", seed=1))
+    wrong = [
+        (tensors[1:], r"weights are missing: \['model.embed_tokens.weight'\]"),
+        ([*tensors, ("model.more", torch.ones(1))], "no weight 'model.more'"),
+        ([*tensors, tensors[0]], "came twice"),
+    ]
+    for given, text in wrong:
+        drained = iter(given)
+        with pytest.raises(ModelError, match=text):
+            export_tensors(module, drained, tokenizer=None, directory=out, dtype=torch.float32)
+        assert next(drained, None) is None  # other ranks have gone through all of them
+        assert (out / "model.safetensors").read_bytes() == old
+        assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    module = load("tiny-llama")
+    with pytest.raises(ModelError, match="No space left on device"):
+        export_tensors(
+            module, tensors_of(module), tokenizer=None, directory=tmp_path / "o", dtype=torch.float32
+        )
+    assert not list(tmp_path.iterdir())

@@ -1,12 +1,18 @@
-"""Write the policy as a Hugging Face folder."""
+"""Write the policy as a Hugging Face folder: from one module, or from whole tensors that come one by one."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lockstep.errors import ModelError
@@ -14,6 +20,10 @@ from lockstep.models.causal_lm import causal_lm, hf_config
 from lockstep.models.load import skeleton
 from lockstep.models.lora import merged_state_dict
 from lockstep.models.quiet import quiet_transformers
+from lockstep.models.source import aliases
+
+FILE_BYTES = 2 * 1024**3
+"""Of one weight file; as much host memory is needed to write it."""
 
 
 def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -> None:
@@ -26,9 +36,7 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
         ModelError: `directory` is there and is neither empty nor a model folder, so it is not replaced.
     """
     directory = Path(directory)
-    _check_replaceable(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))
+    temporary = _folder_beside(directory)
     try:
         # A bare skeleton is saved in the module's place: save_pretrained writes into what it saves' config.
         bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation))
@@ -36,20 +44,158 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
             bare.save_pretrained(temporary, state_dict=merged_state_dict(module))
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
-        temporary.chmod(0o755)
         _replace(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_replaceable(directory: Path) -> None:
-    if not directory.exists():
-        return
-    if not directory.is_dir() or (any(directory.iterdir()) and not (directory / "config.json").is_file()):
+def export_tensors(
+    module: nn.Module,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    tokenizer: Tokenizer | None,
+    directory: Path,
+    dtype: torch.dtype,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """`export_hf` of a module whose weights are spread over ranks; collective, rank 0 of the default group
+    writes.
+
+    Args:
+        module: a causal LM of the right class and config; its own weights are not read and may have any
+            shape and dtype.
+        tensors: Hugging Face name -> whole tensor. Making the next one may be collective: every rank goes
+            through all of them, whatever happens to the files. Tied weights may come under every name.
+        dtype: what they are written in.
+        file_bytes: a new file is begun when one has so many.
+
+    Raises:
+        ModelError: on every rank: it could not be written (the reason is named), `directory` must not be
+            replaced, or the names are not those of the model. An older export in its place stays.
+    """
+    writer = _Writer(module, Path(directory), dtype=dtype, file_bytes=file_bytes) if _is_first() else None
+    for name, tensor in tensors:
+        if writer is not None:
+            writer.add(name, tensor)
+    failure = None if writer is None else writer.finish(tokenizer)
+    if (told := _from_first(failure)) is not None:
+        raise ModelError(f"the model was not exported to {directory}: {told}")
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _from_first(value: str | None) -> str | None:
+    """Rank 0's value on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class _Writer:
+    """Writes tensors into files as they come. The first failure is kept; after it nothing is done."""
+
+    def __init__(self, module: nn.Module, directory: Path, *, dtype: torch.dtype, file_bytes: int) -> None:
+        self._directory, self._dtype, self._file_bytes = directory, dtype, file_bytes
+        self._temporary: Path | None = None
+        self._failure: str | None = None
+        self._waiting: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._bytes = self._total = 0
+        self._bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation).to(dtype))
+        self._names = aliases(self._bare)
+        self._wanted = {self._names.get(name, name) for name in self._bare.state_dict()}
+        self._try(self._begin)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """One whole tensor, copied."""
+        self._try(lambda: self._add(name, tensor))
+
+    def finish(self, tokenizer: Tokenizer | None) -> str | None:
+        """Puts the folder in its place; returns what went wrong."""
+        self._try(lambda: self._end(tokenizer))
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        return self._failure
+
+    def _try(self, action: Callable[[], None]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            action()
+        except (OSError, SafetensorError, ModelError) as error:
+            self._failure = str(error)
+            self._waiting.clear()
+
+    def _begin(self) -> None:
+        self._temporary = _folder_beside(self._directory)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
+        if self._names.get(name, name) != name:
+            return  # a tied one: it comes under its first name too
+        if name not in self._wanted:
+            raise ModelError(f"{type(self._bare).__name__} has no weight {name!r}, or it came twice")
+        self._wanted.remove(name)
+        wide = tensor.detach().is_floating_point()
+        copy = tensor.detach().to("cpu", self._dtype if wide else tensor.dtype, copy=True).contiguous()
+        self._waiting[name] = copy
+        self._bytes += copy.numel() * copy.element_size()
+        if self._bytes >= self._file_bytes:
+            self._write()
+
+    def _write(self) -> None:
+        assert self._temporary is not None
+        save_file(
+            self._waiting, self._temporary / f"part-{len(self._files)}.safetensors", metadata={"format": "pt"}
+        )
+        self._files.append([*self._waiting])
+        self._waiting, self._total, self._bytes = {}, self._total + self._bytes, 0
+
+    def _end(self, tokenizer: Tokenizer | None) -> None:
+        assert self._temporary is not None
+        if self._wanted:
+            raise ModelError(f"weights are missing: {sorted(self._wanted)[:5]} ({len(self._wanted)} in all)")
+        if self._waiting:
+            self._write()
+        with quiet_transformers():
+            self._bare.save_pretrained(self._temporary, state_dict={})  # configs, and nothing else
+            if tokenizer is not None:
+                tokenizer.save_pretrained(self._temporary)
+        self._name_files(self._temporary)
+        _replace(self._temporary, self._directory)
+
+    def _name_files(self, folder: Path) -> None:
+        """As transformers looks for them: one file, or several with an index; their number is known now."""
+        count = len(self._files)
+        places: dict[str, str] = {}
+        for index, names in enumerate(self._files):
+            final = "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+            (folder / f"part-{index}.safetensors").rename(folder / final)
+            places |= dict.fromkeys(names, final)
+        if count > 1:
+            content = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(places.items()))}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _folder_beside(directory: Path) -> Path:
+    """A new hidden folder in the same place, to be renamed.
+
+    Raises:
+        ModelError: what is at `directory` must not be replaced.
+    """
+    if directory.exists() and (
+        not directory.is_dir() or (any(directory.iterdir()) and not (directory / "config.json").is_file())
+    ):
         raise ModelError(f"{directory} is there and is not a model folder; export to a new folder")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{directory.name}.tmp-", dir=directory.parent))
 
 
 def _replace(new: Path, place: Path) -> None:
+    new.chmod(0o755)
     if not place.exists():
         new.rename(place)
         return
