@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
+from lockstep.config.backends import check_backend
 from lockstep.config.base import Config
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
@@ -52,6 +53,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check_support(self) -> RunConfig:
         check_support(self)
+        check_backend(self.train, lora=self.model.lora is not None)
         return self
 
     @model_validator(mode="after")

@@ -75,6 +75,7 @@ class Entry:
 _LATER = "comes with a later version"
 _PARITY = "ci-cpu:tests/parity/test_documents.py"
 _COMPILED = "ci-cpu:tests/parity/test_compiled.py"
+_BACKENDS = "ci-cpu:tests/parity/test_train_backends.py"
 _ON_H200 = "gpu:benchmarks/results/parity-h200.json"
 
 TABLE: tuple[Entry, ...] = (
@@ -177,6 +178,30 @@ TABLE: tuple[Entry, ...] = (
         dtype=("float32",),
         reason="packs come in static capacities: one graph per bucket and kind of layer",
         tested=_COMPILED,
+    ),
+    Entry(
+        status="supported",
+        backend=("fsdp2", "deepspeed"),
+        engine=("hf",),
+        attention=("sdpa",),
+        execution=("eager",),
+        layout=("packed", "padded"),
+        device=("cpu",),
+        dtype=("float32", "bfloat16"),
+        reason="train.ring > 1 needs train.layout = 'packed'",
+        tested=_BACKENDS,
+    ),
+    Entry(
+        status="supported",
+        backend=("fsdp2",),
+        engine=("hf",),
+        attention=("sdpa",),
+        execution=("compile",),
+        layout=("packed",),
+        device=("cpu",),
+        dtype=("float32",),
+        reason="without ring attention",
+        tested=_BACKENDS,
     ),
     Entry(
         status="unsupported",
@@ -288,14 +313,12 @@ def support_rows() -> Iterator[dict[str, str]]:
 
 def cells_tested_by(test: str) -> Iterator[dict[str, str]]:
     """Every cell that the test or result file `test` must cover: what the parity tests are generated from."""
-    axes = ("attention", "execution", "layout", "device", "dtype")
+    axes = ("backend", "attention", "execution", "layout", "device", "dtype")
     for entry in TABLE:
         if entry.tested == test:
             for values in itertools.product(*(getattr(entry, axis) for axis in axes)):
                 cell = dict(zip(axes, values, strict=True))
-                if (
-                    lookup(cell | {"backend": "local", "engine": "hf"}) is entry
-                ):  # else an earlier entry decides
+                if lookup(cell | {"engine": "hf"}) is entry:  # else an earlier entry decides
                     yield cell
 
 

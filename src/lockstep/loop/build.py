@@ -154,7 +154,8 @@ def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainB
     else a second one, into which every push copies."""
     if backend.weights(policy_version=0).shared_module is model.module:
         return model
-    return load_model(run.model, attention=axes.attention, device=torch.device(axes.device))
+    merged = run.model.model_copy(update={"lora": None})  # a backend that sends weights sends them merged
+    return load_model(merged, attention=axes.attention, device=torch.device(axes.device))
 
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:
