@@ -134,6 +134,8 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         run = load_resumed(early.resume, overrides)
     else:
         run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
+    if values["rank_timeout"] is not None and not values["rank_timeout"] > 0:
+        raise ConfigError(f"--rank-timeout {values['rank_timeout']:g} must be above 0 seconds")
     if values["json"] is not None and not values["json"].parent.is_dir():
         raise ConfigError(
             f"--json {values['json']}: no such folder: {str(values['json'].parent)!r}; create it first"
@@ -182,8 +184,6 @@ def _check_launcher(command: TrainCommand) -> None:
             f"--ranks {command.ranks}, but {started} ranks were started; leave --ranks out under torchrun "
             "and deepspeed, or give the same number"
         )
-    if command.rank_timeout is not None and command.rank_timeout <= 0:
-        raise ConfigError(f"--rank-timeout {command.rank_timeout:g} must be above 0 seconds")
 
 
 def start(command: TrainCommand) -> Mapping[str, Any]:

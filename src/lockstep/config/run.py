@@ -73,6 +73,8 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
         ConfigError: names the numbers, and those that would work.
     """
     train = run.train
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: at least 1 rank is needed")
     if train.backend == "local" and ranks > 1:
         raise ConfigError(
             f"train.backend = 'local' is one process on one device, but there are {ranks} ranks: each would "
