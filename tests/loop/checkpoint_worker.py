@@ -9,6 +9,8 @@ import os
 import random
 import re
 import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -430,6 +432,26 @@ def ranks_see_one_folder(ranks: RankContext) -> None:
     assert checkpoints.find() is None
 
 
+def killed(ranks: RankContext) -> None:
+    """Rank 1 is killed while it writes its second checkpoint, and never gets to the end of this."""
+    checkpoints = manager(ranks, "killed", background=True)
+    parts = Sharded(truth(1), dp=2, tp=1, group=dist.group.WORLD)
+    checkpoints.save(1, Backend(parts, step=1), {})
+    checkpoints.finish()
+    if ranks.rank == 1:
+        real = files._HashingFile.write
+
+        def write(self: Any, data: bytes | memoryview) -> None:
+            if self._path.name.startswith("optimizer"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(self, data)
+
+        files._HashingFile.write = write  # type: ignore[method-assign]
+    checkpoints.save(2, Backend(Sharded(truth(2), dp=2, tp=1, group=parts.group), step=2), {})
+    checkpoints.finish()
+    (OUT / "rank-9.txt").write_text("nobody was killed")
+
+
 CASES = (
     every_layout_loads_every_other,
     one_process_is_loaded_by_four,
@@ -442,8 +464,9 @@ CASES = (
 )
 
 if __name__ == "__main__":
+    chosen = CASES if len(sys.argv) == 1 else [globals()[name] for name in sys.argv[1:]]
     with init_ranks(seconds=30.0) as context:
-        for case in CASES:
+        for case in chosen:
             began = time.monotonic()
             case(context)
             with (OUT / f"rank-{context.rank}.txt").open("a") as held:

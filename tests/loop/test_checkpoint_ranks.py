@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.train import CheckpointConfig
+from lockstep.loop.checkpoint import CheckpointManager, verify
 from lockstep.ranks.launch import launch_command
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
@@ -38,3 +40,18 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks(case: str, held: dict[str, list[str]]) -> None:
     assert held.get(case) == [f"rank-{rank}" for rank in range(4)], "the rank's error is shown above"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    command = [sys.executable, str(WORKER), "killed"]
+    assert launch_command(command, ranks=2, timeout=120, log_dir=tmp_path / "logs") != 0
+    assert "rank 1" in capfd.readouterr().err and not list(tmp_path.glob("rank-*.txt"))
+    folder = tmp_path / "killed"
+    assert len(list(folder.glob(".saving-step-000002-*/*"))) > 0
+    checkpoints = CheckpointManager(folder, CheckpointConfig())
+    assert [p.name for p in folder.iterdir()] == ["step-000001"] and checkpoints.steps() == [1]
+    verify(folder / "step-000001")

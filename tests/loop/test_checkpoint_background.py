@@ -1,0 +1,52 @@
+"""A run whose checkpoints are written while it trains is the run that waited for them, killed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_runs import Commands, everything
+
+FILE = "lockstep.train.files:_HashingFile.write"
+COPY = "lockstep.train.state:_RankFiles.put"
+POLL = "lockstep.loop.checkpoint:CheckpointManager.poll"
+COMMIT = "lockstep.loop.checkpoint:CheckpointManager._commit"
+PUT = "lockstep.loop.checkpoint:CheckpointManager._put"
+OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
+FLAGS = ("--checkpoint.background", "--checkpoint.every", "1")
+
+
+def kill(target: str, **order: Any) -> dict[str, Any]:
+    return {"target": target, "call": 1, "send": "SIGKILL"} | order
+
+
+MOMENTS = {
+    "copying": [kill(COPY, call=30), kill(COPY, step=1, call=2)],
+    "writing": [
+        kill(FILE, call=3),
+        kill(FILE, call=40),
+        kill(FILE, step=2, call=1),
+        kill(FILE, step=3, call=9),
+    ],
+    "between": [kill(POLL, call=3), kill(OPTIMIZER, step=1, when="after"), kill(OPTIMIZER, step=3)],
+    "committing": [kill(COMMIT), kill(PUT, call=2), kill(PUT, when="after"), kill("shutil:rmtree")],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", MOMENTS)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    phase: str, lockstep: Commands, straight: Callable[..., dict[str, Any]], tiny_toml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    argv: tuple[str | Path, ...] = ("train", tiny_toml, "--run-dir", run, *FLAGS)
+    for order in MOMENTS[phase]:
+        ended = lockstep(*argv, cwd=tmp_path, signals=[order])
+        assert ended.code == -9, (order, ended.out, ended.err)
+        argv = ("train", "--resume", run)
+    ended = lockstep(*argv, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    assert not list((run / "checkpoints").glob(".*")), "leftovers of a killed save"
+    assert everything(run) == straight()
