@@ -22,10 +22,11 @@ from pytest import raises
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.errors import TrainError
+from lockstep.errors import ConfigError, TrainError
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing.packs import Bucket, empty_batch, repack
@@ -417,7 +418,7 @@ class Recorded:
 
 
 def check_sharded_start(**mesh: int) -> Any:
-    """No rank reads or keeps more than its share of the weights; they are those of the whole model to the bit.
+    """No rank reads or keeps more than its share of the weights, which are those of the model to the bit.
     (Of a matrix that is split by columns a rank reads its rows and cuts them.)"""
     model = load(weights=False)
     source = Recorded(model.source)
@@ -537,6 +538,34 @@ def equal_tensors(one: Path, other: Path) -> bool:
 
     a, b = read(one), read(other)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def check_hf_plan() -> Any:
+    return compare_steps(*pair(tp=2, tp_plan="hf"), steps=2, tolerance=1e-4)
+
+
+def check_hf_plan_refused() -> Any:
+    for mesh in ({"tp": 2, "tp_plan": "hf"}, {"tp": 4}):
+        with raises(ConfigError) as caught:
+            pair(**mesh)
+    return str(caught.value)
+
+
+def check_export() -> Any:
+    """A tied model, from two ranks that share its matrices: as the one of LocalBackend."""
+    local, backend = pair(dtype="bfloat16", shape="tiny-qwen3", tp=2)
+    train(local, [0]), train(backend, [0])
+    with shared_folder() as place:
+        backend.export(place / "model")
+        found, info = AutoModelForCausalLM.from_pretrained(
+            place / "model", output_loading_info=True, dtype="auto"
+        )
+        assert not any(info.values()), info
+        expected = local.module.state_dict()
+        assert found.state_dict().keys() == expected.keys()
+        errors = [relative(weight, expected[name]) for name, weight in found.state_dict().items()]
+        assert max(errors) < 4e-3 and found.dtype == torch.bfloat16, errors
+    return {"error": max(errors)}
 
 
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}

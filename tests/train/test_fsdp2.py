@@ -46,8 +46,10 @@ TWO = (
     "bfloat16",
     "sharded_start",
     "checkpoint_of_local",
+    "hf_plan",
+    "export",
 )
-FOUR = ("dp_tp", "dp_ring", "ring_tp", "checkpoints", "not_finite_tp", "sharded_start_tp")
+FOUR = ("dp_tp", "dp_ring", "ring_tp", "checkpoints", "not_finite_tp", "sharded_start_tp", "hf_plan_refused")
 
 Results = dict[str, list[dict[str, Any]]]
 

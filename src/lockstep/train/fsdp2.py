@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.models.causal_lm import causal_lm
+from lockstep.models.export import export_tensors
 from lockstep.models.forward import Ring
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora
@@ -446,8 +447,15 @@ class FSDP2Backend:
         return Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
 
     def export(self, directory: Path) -> None:
-        """See protocols.TrainBackend."""
-        raise NotImplementedError
+        """A Hugging Face folder that from_pretrained loads with all keys matched, written by rank 0 as the
+        weights are gathered. Raises ModelError, on every rank."""
+        export_tensors(
+            self.module,
+            self._whole_weights(),
+            tokenizer=self.model.tokenizer,
+            directory=directory,
+            dtype=self.model.dtype,
+        )
 
     def close(self) -> None:
         """Drop gradients; the process group stays."""

@@ -28,6 +28,7 @@ from lockstep.train.tensor_parallel import (
     Replicated,
     TensorParallel,
     apply_tensor_parallel,
+    resolve_tp_plan,
     tensor_parallel_plan,
 )
 
@@ -50,7 +51,7 @@ class ShardedModel:
         temperature: of logprobs.
 
     Raises:
-        ConfigError: the heads cannot be split over `mesh.tp` ranks.
+        ConfigError: the heads cannot be split over `mesh.tp` ranks, or not by this plan on this mesh.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class ShardedModel:
         self.module, self.mesh, self.dtype = module, mesh, model.dtype
         self.tp: TensorParallel | None = None
         if mesh.tp > 1:
-            plan = tensor_parallel_plan(module, size=mesh.tp, plan=config.tp_plan)
+            kind = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
+            plan = tensor_parallel_plan(module, size=mesh.tp, plan=kind)
             self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
         compiled = config.execution == "compile"
         self.compile_watch: CompileWatch | None = None
