@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
-from lockstep.attention import KERNELS, Ring, ring_attention
+from lockstep.attention import KERNELS, Ring, ring, ring_attention
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.models.forward import decoder_inputs
@@ -83,6 +84,26 @@ def test_a_ring_of_one_is_varlen_to_the_bit(alone: dist.ProcessGroup, dtype: tor
     direction = torch.randn_like(ours)
     pairs = [torch.autograd.grad(out, inputs, direction) for out in (ours, varlen)]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*pairs, strict=True))
+
+
+@pytest.mark.slow
+def test_fused_sums_serve_any_number_of_rows() -> None:
+    """What CUDA runs in place of op by op: the same numbers, and one graph for any number of rows."""
+    before = counters["stats"]["unique_graphs"]
+    for rows in (40, 17, 128, 2):
+        out, block = torch.randn(rows, 4, 16), torch.randn(rows, 4, 16).bfloat16()
+        lse, block_lse = torch.randn(4, rows), torch.randn(4, rows)
+        block_lse[:, : rows // 2] = float("inf")  # no keys, in the words of CUDA's kernel
+        fused, fused_lse = ring._fuse_merged(out, lse, block, block_lse, torch.bfloat16)
+        expected = lse.logaddexp(block_lse.masked_fill(block_lse == float("inf"), float("-inf")))
+        torch.testing.assert_close(fused_lse, expected)
+        weights = (lse - expected).exp().t()[:, :, None]
+        average = weights * out + (1 - weights) * block.float()
+        torch.testing.assert_close(fused, average.bfloat16())
+        assert torch.equal(fused[: rows // 2], out[: rows // 2].bfloat16())
+        total = ring._fuse_added(out, block, torch.bfloat16)
+        torch.testing.assert_close(total, (out + block.float()).bfloat16())
+    assert counters["stats"]["unique_graphs"] - before == 2
 
 
 # --- what is refused ----------------------------------------------------------------------------------------

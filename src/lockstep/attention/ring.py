@@ -132,14 +132,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _Round, scale: float | None)
     out, lse = _attend(q, k, v, shard.own, scale, causal=True)
     if not shard.others:
         return out, lse
-    merged, merged_lse = out[:rows], lse[:, :rows]
+    merged, merged_lse = out[:rows], lse[:, :rows].contiguous()
     for i, step in enumerate(shard.others, start=1):
         kv = coming.wait()
         coming = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
         block = _attend(q[:rows], *kv, step, scale, causal=False)
-        last = i == len(shard.others)
-        dtype = q.dtype if last else _sum_dtype(q)
-        merged, merged_lse = _on(q, _merge)(merged, merged_lse, *block, dtype)
+        dtype = q.dtype if i == len(shard.others) else _sum_dtype(q)
+        merged, merged_lse = _merge(merged, merged_lse, *block, dtype)
     if rows == len(out):
         return merged, merged_lse
     out[:rows], lse[:, :rows] = merged, merged_lse
@@ -154,14 +153,13 @@ def _backward(saved: _Saved, ring: _Round, scale: float | None) -> tuple[Tensor,
     if not shard.others:
         return dq, dk, dv
     part, total = saved.divided(rows), dq[:rows]
-    add = _on(dq, _add)
     sums = (dk[:rows].to(_sum_dtype(dk)), dv[:rows].to(_sum_dtype(dv)))
     homeward = ring.send_on(sums, step=1, tag=_GRAD_TAG)
     for i, step in enumerate(shard.others, start=1):
         kv = coming.wait()
         coming = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
         block_dq, block_dk, block_dv = _attend_backward(part, *kv, step, scale, causal=False)
-        total = add(total, block_dq, dq.dtype if i == len(shard.others) else _sum_dtype(dq))
+        total = _add(total, block_dq, dq.dtype if i == len(shard.others) else _sum_dtype(dq))
         sums = homeward.wait()  # of the keys that are here: sent off by the rank that had them before
         sums[0].add_(block_dk)
         sums[1].add_(block_dv)
@@ -237,7 +235,26 @@ def _attend_backward(
 def _merge(
     out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both: softmax is an average, weighted by exp(lse)."""
+    """Attention over the keys of both: softmax is an average, weighted by exp(lse).
+
+    Args:
+        out: [n, N, H], float32 or, the first time, the kernel's dtype; `block` likewise.
+        lse: [N, n]; `block_lse` likewise.
+        dtype: of the result.
+    """
+    merge = _fuse_merged if out.is_cuda else _merged
+    return merge(out, lse, block, block_lse, dtype)
+
+
+def _add(total: Tensor, block: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of two shares of dq [n, N, H]."""
+    add = _fuse_added if total.is_cuda else _added
+    return add(total, block, dtype)
+
+
+def _merged(
+    out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     # No keys: CUDA's flash kernel says +inf, others -inf. It must weigh nothing.
     block_lse = torch.where(block_lse == float("inf"), float("-inf"), block_lse)
     weight = torch.sigmoid(block_lse - lse).t()[:, :, None]
@@ -246,7 +263,7 @@ def _merge(
     return merged.to(dtype), torch.logaddexp(lse, block_lse)
 
 
-def _add(total: Tensor, block: Tensor, dtype: torch.dtype) -> Tensor:
+def _added(total: Tensor, block: Tensor, dtype: torch.dtype) -> Tensor:
     exact = _sum_dtype(total)
     return (total.to(exact) + block.to(exact)).to(dtype)
 
@@ -255,14 +272,33 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _fuse_merged(
+    out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    _varies(0, out, block)
+    _varies(1, lse, block_lse)
+    both: tuple[Tensor, Tensor] = _fused(_merged)(out, lse, block, block_lse, dtype)
+    return both
+
+
+def _fuse_added(total: Tensor, block: Tensor, dtype: torch.dtype) -> Tensor:
+    _varies(0, total, block)
+    added: Tensor = _fused(_added)(total, block, dtype)
+    return added
+
+
 @functools.cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    """One kernel on CUDA: these are bound by memory, and op by op would move two to three times as much. Each
+    pair of dtypes has its own: bfloat16 to float32, float32, back to bfloat16."""
+    return torch.compile(function)
 
 
-def _on(x: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    """On CUDA one kernel: these are bound by memory, and op by op would move three times as much."""
-    return _fused(function) if x.is_cuda else function
+def _varies(dim: int, *tensors: Tensor) -> None:
+    """The number of rows changes from pack to pack: one kernel must serve all. Heads do not change, and
+    divisions by them must not be left for the kernel."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 # --- the way round ------------------------------------------------------------------------------------------
