@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,7 +121,7 @@ class DeepSpeedBackend:
         self._ref_engine: Any = None
         if reference is not None:
             self._ref, self._ref_engine = build.reference(reference)
-        self._gradients_ready = False
+        self._gradients_ready = self._trained = False
 
     # --- forward and backward -------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class DeepSpeedBackend:
         self._outer.eval()
         with torch.no_grad(), self._as_model(model) as outer:
             for index, batch in enumerate(batches):
-                with self._memory_errors_explained(index, batches):
+                with self._memory_errors_explained(batch, index=index, count=len(batches)):
                     rows, labels = head_rows(batch, static=self._static, device=self.device)
                     moved = batch.to(self.device)
                     if isinstance(outer, LossModule):
@@ -193,7 +193,7 @@ class DeepSpeedBackend:
         if not batches:
             return StepStats(losses=[], logprobs=[], entropy=[])
         dealt = self._dealt(batches)
-        own = self._run(list(dealt.values()), loss)
+        own = self._run(dealt, loss, count=len(batches))
         seen = {
             index: Seen(loss=value, logprobs=logprobs, entropy=entropy)
             for index, value, logprobs, entropy in zip(
@@ -204,6 +204,7 @@ class DeepSpeedBackend:
         assert dist.group.WORLD is not None
         stats = share_stats(batches, seen, group=dist.group.WORLD, device=self.device)
         self._check_losses(batches, stats.losses)
+        self._trained = self._static or any(bool(batch.loss_mask.any()) for batch in batches)
         return stats
 
     def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
@@ -214,7 +215,7 @@ class DeepSpeedBackend:
         Raises:
             TrainError: as forward_backward's; of another rank's loss only that it is not finite.
         """
-        stats = self._run(batches, loss)
+        stats = self._run(dict(enumerate(batches)), loss, count=len(batches))
         bad = not all(math.isfinite(value) for value in _values(stats.losses))
         if _any_rank(bad, self.device):
             self._check_losses(batches, stats.losses)
@@ -224,7 +225,8 @@ class DeepSpeedBackend:
             )
         return stats
 
-    def _run(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+    def _run(self, batches: Mapping[int, PackedBatch], loss: TokenLoss, *, count: int) -> StepStats:
+        """Forward and backward of this rank's micro-batches, by their numbers among `count`."""
         if self._gradients_ready:
             raise TrainError(
                 "DeepSpeed reduces gradients in the last backward of a step, so a second forward_backward "
@@ -233,11 +235,11 @@ class DeepSpeedBackend:
         stats = StepStats(losses=[], logprobs=[], entropy=[])
         self._outer.train()
         try:
-            for index, batch in enumerate(batches):
-                self._zero.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-                with self._memory_errors_explained(index, batches):
+            for turn, (index, batch) in enumerate(batches.items()):
+                self._zero.engine.set_gradient_accumulation_boundary(turn == len(batches) - 1)
+                with self._memory_errors_explained(batch, index=index, count=count):
                     self._backward(batch, loss, stats)
-            self._gradients_ready = bool(batches)
+            self._gradients_ready = self._trained = bool(batches)
             self._zero.after_backward()
         except BaseException:
             self._recover()
@@ -286,18 +288,20 @@ class DeepSpeedBackend:
         return both
 
     @contextlib.contextmanager
-    def _memory_errors_explained(self, index: int, batches: Sequence[PackedBatch]) -> Iterator[None]:
+    def _memory_errors_explained(self, batch: PackedBatch, *, index: int, count: int) -> Iterator[None]:
+        """A GPU's allocator has an exception of its own, the CPU's raises a plain RuntimeError."""
         try:
             yield
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
                 raise
+            what = f"micro-batch {index} of {count}" if index < count else "an empty micro-batch"
             raise TrainError(
-                f"step {self.steps_done}, micro-batch {index} of {len(batches)}: out of memory with "
-                f"{batches[index].num_slots} token slots at ZeRO {self.config.zero_stage} on "
-                f"{self.world_size} rank(s); set train.activation_checkpointing = true, lower "
-                "train.token_budget, or use more ranks with train.zero_stage = 3 (--zero-stage 3). No weight "
-                f"was changed. torch says: {error}"
+                f"step {self.steps_done}, {what}: out of memory with {batch.num_slots} token slots at ZeRO "
+                f"{self.config.zero_stage} on {self.world_size} rank(s); set train.activation_checkpointing = "
+                "true, lower train.token_budget, set train.optimizer_device = 'cpu', or use more ranks with "
+                "train.zero_stage = 3 (--zero-stage 3). No weight was changed. torch says: "
+                f"{error}"
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
@@ -350,7 +354,8 @@ class DeepSpeedBackend:
             raise ConfigError(
                 "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
             )
-        if not self._gradients_ready:
+        if not (self._gradients_ready and self._trained):
+            self.drop_gradients()
             raise TrainError(
                 f"step {self.steps_done}: there are no gradients; call forward_backward with at least one "
                 "trained token before optimizer_step"
