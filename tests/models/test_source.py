@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,3 +181,70 @@ def test_lora_needs_the_weights() -> None:
 def test_modules_made_later_have_their_weights() -> None:
     load("shape:tiny-llama", materialize=False)
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+# Prints by how many MiB memory grew at most while a quarter of a model was read and kept, the MiB that were
+# kept, and the same growth while the whole model was loaded.
+QUARTER = """
+import torch
+from pathlib import Path
+from lockstep.config.model import ModelConfig
+from lockstep.models.load import load_model
+from lockstep.models.shape_table import SHAPES
+
+SHAPES["medium"] = SHAPES["tiny-llama"] | {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 10, "vocab_size": 8000
+}
+device = torch.device("cpu")
+
+def load(name, **options):
+    return load_model(ModelConfig(name=name, dtype="float32"), attention="hf:sdpa", device=device, **options)
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key))) / 1024
+
+def growth(run):
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    kept = run()
+    return status("VmHWM") - before, kept
+
+def quarter(name):
+    loaded, kept = load(name, materialize=False), []
+    for key, parameter in loaded.module.named_parameters():
+        stop = parameter.shape[0] // 4
+        kept.append(loaded.source.read_part(key, dim=0, start=0, stop=stop, device=device))
+    return kept
+
+load("shape:medium").module.save_pretrained("model", max_shard_size="30MB")
+load("shape:tiny-llama", materialize=False)  # what is imported late
+for name in ("shape:medium", "./model"):
+    most, kept = growth(lambda: quarter(name))
+    share = sum(t.numel() * 4 for t in kept) / 2**20
+    del kept
+    print("figures", most, share, growth(lambda: load(name) and None)[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_holds_its_share_and_one_tensor(tmp_path: Path) -> None:
+    # Otherwise glibc keeps what was freed, up to 32 MiB a block, and it would count here.
+    environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(
+        [sys.executable, "-c", QUARTER],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=200,
+        env=environ,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("figures")]
+    assert len(figures) == 2
+    largest = 8000 * 512 * 4 / 2**20
+    for most, share, _ in (map(float, line) for line in figures):
+        assert 20 < share < 30
+        assert most < share + largest + 12
+    assert float(figures[0][2]) > 90  # so the figure sees a whole model; that of a folder is mapped, not read
