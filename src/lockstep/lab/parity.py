@@ -42,6 +42,8 @@ from lockstep.lab.parity_stacks import Stack, names, skipped
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import TIMED_OUT, in_launcher
 
+WORKER = ("-m", "lockstep.lab.parity_worker")
+"""What runs a job file: arguments of the interpreter."""
 INPUT_SECONDS = 1800.0
 """Deadline of reading and packing the data."""
 _BEHIND_LAUNCHER = 60.0
@@ -189,7 +191,7 @@ class _Suite:
 
     def _run_job(self, job: ParityJob, log: Path) -> Ending:
         log.unlink(missing_ok=True)
-        argv = [sys.executable, "-u", "-m", "lockstep.lab.parity_worker", str(job.out / "job.json")]
+        argv = [sys.executable, "-u", *WORKER, str(job.out / "job.json")]
         return self.runner.run(argv, log=log, timeout=job.timeout + _BEHIND_LAUNCHER)
 
     def _why(self, ending: Ending, log: Path, folder: Path) -> tuple[Status, str]:

@@ -98,8 +98,8 @@ def _sft(spec: InputsSpec, sizes: Sizes) -> InputsReport:
     for step in range(steps):
         samples = documents.batch(step, size, spec.seed)
         plan.append(plan_micro_batches(samples, algorithm.loss_weights(samples), limits))
-    header = _header(spec, sizes, algorithm=SFTConfig().model_dump(mode="json"))
-    indices = _write(spec.out / INPUTS, header, plan)
+    header = inputs_header(spec, sizes, algorithm=SFTConfig().model_dump(mode="json"))
+    indices = write_inputs(spec.out / INPUTS, header, plan)
     return InputsReport(
         steps=indices, source=source, notes=notes, documents=len(documents), **_sums(plan), **_kept(sizes)
     )
@@ -184,10 +184,10 @@ def _grpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
             f"{sizes.vocab_size}: rollouts are random ids in groups of {GROUP}, rewarded by their share in "
             "the lower eighth of the ids"
         )
-    header = dataclasses.replace(_header(spec, sizes, algorithm=algorithm), temperature=temperature)
+    header = dataclasses.replace(inputs_header(spec, sizes, algorithm=algorithm), temperature=temperature)
     plan, baselines = _at_the_start(plan, spec, header)
     notes.append("old_logprobs are those of the starting weights, by `local`")
-    indices = _write(spec.out / INPUTS, header, plan)
+    indices = write_inputs(spec.out / INPUTS, header, plan)
     steps = spec.steps or 20
     cycle = [step % len(plan) for step in range(steps)]
     return InputsReport(
@@ -333,7 +333,7 @@ def _limits(spec: InputsSpec, *, documents: int) -> PackLimits:
     )
 
 
-def _header(spec: InputsSpec, sizes: Sizes, *, algorithm: Mapping[str, Any]) -> RecordingHeader:
+def inputs_header(spec: InputsSpec, sizes: Sizes, *, algorithm: Mapping[str, Any]) -> RecordingHeader:
     return RecordingHeader(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         framework="lockstep",
@@ -355,7 +355,7 @@ def _header(spec: InputsSpec, sizes: Sizes, *, algorithm: Mapping[str, Any]) -> 
     )
 
 
-def _write(
+def write_inputs(
     folder: Path, header: RecordingHeader, plan: Sequence[Sequence[PackedBatch]]
 ) -> tuple[tuple[int, ...], ...]:
     """The recording; the indices of each update's inputs."""
