@@ -118,5 +118,7 @@ def test_names():
     assert attention.kernel_of("lockstep_sdpa") == "sdpa" and attention.kernel_of("sdpa") == "hf:sdpa"
     assert attention.label("varlen", torch.device("cpu")) == "varlen (cpu reference)"
     assert attention.label("varlen", torch.device("cuda")) == "varlen"
+    assert attention.label("sdpa", torch.device("cpu"), ring=2) == "ring of 2 (cpu reference)"
+    assert attention.label("varlen", torch.device("cuda"), ring=4) == "ring of 4 varlen"
     with pytest.raises(ConfigError, match="'varlem'; did you mean 'varlen'"):
         attention.implementation("varlem")

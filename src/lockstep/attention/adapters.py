@@ -41,8 +41,11 @@ def kernel_of(name: str | None) -> str:
     return f"hf:{name or 'eager'}"
 
 
-def label(kernel: str, device: torch.device) -> str:
-    """How reports name the kernel; timings of a reference kernel are not comparable."""
+def label(kernel: str, device: torch.device, *, ring: int = 1) -> str:
+    """How reports name the kernel; timings of a reference kernel are not comparable. A ring runs varlen's
+    kernels under either name that it takes."""
+    if ring > 1:
+        return f"ring of {ring} (cpu reference)" if device.type == "cpu" else f"ring of {ring} {kernel}"
     return "varlen (cpu reference)" if kernel == "varlen" and device.type == "cpu" else kernel
 
 

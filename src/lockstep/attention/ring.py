@@ -159,16 +159,18 @@ def _backward(saved: _Saved, ring: _Round, scale: float | None) -> tuple[Tensor,
         kv = coming.wait()
         coming = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
         block_dq, block_dk, block_dv = _attend_backward(part, *kv, step, scale, causal=False)
-        total = _add(total, block_dq, dq.dtype if i == len(shard.others) else _sum_dtype(dq))
         sums = homeward.wait()  # of the keys that are here: sent off by the rank that had them before
         sums[0].add_(block_dk)
         sums[1].add_(block_dv)
+        last = i == len(shard.others)
+        if last:  # nothing will be added any more: rounded before the hop that no kernel hides, not after
+            sums = (sums[0].to(dk.dtype), sums[1].to(dv.dtype))
         homeward = ring.send_on(sums, step=i + 1, tag=_GRAD_TAG)
-    dk_home, dv_home = homeward.wait()
-    dk[:rows], dv[:rows] = dk_home, dv_home
+        total = _add(total, block_dq, dq.dtype if last else _sum_dtype(dq))
+    home = homeward.wait()
     if rows == len(dq):
-        return total, dk, dv
-    dq[:rows] = total
+        return total, *home
+    dq[:rows], dk[:rows], dv[:rows] = total, *home
     return dq, dk, dv
 
 
