@@ -23,6 +23,11 @@ _ONLY: dict[str, tuple[object, tuple[str, ...], str]] = {
 """Setting -> its default, which backends read it, and why no other does."""
 
 
+def shards_weights(train: TrainConfig) -> bool:
+    """Whether no rank has whole weights between steps."""
+    return train.backend == "fsdp2" or (train.backend == "deepspeed" and train.zero_stage == 3)
+
+
 def check_backend(train: TrainConfig, *, lora: bool) -> None:
     """Raise unless `train.backend` has what the other settings ask of it.
 

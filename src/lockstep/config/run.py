@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
-from lockstep.config.backends import check_backend
+from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
@@ -58,6 +58,15 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_record(self) -> RunConfig:
+        updates = self.train.minibatches * self.train.epochs_per_batch
+        if self.record.enabled and shards_weights(self.train) and (updates > 1 or self.model.lora):
+            what = "model.lora" if updates == 1 else f"{updates} optimizer steps per rollout batch"
+            raise ValueError(
+                f"record.enabled = true with train.backend = {self.train.backend!r} and {what}: the weights "
+                "that inputs see are spread over ranks there, and are gathered whole only between rollout "
+                "batches. Set train.minibatches and train.epochs_per_batch to 1 and leave model.lora out, or "
+                "set train.backend = 'local', or 'deepspeed' with train.zero_stage below 3"
+            )
         if self.record.enabled and self.record.first_step >= self.steps:
             raise ValueError(
                 f"record.first_step = {self.record.first_step} is not below steps = {self.steps}, so nothing "

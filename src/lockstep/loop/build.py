@@ -27,6 +27,7 @@ from lockstep.data.prompts import PromptSet
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes, resolved_train
+from lockstep.loop.joining import mesh_place
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
@@ -160,7 +161,7 @@ def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainB
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:
     """How many ranks get micro-batches of their own."""
-    return ranks.world_size // (run.train.tp * run.train.ring)
+    return mesh_place(run, ranks).sizes["dp"]
 
 
 def build_backend(

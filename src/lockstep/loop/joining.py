@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,23 @@ def compare_settings(run: RunConfig, ranks: RankContext, *, resume: Path | None)
     versions = {f"version of {name}": now[name] for name in ("lockstep", "torch", "transformers", "python")}
     values = flat(to_values(run)) | {"resume": None if resume is None else str(resume)}
     ranks.require_same(values | versions, what="their settings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshPlace:
+    """Where a rank stands among those that share data (dp), tokens (ring) and matrices (tp)."""
+
+    sizes: dict[str, int]
+    at: dict[str, int]
+
+
+def mesh_place(run: RunConfig, ranks: RankContext) -> MeshPlace:
+    """tp is innermost: its ranks are neighbours."""
+    tp, ring = run.train.tp, run.train.ring
+    return MeshPlace(
+        sizes={"dp": ranks.world_size // (tp * ring), "ring": ring, "tp": tp},
+        at={"dp": ranks.rank // (tp * ring), "ring": ranks.rank // tp % ring, "tp": ranks.rank % tp},
+    )
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -52,7 +52,9 @@ def train_offline(
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
         first_step = session.restore(backend, checkpoint)
         header = recording_header(run, axes=axes, model=model, plan=plan)
-        backend = session.recorder(header, first_step=first_step, model=model).around(backend)
+        backend = session.recorder(header, first_step=first_step, model=model, backend=backend).around(
+            backend
+        )
 
         def packs(documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
             samples = documents.batch(step, n, run.seed)

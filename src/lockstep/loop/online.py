@@ -99,6 +99,7 @@ def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlinePa
         recording_header(run, axes=parts.axes, model=parts.model, plan=parts.plan, temperature=temperature),
         first_step=first_step,
         model=parts.model,
+        backend=parts.backend,
         updates_per_step=run.train.minibatches * run.train.epochs_per_batch,
     )
     return dataclasses.replace(parts, backend=recorder.around(parts.backend), recorder=recorder)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.interrupt import Interrupt, Interrupted
-from lockstep.loop.joining import compare_settings, manifest, open_run_dir, resume_command
+from lockstep.loop.joining import compare_settings, manifest, mesh_place, open_run_dir, resume_command
 from lockstep.loop.metrics import gap_complaint
 from lockstep.models.load import LoadedModel
 from lockstep.observe.display import Display
@@ -131,7 +131,10 @@ class Session:
             DataError: a resumed run finds other training data than it was started with.
         """
         self._axes = axes
-        same = asdict(axes) | {"device": axes.device.partition(":")[0], "data fingerprint": fingerprint}
+        same = dataclasses.asdict(axes) | {
+            "device": axes.device.partition(":")[0],
+            "data fingerprint": fingerprint,
+        }
         self.ranks.require_same(same, what="what they found")
         if axes.device.startswith("cuda"):
             self.spans.synchronize = partial(torch.cuda.synchronize, axes.device)
@@ -139,7 +142,7 @@ class Session:
             self._compare_manifest(fingerprint)
         self.dir.update_manifest(
             {
-                "axes": asdict(axes),
+                "axes": dataclasses.asdict(axes),
                 "model": model.name,
                 "data": dict(data),
                 "data_fingerprint": fingerprint,
@@ -211,19 +214,42 @@ class Session:
         return done
 
     def recorder(
-        self, header: RecordingHeader, *, first_step: int, model: LoadedModel, updates_per_step: int = 1
+        self,
+        header: RecordingHeader,
+        *,
+        first_step: int,
+        model: LoadedModel,
+        backend: TrainBackend,
+        updates_per_step: int = 1,
     ) -> Recorder | NoRecorder:
-        """What records the inputs of the run, if it is to: goes on behind the first `first_step` steps."""
+        """What records the inputs of the run, if it is to: goes on behind the first `first_step` steps. Every
+        rank records the micro-batches that it is dealt; of ranks that share them, the first."""
         if self.run.record.enabled:
+            place = mesh_place(self.run, self.ranks)
             settings = RecorderSettings(
                 config=self.run.record,
-                header=header,
+                header=dataclasses.replace(
+                    header,
+                    world_size=place.sizes["dp"],
+                    mesh=place.sizes if self.ranks.world_size > 1 else {},
+                ),
                 updates_per_step=updates_per_step,
                 resume_at=first_step,
                 inputs_seen=int(self._state.get("inputs_seen", 0)),
+                rank=place.at["dp"],
+                world_size=place.sizes["dp"],
+                mesh=place.at if self.ranks.world_size > 1 else {},
+                dealt=False,
+                writes=place.at["tp"] == place.at["ring"] == 0,
             )
-            directory = self.dir.path / "recordings"
-            self._recorder = Recorder(directory, settings, module=model.module, spans=self.spans)
+            update = backend.weights(policy_version=0)
+            self._recorder = Recorder(
+                self.dir.path / "recordings",
+                settings,
+                module=model.module,
+                spans=self.spans,
+                spread=None if update.shared_module is model.module else (self.ranks, update.tensors),
+            )
         return self._recorder
 
     def _check_steps(self, done: int) -> None:

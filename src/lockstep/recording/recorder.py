@@ -25,13 +25,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from lockstep.config.record import RecordConfig
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss, TrainBackend
+from lockstep.ranks.context import RankContext
 from lockstep.recording.fingerprint import fingerprint, module_tensors
-from lockstep.recording.weights import FILE, save_weights, stored_fingerprint
+from lockstep.recording.weights import FILE, save_tensors, save_weights, stored_fingerprint
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
-from lockstep.schema.weights import WeightUpdate
+from lockstep.schema.weights import TensorSource, WeightUpdate
 
 _ERROR_CHARACTERS = 2000
 _WEIGHTS = re.compile(r"step-(\d{6,12})")
@@ -51,10 +52,15 @@ class RecorderSettings:
     inputs_seen: int = 0
     """Inputs of the steps before, recorded or not: where counting to `config.every` goes on."""
     rank: int = 0
-    """Rank 0 writes the header and stores weights."""
+    """Of those that micro-batches are dealt out to. Rank 0 writes the header and stores weights."""
     world_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Mesh axis -> coordinate of this rank."""
+    dealt: bool = True
+    """The batches of a call are this rank's own. False: they are those of all ranks, and batch i is the
+    business of rank i % world_size (as `lockstep.train.dealing.deal` deals)."""
+    writes: bool = True
+    """False: another process records the same rank (they share its matrices or tokens)."""
 
 
 @dataclass(slots=True)
@@ -79,19 +85,32 @@ class Recorder:
         directory: of the recording; a run's recordings/, so that its checkpoints/ are found beside it.
         module: the policy: what is fingerprinted and stored.
         spans: times what the recorder does under "record".
+        spread: the run's ranks and what yields whole weights by name, called by all of them together, where
+            the module of each has only a part. Weights are then fingerprinted only where they are stored.
     """
 
     def __init__(
-        self, directory: Path, settings: RecorderSettings, *, module: nn.Module, spans: Spans | None = None
+        self,
+        directory: Path,
+        settings: RecorderSettings,
+        *,
+        module: nn.Module,
+        spans: Spans | None = None,
+        spread: tuple[RankContext, TensorSource] | None = None,
     ) -> None:
         self.directory, self.settings = directory, settings
         self.inputs_seen = settings.inputs_seen
-        self._module, self._spans = module, spans
+        """Of the rank that has most, where they are dealt out."""
+        self._module, self._spans, self._spread = module, spans, spread
         self._draws = draws_random_numbers(module)
-        self._writer = RecordingWriter(
-            directory, settings.header, rank=settings.rank, resume_at=settings.resume_at
-        )
+        self._writer: RecordingWriter | None = None
+        if settings.writes:
+            self._writer = RecordingWriter(
+                directory, settings.header, rank=settings.rank, resume_at=settings.resume_at
+            )
         self._weights_stored = self._rewind_weights()
+        if spread is not None:  # what is gathered must be decided by all alike
+            self._weights_stored = spread[0].broadcast(self._weights_stored, what="looking for weights")
         self._step, self._update = settings.resume_at, 0
         self._documents: tuple[Mapping[str, Any], ...] = ()
         self._parts: list[_Part] = []
@@ -112,29 +131,36 @@ class Recorder:
 
     def before(self, batches: Sequence[PackedBatch]) -> None:
         """Batches on their way to the backend: on the disk when this returns."""
-        first, self.inputs_seen = self.inputs_seen, self.inputs_seen + len(batches)
-        config, part = self.settings.config, _Part([], [], len(batches))
+        settings, config = self.settings, self.settings.config
+        own = range(
+            0 if settings.dealt else settings.rank, len(batches), 1 if settings.dealt else settings.world_size
+        )
+        most = len(batches) if settings.dealt else -(-len(batches) // settings.world_size)
+        first, self.inputs_seen = self.inputs_seen, self.inputs_seen + most
+        part = _Part([], [], len(own))
         self._parts.append(part)
         if not config.covers(self._step):
             return
-        part.places = [i for i in range(len(batches)) if (first + i) % config.every == 0]
+        chosen = [i for i in range(most) if (first + i) % config.every == 0]
         every = config.weights_every
         is_due = every is not None and self._step % every == 0 and self._update == 0 and len(self._parts) == 1
-        if not part.places and not is_due:
+        if not chosen and not is_due:
             return
         with self._timed():
-            weights = fingerprint(module_tensors(self._module).items())
-            checkpoint = self._checkpoint(weights, is_due=is_due)
+            weights, checkpoint = self._weights(is_due=is_due)
+            if self._writer is None:
+                return
             before = sum(other.count for other in self._parts[:-1])
-            for place in part.places:
-                number = before + place
+            chosen = [i for i in chosen if i < len(own)]
+            part.places = [own[i] for i in chosen]
+            for number, place in zip((before + i for i in chosen), part.places, strict=True):
                 documents = self._documents
                 ids = batches[place].sample_ids
                 meta = InputMeta(
                     step=self._step,
                     update=self._step * self.settings.updates_per_step + self._update,
                     micro_batch=number,
-                    num_micro_batches=before + len(batches),
+                    num_micro_batches=before + len(own),
                     rank=self.settings.rank,
                     world_size=self.settings.world_size,
                     mesh=self.settings.mesh,
@@ -166,7 +192,8 @@ class Recorder:
 
     def close(self) -> None:
         """Everything is safe on the disk; inputs that never finished stay pending."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _write(
         self,
@@ -176,7 +203,7 @@ class Recorder:
         error: str | None = None,
     ) -> None:
         parts, self._parts = self._parts, []
-        if not any(part.inputs for part in parts):
+        if self._writer is None or not any(part.inputs for part in parts):
             return
         total = sum(part.count for part in parts)
         with self._timed():
@@ -197,9 +224,40 @@ class Recorder:
     def _timed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._spans is None else self._spans("record")
 
+    def _weights(self, *, is_due: bool) -> tuple[str | None, str | None]:
+        """(Fingerprint of the weights, the folder that they lie in), stored there if it is time to."""
+        if self._spread is None:
+            weights = fingerprint(module_tensors(self._module).items())
+            return weights, self._checkpoint(weights, is_due=is_due)
+        is_first = self.settings.config.weights != "none" and not self._weights_stored
+        return self._gathered() if is_due or is_first else (None, self._of_run())
+
+    def _gathered(self) -> tuple[str, str]:
+        """The weights of all ranks, stored by rank 0. Collective."""
+        assert self._spread is not None
+        ranks, whole = self._spread
+        name = f"weights/step-{self._step:06d}"
+        wanted = module_tensors(self._module).keys()
+        kept = {
+            key: tensor.to("cpu", copy=True)
+            for key, tensor in whole()
+            if key in wanted and ranks.is_first  # the others only take part
+        }
+        self._weights_stored = True
+        return ranks.from_first(
+            lambda: save_tensors(kept, self.directory / name), what="storing weights"
+        ), name
+
+    def _of_run(self) -> str | None:
+        """The run's checkpoint of the weights that the step starts from, if it is one file."""
+        of_run = f"../checkpoints/step-{self._step:06d}"
+        folder = self.directory / of_run
+        is_whole = (folder / "complete.json").is_file() and (folder / FILE).is_file()
+        return of_run if self._update == 0 and is_whole else None
+
     def _checkpoint(self, weights: str, *, is_due: bool) -> str | None:
         """Store the weights if it is time to, and name where they lie."""
-        name, of_run = f"weights/step-{self._step:06d}", f"../checkpoints/step-{self._step:06d}"
+        name = f"weights/step-{self._step:06d}"
         folder = self.directory / name
         is_first = self.settings.config.weights != "none" and not self._weights_stored
         if self.settings.rank == 0 and (is_due or is_first):
@@ -207,10 +265,7 @@ class Recorder:
             self._weights_stored = True
         if (folder / FILE).is_file() and stored_fingerprint(folder) == weights:
             return name
-        # A checkpoint is of the weights that the step starts from.
-        if self._update == 0 and (self.directory / of_run / "complete.json").is_file():
-            return of_run
-        return None
+        return self._of_run()
 
     def _rewind_weights(self) -> bool:
         """Remove the weights of steps that will be done again; whether any are left."""

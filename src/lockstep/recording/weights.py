@@ -38,7 +38,11 @@ def save_weights(module: nn.Module, directory: Path, *, known: str | None = None
     Raises:
         RecordingError: no room on the disk, or the file cannot be written.
     """
-    tensors = module_tensors(module)
+    return save_tensors(module_tensors(module), directory, known=known)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], directory: Path, *, known: str | None = None) -> str:
+    """`save_weights` of what `module_tensors` of the whole module would give."""
     found = known or fingerprint(tensors.items())
     path = directory / FILE
     if path.exists() and stored_fingerprint(directory) == found:
