@@ -142,6 +142,9 @@ def test_rows_that_are_not_the_shard_s(alone: dist.ProcessGroup) -> None:
     q = torch.zeros(5, 2, 8)
     with pytest.raises(ModelError, match=r"rank 0 of the ring has 6 rows, not q \[5, 2, 8\]"):
         ring_attention(q, q, q, shard=shard, group=alone)
+    other = ring_shard([6], rank=1, size=2)
+    with pytest.raises(ModelError, match="of rank 1 of 2, but this is rank 0 of a group of 1"):
+        ring_attention(q, q, q, shard=other, group=alone)
     q = torch.zeros(6, 2, 8, device="meta")
     with pytest.raises(ModelError, match="shard is on cpu, q on meta; move it"):
         ring_attention(q, q, q, shard=shard, group=alone)

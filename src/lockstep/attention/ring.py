@@ -63,8 +63,14 @@ def ring_attention(
 
     Raises:
         ConfigError: float32 on CUDA, for which there is no flash kernel.
-        ModelError: the rows are not those of the shard.
+        ModelError: the rows are not those of the shard, or the group is not its ring.
     """
+    here = (dist.get_rank(group), dist.get_world_size(group))
+    if here != (shard.rank, shard.size):
+        raise ModelError(
+            f"the shard is of rank {shard.rank} of {shard.size}, but this is rank {here[0]} of a group of "
+            f"{here[1]}; make it with ring_shard(..., rank={here[0]}, size={here[1]})"
+        )
     if q.shape[0] != shard.num_rows or k.shape[0] != shard.num_rows or k.shape != v.shape:
         raise ModelError(
             f"rank {shard.rank} of the ring has {shard.num_rows} rows, not q {list(q.shape)}, "
