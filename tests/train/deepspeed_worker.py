@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
+from lockstep.errors import LockstepError
 from lockstep.execution.regions import decoder_layers
-from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.load import LoadedModel, load_model, share_parameters
+from lockstep.models.lora import merged_state_dict
 from lockstep.observe.spans import Spans
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.deepspeed import DeepSpeedBackend
@@ -159,8 +162,9 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     )
     ref = case.get("ref", False)
     local = LocalBackend(alone, model=load(case), total_steps=steps, ref=ref)
-    backend = DeepSpeedBackend(config, model=load(case), total_steps=steps, ref=ref)
-    before = {name: id(p) for name, p in backend.module.named_parameters()}
+    model = load(case)
+    twin = share_parameters(model.module, attention="sdpa")  # an engine's, made before
+    backend = DeepSpeedBackend(config, model=model, total_steps=steps, ref=ref)
     loss = fixtures.NegativeLogprob()
     losses, norms, scored = [], [], []
     for step in range(steps):
@@ -176,11 +180,21 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                 scored += [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     update = backend.weights(policy_version=3)
     shared = update.shared_module is backend.module
-    if shared:
-        assert before == {name: id(p) for name, p in backend.module.named_parameters()}
     ours = {name: tensor.detach().clone() for name, tensor in update.tensors()}
     theirs = dict(local.weights(policy_version=3).tensors())
     assert list(ours) == list(theirs), (list(ours)[:5], list(theirs)[:5])
+    if shared:
+        assert merged_state_dict(twin).keys() == ours.keys()
+        assert all(torch.equal(tensor, ours[name]) for name, tensor in merged_state_dict(twin).items())
+    if "export" in case:
+        exported = Path(case["export"]) / f"stage-{case['stage']}"
+        backend.export(exported)
+        dist.barrier()
+        found, notes = AutoModelForCausalLM.from_pretrained(
+            exported, dtype=ours["model.norm.weight"].dtype, output_loading_info=True
+        )
+        assert not any(notes.values()), notes
+        assert all(torch.equal(tensor, ours[name]) for name, tensor in found.state_dict().items())
     result = {
         "case": case,
         "loss": max(abs(a / b - 1) for a, b in losses),
@@ -189,8 +203,9 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         "weights": max(relative(ours[name].float(), theirs[name].float()) for name in theirs),
         "equal": all(torch.equal(ours[name], theirs[name]) for name in theirs),
         "shared": shared,
+        "exported": "export" in case,
         "clipped": max(norm for norm, _ in norms) > config.max_grad_norm,
-        "fell": losses[-1][0] < losses[0][0],
+        "fell": losses[-1][0] < losses[3][0],
     }
     backend.close()
     return result
@@ -277,6 +292,65 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
+class Broken(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
+    """Fails in the micro-batch whose first sample has this id."""
+
+    def __init__(self, sample: int, how: str) -> None:
+        self.sample, self.how = sample, how
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+        value: Tensor = super().__call__(logprobs, entropy, batch, rows)
+        if batch.sample_ids[0] != self.sample or not batch.loss_mask.any():
+            return value
+        if self.how == "memory":
+            raise torch.OutOfMemoryError("tried to allocate 1.00 TiB")
+        return value * float(self.how)
+
+
+def errors(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """What is said on every rank, and that the step after it is right."""
+    config = TrainConfig(lr=1e-2, max_grad_norm=0.5, zero_stage=case["stage"])
+    local = LocalBackend(config, model=load(case), total_steps=9)
+    backend = DeepSpeedBackend(config, model=load(case), total_steps=9)
+    batches = [
+        dataclasses.replace(batch, sample_ids=tuple(100 * i + n for n in range(len(batch.sample_ids))))
+        for i, batch in enumerate(micro_batches(0, 0, 4))
+    ]
+    good = fixtures.NegativeLogprob()
+    said: dict[str, list[str]] = {}
+
+    def refused(name: str, attempt: Any) -> None:
+        try:
+            attempt()
+        except LockstepError as error:
+            said[name] = [type(error).__name__, str(error)]
+        else:
+            raise AssertionError(f"{name} was not refused")
+
+    refused("nan", lambda: backend.forward_backward(batches, Broken(100, "nan")))
+    refused("infinite", lambda: backend.forward_backward(batches, Broken(300, "inf")))
+    # a rank of its own would leave the other one waiting: both run out in their last micro-batch
+    own = [batches[2 * i + rank] for i in range(2)]
+    refused("memory", lambda: backend.forward_backward_own(own, Broken(200 + 100 * rank, "memory")))
+    refused("no gradients", backend.optimizer_step)
+    backend.forward_backward(batches, good)
+    refused("twice", lambda: backend.forward_backward(batches, good))
+    refused("save", lambda: backend.save(Path("nowhere")))
+    backend.drop_gradients()
+    backend.forward_backward([without_tokens(batch) for batch in batches], good)
+    refused("nothing trained", backend.optimizer_step)
+    pair = [made.forward_backward(batches, good) for made in (backend, local)]
+    norms = [made.optimizer_step()["grad_norm"] for made in (backend, local)]
+    folder = Path(case["folder"]) / f"uneven-{rank}"
+    folder.mkdir()
+    local._optimizer.updates[3] += 1  # type: ignore[attr-defined]
+    local.save(folder)()
+    refused("uneven", lambda: backend.load(folder))
+    backend.close()
+    worst = max(float((a - b).abs().max()) for a, b in zip(pair[0].logprobs, pair[1].logprobs, strict=True))
+    return {"case": case, "said": said, "norm": abs(norms[0] / norms[1] - 1), "logprobs": worst}
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     size = float(theirs.norm())
     return float((ours - theirs).norm()) / size if size else float(ours.norm())
@@ -285,7 +359,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    kinds = {"replay": run, "train": train, "states": states}
+    kinds = {"replay": run, "train": train, "states": states, "errors": errors}
     for case in json.loads(sys.argv[1]):
         print(json.dumps(kinds[case.get("kind", "replay")](case, rank, world)), flush=True)
     dist.destroy_process_group()

@@ -21,6 +21,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch
 from lockstep.models.causal_lm import causal_lm
+from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
@@ -298,9 +299,9 @@ class DeepSpeedBackend:
             what = f"micro-batch {index} of {count}" if index < count else "an empty micro-batch"
             raise TrainError(
                 f"step {self.steps_done}, {what}: out of memory with {batch.num_slots} token slots at ZeRO "
-                f"{self.config.zero_stage} on {self.world_size} rank(s); set train.activation_checkpointing = "
-                "true, lower train.token_budget, set train.optimizer_device = 'cpu', or use more ranks with "
-                "train.zero_stage = 3 (--zero-stage 3). No weight was changed. torch says: "
+                f"{self.config.zero_stage} on {self.world_size} rank(s); set train.activation_checkpointing "
+                "= true, lower train.token_budget, set train.optimizer_device = 'cpu', or use more ranks "
+                "with train.zero_stage = 3 (--zero-stage 3). No weight was changed. torch says: "
                 f"{error}"
             ) from error
 
@@ -462,8 +463,15 @@ class DeepSpeedBackend:
         return Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
 
     def export(self, directory: Path) -> None:
-        """Raises ConfigError: not available yet."""
-        raise ConfigError("the DeepSpeed backend has no export yet")
+        """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0 writes.
+        Collective. Raises ModelError, on every rank."""
+        export_tensors(
+            self.module,
+            self.weights(policy_version=0).tensors(),
+            tokenizer=self.model.tokenizer,
+            directory=directory,
+            dtype=self.model.dtype,
+        )
 
     def close(self) -> None:
         """Drop gradients and DeepSpeed's hooks; the process group stays."""

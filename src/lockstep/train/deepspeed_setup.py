@@ -52,6 +52,12 @@ def refuse_impossible(
             f"train.ring = {config.ring} is not available with train.backend = 'deepspeed': its "
             "data-parallel group is all ranks; set train.backend = 'fsdp2', or train.ring = 1"
         )
+    if config.tp > 1:
+        raise ConfigError(
+            f"train.tp = {config.tp} is not available with train.backend = 'deepspeed': its AutoTP puts "
+            "modules of its own in the place of the policy's, and a part of the vocabulary into the head, "
+            "whose weight the loss reads; set train.backend = 'fsdp2', which splits by train.tp, or train.tp = 1"
+        )
     _refuse_offload(config)
     if with_optimizer and config.optimizer == "adamw8bit":
         raise ConfigError(

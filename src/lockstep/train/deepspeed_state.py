@@ -46,7 +46,7 @@ class ZeroParts:
             [n for n in self._fragments if self._weights[n].dtype != torch.float32] if with_optimizer else []
         )
         self._masters = set(low)
-        self._counts: set[int] = set()
+        self._count: int | None = None
 
     def tensors(self) -> Mapping[str, TensorMeta]:
         """See TensorParts. The counts of updates come first: they are checked before anything is changed."""
@@ -115,13 +115,14 @@ class ZeroParts:
             return
         fragment = self._fragments[path]
         if kind == "updates":
-            self._counts.add(int(read()))
-            if len(self._counts) > 1:
+            count = int(read())
+            if self._count not in (None, count):
                 raise CheckpointError(
-                    f"{path} has been updated {int(read())} times, others {min(self._counts)} or "
-                    f"{max(self._counts)} times, as in a model some of whose experts were not always used; "
-                    "DeepSpeed keeps one count for all; load it with train.backend = 'local' or 'fsdp2'"
+                    f"{path} has been updated {count} times, other parameters {self._count} times, as in a "
+                    "model some of whose experts were not always used; DeepSpeed keeps one count for all; "
+                    "load it with train.backend = 'local' or 'fsdp2'"
                 )
+            self._count = count
         elif fragment.start < fragment.stop:
             target = fragment.flat if kind == "master" else self._state(fragment.flat)[kind]
             fragment.of(target).copy_(read_flat(read, fragment.start, fragment.stop))
@@ -155,12 +156,8 @@ class ZeroParts:
         if self._adamw:
             for flat in {id(f.flat): f.flat for f in self._fragments.values() if f.stop > f.start}.values():
                 state = self._state(flat)
-                (count,) = self._counts
-                step = state["step"]
-                if isinstance(step, Tensor):
-                    step.fill_(count)
-                else:
-                    state["step"] = count
+                step, count = state["step"], self._count or 0
+                state["step"] = step.fill_(count) if isinstance(step, Tensor) else count
         self._zero.refresh_persistent()
 
 
