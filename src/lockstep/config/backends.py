@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.config.train import TrainConfig
 
 _ONLY: dict[str, tuple[object, tuple[str, ...], str]] = {
-    "tp": (1, ("fsdp2", "deepspeed"), "one process has nobody to share matrices with"),
+    "tp": (1, ("fsdp2",), "only fsdp2's mesh splits matrices"),
     "ring": (1, ("fsdp2",), "ring attention shards packs over ranks of fsdp2's mesh"),
     "tp_plan": ("auto", ("fsdp2",), "it names who splits the matrices of train.tp"),
     "zero_stage": (2, ("deepspeed",), "ZeRO stages are DeepSpeed's"),

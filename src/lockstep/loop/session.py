@@ -151,7 +151,7 @@ class Session:
             }
         )
         engine = f", engine {axes.engine}" if axes.engine else ""
-        kernel = attention.label(axes.attention, torch.device(axes.device))
+        kernel = attention.label(axes.attention, torch.device(axes.device), ring=self.run.train.ring)
         self.display.note(
             f"{model.name} on {axes.device} in {axes.dtype}: {axes.backend} backend{engine}, {kernel} "
             f"attention, {axes.execution}, {axes.layout}"

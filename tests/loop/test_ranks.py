@@ -1,0 +1,232 @@
+"""Training on several ranks, as real processes: the same numbers as one process, and an end in good order."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_runs import TINY, metrics_of
+from safetensors.torch import load_file
+
+from lockstep.cli.main import main
+
+SECONDS = 300
+RL = ("train", "tiny.toml")
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With tiny.toml and the module of its reward."""
+    toml = TINY.replace('name = "ids"', 'name = "rewards_of_ranks:EvenShare"').replace(
+        "[train]", '[train]\ndevice = "cpu"'
+    )
+    (tmp_path / "tiny.toml").write_text(toml)
+    shutil.copy(Path(__file__).with_name("rewards_of_ranks.py"), tmp_path)
+    return tmp_path
+
+
+def lockstep(
+    folder: Path, *argv: str, at: str | None = None, launcher: Sequence[str] = (), **environ: str
+) -> Ended:
+    """`lockstep ARGV` in `folder`; at: see rewards_of_ranks. It ends within SECONDS."""
+    command = [*(launcher or [sys.executable, "-m"]), "lockstep", *argv]
+    started = time.monotonic()
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environ | ({"AT": at} if at else {}),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr, time.monotonic() - started)
+
+
+def rows(run: Path) -> dict[str, Any]:
+    """All rollouts and evaluations, without their logprobs."""
+    found = {}
+    for file in sorted((run / "rollouts").iterdir()):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        found[file.name] = [{k: v for k, v in line.items() if k != "rollout_logprobs"} for line in lines]
+    return found
+
+
+def assert_close(run: Path, reference: Path, *, relative: float = 1e-4) -> None:
+    """The same rollouts and rewards, losses and norms but for rounding, the same final weights likewise."""
+    assert rows(run) == rows(reference)
+    ours, theirs = metrics_of(run), metrics_of(reference)
+    assert len(ours) == len(theirs) > 4
+    for mine, other in zip(ours, theirs, strict=True):
+        skipped = {"input/micro_batches", "input/fill"}
+        assert mine.keys() == other.keys()
+        for name in mine.keys() - skipped:
+            if isinstance(mine[name], float):
+                assert mine[name] == pytest.approx(other[name], rel=relative, abs=2e-6), name
+            else:
+                assert mine[name] == other[name], name
+    exported, expected = (load_file(r / "export/model.safetensors") for r in (run, reference))
+    assert exported.keys() == expected.keys()
+    for name, tensor in exported.items():
+        assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder: Path) -> None:
+    alone = lockstep(folder, *RL, "--run-dir", "alone")
+    assert alone.code == 0, alone.out + alone.err
+    spread = ("--train.backend", "fsdp2", "--ranks", "2")
+    straight = lockstep(folder, *RL, "--run-dir", "straight", *spread, "--json", "summary.json")
+    assert straight.code == 0, straight.out + straight.err
+    assert_close(folder / "straight", folder / "alone")
+    assert straight.out.splitlines()[-1].startswith("train: finished, 4 steps")
+    assert json.loads((folder / "summary.json").read_text())["outcome"] == "finished"
+    (logs,) = (folder / "straight/logs/ranks").iterdir()
+    assert (logs / "rank-1.log").read_text() == "" and "step 4/4" in (logs / "rank-0.log").read_text()
+
+    stopped = lockstep(folder, *RL, "--run-dir", "stopped", *spread, at="1:2:terminate")
+    assert stopped.code == 143, stopped.out + stopped.err
+    last = stopped.out.splitlines()[-1]
+    assert last.startswith("train: interrupted, ")
+    command = shlex.split(last.rpartition("go on with: lockstep ")[2])
+    assert command == ["train", "--resume", "stopped", "--ranks", "2"]
+    resumed = lockstep(folder, *command)
+    assert resumed.code == 0, resumed.out + resumed.err
+    assert metrics_of(folder / "stopped") == metrics_of(folder / "straight")
+    assert rows(folder / "stopped") == rows(folder / "straight")
+    ours, theirs = (load_file(folder / r / "export/model.safetensors") for r in ("stopped", "straight"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_run_moves_from_one_backend_to_another(folder: Path) -> None:
+    """deepspeed on 2 ranks, then fsdp2 on 2, then one process; and the result is that of one process."""
+    alone = lockstep(folder, *RL, "--run-dir", "alone", "--steps", "3")
+    assert alone.code == 0, alone.out + alone.err
+    first = ("--train.backend", "deepspeed", "--ranks", "2", "--steps", "1", "--run-dir", "run")
+    second = ("--resume", "run", "--train.backend", "fsdp2", "--ranks", "2", "--steps", "2")
+    third = ("--resume", "run", "--train.backend", "local", "--steps", "3")
+    for command in ((*RL, *first), ("train", *second), ("train", *third)):
+        ended = lockstep(folder, *command)
+        assert ended.code == 0, ended.out + ended.err
+    assert [row["loss"] for row in metrics_of(folder / "run") if "loss" in row] == pytest.approx(
+        [row["loss"] for row in metrics_of(folder / "alone") if "loss" in row], abs=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_or_fails_ends_the_run_and_is_named(folder: Path) -> None:
+    spread = ("--train.backend", "fsdp2", "--ranks", "2", "--eval.no-before")
+    killed = lockstep(folder, *RL, "--run-dir", "killed", *spread, at="1:2:kill")
+    assert killed.code == 128 + 9, killed.out + killed.err
+    said = killed.err[killed.err.index("lockstep: rank") :]
+    assert said.startswith("lockstep: rank 1 of 2 was killed by SIGKILL; last seen at step 2")
+    deadline = time.time() - (folder / "acted").stat().st_mtime
+    assert deadline < 30 + 5, "the run outlived its rank"
+    resumed = lockstep(folder, "train", "--resume", "killed", "--ranks", "2", "--steps", "3")
+    assert resumed.code == 0, resumed.out + resumed.err
+    assert "resuming after 2 steps" in resumed.out
+
+    (folder / "acted").unlink()
+    failed = lockstep(folder, *RL, "--run-dir", "failed", *spread, at="1:1:raise")
+    assert failed.code == 1, failed.out + failed.err
+    assert "RewardError" not in failed.out
+    assert "lockstep train: rank 1: " in failed.err and "no reward on rank 1" in failed.err
+    summary = json.loads((folder / "failed/summary.json").read_text())
+    assert summary["outcome"] == "failed" and "no reward on rank 1" in summary["error"]
+    assert (folder / "failed/checkpoints/step-000001/complete.json").exists(), "the step before was saved"
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "backend"), [(TORCHRUN, "deepspeed"), (DEEPSPEED, "fsdp2")])
+def test_the_same_command_works_under_other_launchers(
+    launcher: tuple[str, ...], backend: str, sft_toml: Path, folder: Path
+) -> None:
+    flags = ("--train.device", "cpu", "--steps", "3", "--checkpoint.no-export-at-end")
+    assert main(["train", str(sft_toml), *flags, "--run-dir", str(folder / "alone")]) == 0
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    ended = lockstep(
+        folder,
+        *("train", str(sft_toml), "--run-dir", "run", "--train.backend", backend, *flags, "--ranks", "2"),
+        launcher=launcher,
+        PATH=path,
+    )
+    assert ended.code == 0, ended.out + ended.err
+    assert ended.out.count("train: finished, 3 steps") == 1, ended.out
+    ours, theirs = metrics_of(folder / "run"), metrics_of(folder / "alone")
+    for name in ("loss", "grad_norm", "eval/loss"):
+        values, expected = ([row[name] for row in found if name in row] for found in (ours, theirs))
+        assert values == pytest.approx(expected, rel=1e-4) and values, name
+
+
+SETTINGS = ["train", "grpo", "--model.name", "shape:tiny-llama", "--data.source", "ids", "--rewards", "ids"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--ranks", "2"], "Set --train.backend fsdp2 or deepspeed"),
+        (
+            ["--ranks", "3", "--train.backend", "fsdp2", "--train.tp", "2"],
+            "start a multiple of 2 (--ranks 2, 4",
+        ),
+        (["--train.backend", "fsdp2", "--train.tp", "2"], "1 rank cannot be split into groups of"),
+        (
+            ["--ranks", "32", "--train.backend", "fsdp2", "--rollout.prompts-per-step", "2"],
+            "there are only 16",
+        ),
+        (["--ranks", "0", "--train.backend", "fsdp2"], "at least 1"),
+        (["--ranks", "2", "--rank-timeout", "0", "--train.backend", "fsdp2"], "--rank-timeout"),
+        (["--ranks", "2", "--train.backend", "fsdp2", "--train.device", "cuda:1"], "names one GPU"),
+        (["--train.zero-stage", "3"], "ZeRO stages are DeepSpeed's"),
+        (["--train.backend", "deepspeed", "--train.ring", "2"], "train.backend = 'fsdp2'"),
+        (["--train.backend", "fsdp2", "--train.ring", "2", "--train.layout", "padded"], "'packed'"),
+        (["--train.backend", "fsdp2", "--train.optimizer", "adamw8bit"], "'adamw'"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_before_anything_starts(
+    flags: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("start", "launch"):
+        monkeypatch.delattr(f"lockstep.cli.train.{name}")
+    assert main([*SETTINGS, *flags]) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_a_launcher_and_of_the_flag_must_be_equal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ: Mapping[str, str] = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main([*SETTINGS, "--train.backend", "fsdp2", "--ranks", "2"]) == 2
+    assert "--ranks 2, but 4 ranks were started" in capsys.readouterr().err
