@@ -92,11 +92,12 @@ def build_online(
     options = run.algorithm.resolved()
     engine, reward_set = ENGINES.load(run.engine.name), RewardSet(run.rewards, functions=rewards)
     ranks = ranks or RankContext.alone()
-    axes, model = load_policy(run, engine=run.engine.name, ranks=ranks)
-    prompts, eval_prompts = load_train_and_held_out(
-        run, tokenizer=model.tokenizer, vocab_size=text_config(model.module).vocab_size
-    )
-    check_lengths(run, model)
+    with ranks.together("loading model and data"):
+        axes, model = load_policy(run, engine=run.engine.name, ranks=ranks)
+        prompts, eval_prompts = load_train_and_held_out(
+            run, tokenizer=model.tokenizer, vocab_size=text_config(model.module).vocab_size
+        )
+        check_lengths(run, model)
     algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)
     backend = build_backend(
         run,
@@ -138,7 +139,8 @@ def load_policy(
     too."""
     random.seed(run.seed)
     np.random.seed(run.seed % 2**32)
-    torch.manual_seed(run.seed)
+    # Ranks with data of their own draw dropout of their own; those that share matrices draw the same.
+    torch.manual_seed(run.seed + (0 if ranks is None else mesh_place(run, ranks).at["dp"]))
     axes = resolve_axes(run, engine=engine, ranks=ranks)
     device = torch.device(axes.device)
     if device.type == "cuda" and device.index is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 import lockstep
@@ -48,7 +49,7 @@ def joined(
     if ranks is not None:
         check_ranks(run, ranks.world_size)
         yield ranks
-    elif in_launcher():
+    elif in_launcher() and os.environ["WORLD_SIZE"] != "1":
         check_ranks(run, int(os.environ["WORLD_SIZE"]))
         device = run.train.device
         if device == "auto":
@@ -57,7 +58,10 @@ def joined(
             yield context
     else:
         check_ranks(run, 1)
+        had_group = dist.is_initialized()
         yield RankContext.alone()
+        if dist.is_initialized() and not had_group:  # a backend has made one, of this process
+            dist.destroy_process_group()
 
 
 def compare_settings(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> None:

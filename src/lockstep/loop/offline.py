@@ -37,10 +37,11 @@ def train_offline(
     if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
         return summary
     with joined(run, ranks) as ranks, Session(run, resume=resume, ranks=ranks) as session:
-        axes, model = load_policy(run, engine=None, ranks=ranks)
-        task = offline_task(run)
-        documents = task.load(run.data, tokenizer=model.tokenizer)
-        held_out = None if run.eval_data is None else task.load(run.eval_data, tokenizer=model.tokenizer)
+        with ranks.together("loading model and data"):
+            axes, model = load_policy(run, engine=None, ranks=ranks)
+            task = offline_task(run)
+            documents = task.load(run.data, tokenizer=model.tokenizer)
+            held_out = None if run.eval_data is None else task.load(run.eval_data, tokenizer=model.tokenizer)
         backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=task.needs_ref)
         plan = Planner(
             train=run.train,
