@@ -1,0 +1,165 @@
+"""Every train stack against `local`: 20 optimizer steps on the same micro-batches, SFT and GRPO, over gloo.
+The worker runs many stacks in one launch of processes; each test looks at one of its results."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_backends_worker import STEPS, Run, make, reference
+
+from lockstep.config.support import cells_tested_by
+
+CELLS = list(cells_tested_by("ci-cpu:tests/parity/test_train_backends.py"))
+WORKER = Path(__file__).with_name("train_backends_worker.py")
+TIMEOUT = 300
+
+SFT_SGD, SFT_ADAMW = Run(algorithm="sft", optimizer="sgd"), Run(algorithm="sft", optimizer="adamw")
+GRPO_SGD, GRPO_ADAMW = Run(algorithm="grpo", optimizer="sgd"), Run(algorithm="grpo", optimizer="adamw")
+FLOAT32 = (SFT_SGD, SFT_ADAMW, GRPO_SGD, GRPO_ADAMW)
+BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16")
+PADDED = Run(algorithm="sft", optimizer="sgd", layout="padded", steps=5)
+PADDED_BF16 = Run(algorithm="sft", optimizer="adamw", layout="padded", dtype="bfloat16", steps=5)
+COMPILED = Run(algorithm="sft", optimizer="sgd", execution="compile", steps=5)
+EVERY = (*FLOAT32, BF16)
+LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
+    "fsdp2 on 2": (
+        2,
+        [
+            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, COMPILED)),
+            ("fsdp2:tp2", EVERY),
+            ("fsdp2:ring2", EVERY),
+        ],
+    ),
+    "fsdp2 on 4": (
+        4,
+        [
+            ("fsdp2:tp2+ring2", EVERY),
+            ("fsdp2:tp2", (SFT_SGD, GRPO_ADAMW)),
+            ("fsdp2:ring2", (SFT_SGD, GRPO_ADAMW)),
+        ],
+    ),
+    "deepspeed on 2": (
+        2,
+        [
+            ("deepspeed:zero1", EVERY),
+            ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16)),
+            ("deepspeed:zero3", EVERY),
+        ],
+    ),
+}
+"""Ranks, and what each stack is trained on."""
+CASES = [
+    pytest.param(launch, stack, run, id=f"{launch}: {stack}, {run.name}")
+    for launch, (_, stacks) in LAUNCHES.items()
+    for stack, runs in stacks
+    for run in runs
+]
+BOUNDS = {"sgd": 1e-5, "adamw": 1e-4}
+"""float32, relative, of losses and gradient norms at every step."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Inputs, and what LocalBackend makes of them."""
+    place = tmp_path_factory.mktemp("train_backends")
+    make(place)
+    for run in {run.name: run for case in CASES for run in [case.values[2]]}.values():
+        reference(run, place)  # type: ignore[arg-type]
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Any:
+    """launch name -> {(stack, run): what each rank saw}; each launch at its first use."""
+    done: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+
+    def of(name: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+        if name not in done:
+            done[name] = launch(folder, *LAUNCHES[name])
+        return done[name]
+
+    return of
+
+
+def launch(
+    folder: Path, ranks: int, stacks: list[tuple[str, tuple[Run, ...]]]
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """What each rank says of each stack and run."""
+    jobs = json.dumps([(stack, asdict(run)) for stack, runs in stacks for run in runs])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = []
+    for rank in range(ranks):
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(WORKER), str(folder), jobs]
+        workers.append(
+            subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for worker, (out, err) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, f"{out[-2000:]}\n{err[-6000:]}"
+        for line in out.splitlines():
+            if line.startswith("{"):
+                result = json.loads(line)
+                found.setdefault((result["stack"], result["run"]), []).append(result)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stack", "run"), CASES)
+def test_a_stack_trains_as_local_does(results: Any, name: str, stack: str, run: Run) -> None:
+    if stack.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    ranks = LAUNCHES[name][0]
+    found = results(name)[stack, run.name]
+    assert len(found) == ranks
+    for rank, result in enumerate(found):
+        assert "error" not in result, f"rank {rank}: {result['error']}"
+        seen = result["seen"]
+        print(rank, {key: value for key, value in seen.items() if key != "losses"})
+        assert seen["losses"] == found[0]["seen"]["losses"], "ranks say different losses"
+        if run.dtype == "bfloat16":
+            assert seen["loss"] < 1e-2 and seen["logprobs"] < 1e-2, seen
+            continue
+        assert run.steps < STEPS or falls(seen["losses"]), seen["losses"]
+        bound = BOUNDS[run.optimizer]
+        assert seen["loss"] < bound and seen["norm"] < bound and seen["logprobs"] < bound, seen
+        assert seen["first gradients"] < 1e-4 and seen["last gradients"] < 1e-4, seen
+
+
+def falls(losses: list[float]) -> bool:
+    """By more than 3 standard errors, from the first 5 steps to the last 5."""
+    first, last = losses[:5], losses[-5:]
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / 5)
+    return statistics.mean(first) - statistics.mean(last) > 3 * error
+
+
+def test_every_cell_of_the_support_table_is_run() -> None:
+    run = [
+        {"backend": stack.partition(":")[0], **one.cell}
+        for _, stacks in LAUNCHES.values()
+        for stack, runs in stacks
+        for one in runs
+    ]
+    assert CELLS and all(cell in run for cell in CELLS)
