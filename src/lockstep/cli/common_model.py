@@ -135,29 +135,29 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
     """Copy a checkpoint's weights (all of them, or a LoRA run's adapters) into the model.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or does not fit the model.
+        CheckpointError: a file is missing or damaged, or does not fit the model.
     """
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
-    path = directory / "model.safetensors"
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); choose another --checkpoint") from error
+    from lockstep.train.state_index import StoredTensors, read_index
+
     own = dict(model.module.named_parameters())
     trained = {n for n, p in own.items() if p.requires_grad}
-    wrong = [n for n, t in tensors.items() if n not in own or own[n].shape != t.shape]
-    missing = sorted(trained - tensors.keys())
-    if wrong or missing:
-        raise CheckpointError(
-            f"{path} does not fit the run's model: {len(wrong)} unknown or misshapen weights {wrong[:3]}, "
-            f"{len(missing)} missing {missing[:3]}"
-        )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+    try:
+        opened = StoredTensors(read_index(directory))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; choose another --checkpoint") from error
+    with opened as stored, torch.no_grad():
+        weights = stored.weights()
+        wrong = [n for n, read in weights.items() if n not in own or own[n].shape != read.shape]
+        missing = sorted(trained - weights.keys())
+        if wrong or missing:
+            raise CheckpointError(
+                f"{directory} does not fit the run's model: {len(wrong)} unknown or misshapen weights "
+                f"{wrong[:3]}, {len(missing)} missing {missing[:3]}"
+            )
+        for name, read in weights.items():
+            own[name].copy_(read())
 
 
 def _complete(run_dir: Path) -> list[Path]:

@@ -265,6 +265,14 @@ class StoredTensors:
         weight = wanted.get(MODEL + name.removeprefix(MASTER)) if name.startswith(MASTER) else None
         return weight is not None and weight.dtype == torch.float32
 
+    def weights(self) -> dict[str, StoredReader]:
+        """All weights by their Hugging Face names, as they are stored."""
+        return {
+            stored.key: self.reader(stored, TensorMeta(stored.shape, stored.dtype))
+            for name, stored in self.found.items()
+            if name.startswith(MODEL)
+        }
+
     def reader(self, source: Stored, meta: TensorMeta) -> StoredReader:
         """Reads slices of one of them, in the dtype that the run has."""
         return StoredReader(self._open[source.file], source.key, meta)

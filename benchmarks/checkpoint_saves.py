@@ -1,0 +1,151 @@
+"""How much of a checkpoint's time does a run no longer wait for with checkpoint.background?
+
+    python benchmarks/checkpoint_saves.py --model shape:llama-3.2-1b --dtype bfloat16 --device cuda \
+        --tokens 4096 --json results/checkpoint_saves-h200.json
+
+LocalBackend with AdamW trains on one document; a foreground and a background save follow each other. Per
+pair, in seconds: how long the loop waits for the foreground save; for the background one (copy, polls,
+commit); how long until that is a checkpoint; and by how much the steps in between are slower than steps while
+nothing is saved. "share_no_longer_waited" is 1 - (background + slowed) / foreground.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config.model import ModelConfig
+from lockstep.config.train import CheckpointConfig, TrainConfig
+from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.models.load import load_model
+from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.train.local import LocalBackend
+
+
+class MeanNegativeLogprob:
+    """Cross entropy: loss_weights hold 1 / tokens."""
+
+    separable = True
+    entropy_grad = False
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+        """See lockstep.protocols.TokenLoss."""
+        return -(logprobs * batch.loss_weights.to(logprobs.device)[rows]).sum()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write a file if one is named."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="bundled:smollm2-135m", help="(default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", help="compute dtype (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="of a step (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=3, help="of saves (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        result = measure(args, Path(folder))
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(text + "\n", encoding="utf-8")
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All pairs, behind one that does not count: memory and files are new to it."""
+    backend, step = training(args)
+    checkpoints = CheckpointManager(folder, CheckpointConfig(keep_last=1, background=True))
+    pairs = [pair_of_saves(checkpoints, backend, step) for _ in range(args.pairs + 1)]
+    latest = checkpoints.latest()
+    assert latest is not None
+    return {
+        "median": {name: round(statistics.median(pair[name] for pair in pairs[1:]), 4) for name in pairs[0]},
+        "pairs": [{name: round(value, 4) for name, value in pair.items()} for pair in pairs],
+        "checkpoint_bytes": sum(file.stat().st_size for file in latest.iterdir()),
+        "settings": {
+            name: str(value) for name, value in vars(args).items() if name not in ("json", "folder")
+        },
+        "machine": {
+            "processor": platform.machine(),
+            "cpu_count": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
+            "load_average": round(os.getloadavg()[0], 1),
+        },
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def training(args: argparse.Namespace) -> tuple[LocalBackend, Callable[[], float]]:
+    """A backend, and an optimizer step of it, which returns its seconds."""
+    config = TrainConfig(lr=1e-6, device=args.device, token_budget=args.tokens)
+    model = load_model(
+        ModelConfig(name=args.model, dtype=args.dtype),
+        device=torch.device(args.device),
+        attention="varlen" if args.device == "cuda" else "sdpa",
+    )
+    backend = LocalBackend(config, model=model, total_steps=10_000)
+    ids = torch.randint(0, 250, (args.tokens,), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(args.tokens) < args.tokens - 1
+    sample = TrainSample(token_ids=ids, loss_mask=mask)
+    batches = plan_micro_batches([sample], [mask / mask.sum()], PackLimits(token_budget=args.tokens))
+    loss = MeanNegativeLogprob()
+
+    def step() -> float:
+        began = time.perf_counter()
+        backend.forward_backward(batches, loss)
+        backend.optimizer_step()  # reads the norm: the GPU is waited for
+        return time.perf_counter() - began
+
+    return backend, step
+
+
+def pair_of_saves(
+    checkpoints: CheckpointManager, backend: LocalBackend, step: Callable[[], float]
+) -> dict[str, float]:
+    """A foreground save and a background one, with steps before and in between."""
+    quiet = statistics.median(step() for _ in range(5))
+    began = time.perf_counter()
+    checkpoints.save(backend.steps_done, backend, {}, wait=True)
+    foreground = time.perf_counter() - began
+    step()
+
+    began = time.perf_counter()
+    checkpoints.save(backend.steps_done, backend, {})
+    waited = time.perf_counter() - began
+    steps = []
+    committed = None
+    while committed is None:
+        steps.append(step())
+        asked = time.perf_counter()
+        committed = checkpoints.poll()
+        waited += time.perf_counter() - asked
+    slowed = max(0.0, sum(steps) - len(steps) * quiet)
+    return {
+        "foreground": foreground,
+        "background": waited,
+        "slowed": slowed,
+        "until_a_checkpoint": time.perf_counter() - began,
+        "step": quiet,
+        "steps_meanwhile": len(steps),
+        "share_no_longer_waited": 1 - (waited + slowed) / foreground,
+    }
+
+
+if __name__ == "__main__":
+    main()
