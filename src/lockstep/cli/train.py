@@ -102,9 +102,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if in_launcher():
         _check_launcher(command)
-    elif command.ranks is not None:
-        check_ranks(command.run, command.ranks)
-        if command.ranks > 1 and not _is_finished(command):
+    else:
+        ranks = 1 if command.ranks is None else command.ranks
+        check_ranks(command.run, ranks)
+        if ranks > 1 and not _is_finished(command):
             return launch(command, argv)
     summary = start(command)
     if os.environ.get("RANK", "0") == "0":
@@ -184,6 +185,7 @@ def _check_launcher(command: TrainCommand) -> None:
             f"--ranks {command.ranks}, but {started} ranks were started; leave --ranks out under torchrun "
             "and deepspeed, or give the same number"
         )
+    check_ranks(command.run, started)
 
 
 def start(command: TrainCommand) -> Mapping[str, Any]:
