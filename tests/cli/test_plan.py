@@ -33,6 +33,21 @@ def test_a_run_that_does_not_fit_names_the_part_and_the_setting(capsys: pytest.C
     assert "train.optimizer = 'adamw8bit'" in last
 
 
+def test_a_run_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    argv = ["sft", "--model.name", "shape:llama-3.1-8b", "--model.dtype", "bfloat16", "--json", str(file)]
+    argv += ["--memory-gib", "80", "--train.backend", "fsdp2", "--train.activation-checkpointing", "true"]
+    assert plan.main([*argv, "--ranks", "2"]) == 1
+    assert "--ranks" in capsys.readouterr().out.splitlines()[-1]
+    assert plan.main([*argv, "--ranks", "8"]) == 0
+    result = json.loads(file.read_text())
+    assert result["ranks"] == 8
+    sizes = {part["name"]: part["bytes"] for part in result["parts"]}
+    assert sizes["optimizer states"] == 8_030_261_248
+    with pytest.raises(ConfigError, match=r"tp \* ring|tp \* train\.ring|train.tp"):
+        plan.main([*argv, "--ranks", "3", "--train.tp", "2"])
+
+
 def test_the_advice_works() -> None:
     too_much = ["sft", "--model.name", "shape:tiny-llama", "--train.token-budget", "1000000"]
     too_much += ["--batch-size", "1000", "--memory-gib", "2"]

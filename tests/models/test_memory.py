@@ -13,7 +13,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.models import memory
 from lockstep.models.forward import hidden_states
 from lockstep.models.load import load_model
-from lockstep.models.memory import MemoryPart, explain_oom, module_shape, plan_memory, planned_shape
+from lockstep.models.memory import MemoryPart, Spread, explain_oom, module_shape, plan_memory, planned_shape
 from lockstep.packing import pack
 from lockstep.schema.batch import PackedBatch, TrainSample
 
@@ -113,6 +113,82 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
     # 15 of 16 layers keep their input only: 2 * 2048 bytes a token.
     layer = 2 * 2048 * 8 + 2 * 64 * (3 * 32 + 2 * 8) + 8 * 8192
     assert whole - less == 1024 * (15 * layer - 16 * 2 * 2048)
+
+
+def rank_parts(spread: Spread, micro_batches: int = 4, **train: object) -> dict[str, int]:
+    """On the device, of one rank, for llama-3.2-1b in bfloat16."""
+    shape = planned_shape(ModelConfig(name="shape:llama-3.2-1b"), dtype=torch.bfloat16)
+    found = memory.rank_parts(
+        shape,
+        TrainConfig(**train),  # type: ignore[arg-type]
+        spread=spread,
+        step=(1024, micro_batches),
+        device="cuda",
+        ref=True,
+    )
+    return {part.name: part.bytes for part in found if part.bytes and part.phase != "host"}
+
+
+LAYER = 2048 * 64 * (2 * 32 + 2 * 8) + 3 * 2048 * 8192
+NORMS = (2 * 16 + 1) * 2048
+COUNT = 16 * LAYER + NORMS + 128256 * 2048
+
+
+def test_a_rank_of_fsdp2_by_hand() -> None:
+    four = rank_parts(Spread(ranks=4), backend="fsdp2")
+    assert four["parameters, this rank's"] == four["gradients"] == COUNT
+    assert four["optimizer states"] == 2 * COUNT
+    assert four["reference model, this rank's"] == COUNT / 2
+    assert four["gathered weights"] == 2 * (COUNT - 16 * LAYER + 2 * LAYER)
+    assert "float32 master weights" not in four
+    # One micro-batch a rank: nothing has to wait for the others.
+    assert "gradients between micro-batches, whole, in float32" not in four
+    more = rank_parts(Spread(ranks=4), micro_batches=5, backend="fsdp2")
+    assert more["gradients between micro-batches, whole, in float32"] == 4 * COUNT
+    kept = rank_parts(Spread(ranks=4), backend="fsdp2", reshard_after_forward=False)
+    assert kept["gathered weights"] == 2 * COUNT
+    off = rank_parts(Spread(ranks=4), backend="fsdp2", optimizer_device="cpu")
+    assert off["parameters, this rank's"] == COUNT / 2
+    assert "optimizer states" not in off and "float32 master weights" not in off
+    assert "parameters, this rank's" not in rank_parts(
+        Spread(ranks=4), backend="fsdp2", parameter_device="cpu"
+    )
+
+
+def test_tensor_parallel_and_ring_attention_split_what_they_split() -> None:
+    alone = rank_parts(Spread(ranks=1), 1, backend="fsdp2")
+    tp = rank_parts(Spread(ranks=2, tp=2), 1, backend="fsdp2", tp=2)
+    ring = rank_parts(Spread(ranks=2, ring=2), 1, backend="fsdp2", ring=2)
+    for split in (tp, ring):
+        assert split["parameters, this rank's"] == alone["parameters, this rank's"] / 2 == 2 * COUNT
+    assert ring["gathered weights"] == alone["gathered weights"] == 2 * tp["gathered weights"]
+    assert ring["activations"] == alone["activations"] / 2
+    # Norms are computed whole: 2 * 2048 * 8 bytes a token and layer.
+    assert tp["activations"] > alone["activations"] / 2 + 1024 * 16 * 2048 * 8
+
+
+def test_a_rank_of_deepspeed_by_hand() -> None:
+    stages = [rank_parts(Spread(ranks=4), backend="deepspeed", zero_stage=stage) for stage in range(4)]
+    weights = [2 * COUNT] * 3 + [COUNT / 2]
+    states = [8 * COUNT] + [2 * COUNT] * 3
+    gradients = [2 * COUNT] * 2 + [COUNT] * 2
+    for stage, found in enumerate(stages):
+        assert found["parameters, this rank's" if stage == 3 else "parameters"] == weights[stage]
+        assert found["optimizer states"] == 2 * found["float32 master weights"] == states[stage]
+        assert found["gradients"] == gradients[stage]
+        assert ("gathered weights" in found) == (stage == 3)
+
+
+def test_the_engine_has_weights_of_its_own_where_the_trainers_are_shards() -> None:
+    def whole(**train: object) -> int:
+        run = GRPORun(model=ModelConfig(name="shape:tiny-llama", dtype="float32"), train=TrainConfig(**train))  # type: ignore[arg-type]
+        plan = plan_memory(run, device=CPU, ranks=2)
+        assert plan.ranks == 2
+        return sum(part.bytes for part in plan.parts if part.name == "weights of the engine, whole")
+
+    count = planned_shape(ModelConfig(name="shape:tiny-llama"), dtype=torch.float32).parameters
+    assert whole(backend="fsdp2") == whole(backend="deepspeed", zero_stage=3) == 4 * count
+    assert whole(backend="deepspeed") == 0
 
 
 def test_micro_batches_of_a_step() -> None:

@@ -2,6 +2,7 @@
 
 lockstep plan run.toml --train.token-budget 8192
 lockstep plan --recipe demo
+lockstep plan sft --model.name shape:llama-3.1-8b --train.backend fsdp2 --ranks 4
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tyro
 
 from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, load_run, override, recipes
-from lockstep.config.run import RunConfig
+from lockstep.config.run import RunConfig, check_ranks
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +40,13 @@ class General(TypedDict):
     json: Annotated[Path | None, tyro.conf.arg(help="Write the plan to this file.", metavar="FILE")]
     memory_gib: Annotated[
         float | None,
-        tyro.conf.arg(help="Compare with this much memory instead of what is free here.", metavar="GIB"),
+        tyro.conf.arg(
+            help="Compare with this much memory, of each rank, instead of what is free here.", metavar="GIB"
+        ),
+    ]
+    ranks: Annotated[
+        int | None,
+        tyro.conf.arg(help="Plan for so many ranks, one GPU each; None: 1.", metavar="N"),
     ]
 
 
@@ -54,16 +61,20 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     run, general = parse(argv)
+    ranks = general["ranks"] or 1
+    check_ranks(run, ranks)
     import torch
 
     from lockstep.models.memory import GIB, available_bytes, plan_memory
 
     device = _device(run, cuda=torch.cuda.is_available())
-    plan = plan_memory(run, device=torch.device(device))
+    plan = plan_memory(run, device=torch.device(device), ranks=ranks)
     if general["memory_gib"] is not None:
         available, source = int(general["memory_gib"] * GIB), "given by --memory-gib"
     else:
         available, source = available_bytes(plan.device)
+        if ranks > 1 and plan.device.type == "cpu":
+            available, source = available // ranks, f"a rank's share of {source}"
     show(plan, available=available, source=source)
     result = as_dict(plan, available=available)
     if general["json"] is not None:
@@ -114,7 +125,8 @@ def show(plan: MemoryPlan, *, available: int, source: str) -> None:
         f"one optimizer step: {plan.documents_per_step} documents of at most {plan.longest_document} tokens, "
         f"at most {plan.micro_batches} micro-batches of at most {plan.tokens_per_micro_batch} tokens"
     )
-    table = Table(title=f"memory on {plan.device}")
+    each = f", each of {plan.ranks} ranks" if plan.ranks > 1 else ""
+    table = Table(title=f"memory on {plan.device}{each}")
     for heading, justify in (
         ("part", "left"),
         ("when", "left"),
@@ -147,6 +159,7 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
     return {
         "fits": plan.peak_bytes <= available,
         "device": str(plan.device),
+        "ranks": plan.ranks,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "parameters": plan.shape.parameters,
         "trained_parameters": plan.shape.trained,

@@ -20,7 +20,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -30,60 +29,16 @@ from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.ops.logprobs import CHUNK_ELEMENTS
+from lockstep.models.memory_ranks import Spread as Spread
+from lockstep.models.memory_ranks import rank_parts as rank_parts
+from lockstep.models.memory_shape import BUCKET_ELEMENTS as BUCKET_ELEMENTS
+from lockstep.models.memory_shape import MemoryPart as MemoryPart
+from lockstep.models.memory_shape import ModelShape as ModelShape
+from lockstep.models.memory_shape import Phase as Phase
+from lockstep.models.memory_shape import either, forward_sizes
 
 GIB = 1024**3
-Phase = Literal["always", "generate", "train", "update", "host"]
 _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
-BUCKET_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
-"""Elements that an optimizer of lockstep.train updates together. CPU: the float32 gradient of one bucket
-stays in cache (SmolLM2-135M, 2 threads: 0.22 s against 0.30 s in one piece). GPU: bounds the float32 gradient
-copy to 1 GiB without adding launches that matter."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """The sizes that memory depends on."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    norm_width: int
-    """Channels of all norms of one layer."""
-    parameters: int
-    """All, tied ones once."""
-    trained: int
-    """Those with a gradient; with LoRA the adapters only."""
-    dtype_bytes: int
-    lora: bool
-
-    @property
-    def activation_bytes_per_layer(self) -> int:
-        """What one layer keeps for backward, per token."""
-        norms = self.norm_width * (12 if self.dtype_bytes == 4 else 8)
-        attention = self.dtype_bytes * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
-        return norms + attention + 4 * self.dtype_bytes * self.intermediate
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPart:
-    """One use of memory."""
-
-    name: str
-    bytes: int
-    phase: Phase
-    """always; generate, train or update: only in that part of a step; host: in host memory beside a GPU."""
-    setting: str
-    """What makes it smaller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +57,8 @@ class MemoryPlan:
     """Per optimizer step."""
     longest_document: int
     """Tokens."""
+    ranks: int
+    """The parts are of one of so many."""
 
     @property
     def peak_bytes(self) -> int:
@@ -116,8 +73,11 @@ class MemoryPlan:
         return max(("generate", "train", "update"), key=lambda phase: totals[phase])
 
 
-def plan_memory(run: RunConfig, *, device: torch.device) -> MemoryPlan:
+def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> MemoryPlan:
     """The memory plan of a run; builds the model on the meta device, so it allocates next to nothing.
+
+    Args:
+        ranks: processes that train together; `config.run.check_ranks` has passed them.
 
     Raises:
         ModelError: the model's config is not on this machine (the hub is not asked), or is not supported.
@@ -133,9 +93,7 @@ def plan_memory(run: RunConfig, *, device: torch.device) -> MemoryPlan:
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
         MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
-        *train_parts(
-            shape, run.train, tokens=tokens, micro_batches=micro_batches, device=kind, ref=_has_ref(run)
-        ),
+        *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
         *(generate_parts(shape, run) if isinstance(run, GRPORun) else ()),
     ]
     return MemoryPlan(
@@ -147,7 +105,19 @@ def plan_memory(run: RunConfig, *, device: torch.device) -> MemoryPlan:
         micro_batches=micro_batches,
         documents_per_step=documents,
         longest_document=longest,
+        ranks=ranks,
     )
+
+
+def _train_parts(
+    shape: ModelShape, run: RunConfig, *, step: tuple[int, int], device: str, ranks: int
+) -> list[MemoryPart]:
+    """As the run's backend holds them; `step` is of rank_parts."""
+    train, ref = run.train, _has_ref(run)
+    if train.backend != "local":
+        spread = Spread(ranks=ranks, ring=train.ring, tp=train.tp)
+        return rank_parts(shape, train, spread=spread, step=step, device=device, ref=ref)
+    return train_parts(shape, train, tokens=step[0], micro_batches=step[1], device=device, ref=ref)
 
 
 def train_parts(
@@ -172,9 +142,9 @@ def train_parts(
     offloaded = train.optimizer_device == "cpu" and device != "cpu"
     place: Phase = "host" if offloaded else "always"
     states = {"adamw": 8, "adamw8bit": 2, "sgd": 0}[train.optimizer]
-    smaller = _either("model.name", "model.num_layers", b == 4 and "model.dtype = 'bfloat16'")
+    smaller = either("model.name", "model.num_layers", b == 4 and "model.dtype = 'bfloat16'")
     lora = not shape.lora and "model.lora"
-    optimizer = _either(
+    optimizer = either(
         lora,
         train.optimizer == "adamw" and "train.optimizer = 'adamw8bit'",
         device != "cpu" and not offloaded and "train.optimizer_device = 'cpu'",
@@ -195,9 +165,9 @@ def train_parts(
             "gradients, summed in float32" if summed else "gradients",
             trained * (4 if summed else b),
             "always" if summed and device == "cpu" else "train",
-            _either(lora, summed and "train.grad_accum_dtype = 'model'", "model.name"),
+            either(lora, summed and "train.grad_accum_dtype = 'model'", "model.name"),
         ),
-        *_forward_sizes(shape, train, tokens=tokens, device=device),
+        *forward_sizes(shape, train, tokens=tokens, device=device),
         ("optimizer step's buffer", 4 * min(trained, BUCKET_ELEMENTS[device]), "update", optimizer),
     ]
     if not (summed and device == "cpu"):
@@ -210,9 +180,17 @@ def train_parts(
 
 def generate_parts(shape: ModelShape, run: GRPORun) -> list[MemoryPart]:
     """What sampling one rollout batch holds beside the weights."""
+    train = run.train
+    apart = train.backend == "fsdp2" or (train.backend == "deepspeed" and train.zero_stage == 3)
     batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     return [
+        MemoryPart(
+            name="weights of the engine, whole",
+            bytes=shape.parameters * shape.dtype_bytes * apart,
+            phase="always",
+            setting="model.name",
+        ),
         MemoryPart(
             name="KV cache",
             bytes=shape.kv_bytes_per_token * batch * length,
@@ -358,39 +336,6 @@ def _cgroup_left(root: Path) -> int | None:
         cache = sum(int(v) for k, v in lines if k in ("inactive_file", "total_inactive_file"))
         return max(0, int(text) - int(usage_path.read_text()) + cache)
     return None
-
-
-def _forward_sizes(
-    shape: ModelShape, train: TrainConfig, *, tokens: int, device: str
-) -> list[tuple[str, int, str, str]]:
-    """(name, bytes, phase, setting) of what forward and backward of one micro-batch hold."""
-    b, layer = shape.dtype_bytes, shape.activation_bytes_per_layer
-    budget = f"train.token_budget (now {train.token_budget})"
-    if train.activation_checkpointing:
-        kept, how = shape.layers * b * shape.hidden + layer, "activations, checkpointed"
-    else:
-        kept, how = shape.layers * layer, "activations"
-        budget += " or train.activation_checkpointing = true"
-    kept += shape.hidden * (12 if b == 4 else 8)  # the last norm
-    # Gradients of the widest intermediate values, and the final hidden states with theirs.
-    transient = b * (3 * shape.intermediate + 4 * shape.hidden)
-    kind = "compiled" if train.execution != "eager" else device
-    rows = min(tokens, max(1, CHUNK_ELEMENTS[kind] // shape.vocab))
-    per_logit = {"cpu": 2 * b, "cuda": b + 8, "compiled": 2 * b}[kind]
-    sizes = [
-        (how, tokens * (kept + transient), "train", budget),
-        ("logits of one chunk", rows * shape.vocab * per_logit, "train", "model.name (its vocabulary)"),
-    ]
-    if rows < tokens and not shape.lora:
-        sizes.append(
-            ("head gradient, float32", 4 * shape.vocab * shape.hidden, "train", "model.name (its vocabulary)")
-        )
-    return sizes
-
-
-def _either(*settings: str | bool) -> str:
-    """The settings that there are, as words."""
-    return " or ".join(setting for setting in settings if isinstance(setting, str))
 
 
 def _documents(run: RunConfig) -> tuple[int, int]:
