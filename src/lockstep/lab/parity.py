@@ -38,7 +38,7 @@ from lockstep.lab.parity_job import (
     read_rows,
 )
 from lockstep.lab.parity_result import ParityResult, StackResult, Status, judge
-from lockstep.lab.parity_stacks import Stack, names, skipped
+from lockstep.lab.parity_stacks import Stack, skipped
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import TIMED_OUT, in_launcher
 
@@ -331,6 +331,3 @@ def _machine(device: str) -> dict[str, str]:
     from lockstep.lab.matrix_machine import machine
 
     return machine(device)
-
-
-__all__ = ["ParityOptions", "names", "run_parity"]

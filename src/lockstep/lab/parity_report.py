@@ -205,8 +205,8 @@ def explanation(result: ParityResult) -> str:
         "absolute losses where that is larger; falling is measured from the loss at the starting weights"
     )
     return (
-        f"{relative_to}; a loss falls when the mean of its last 5 steps is below that of the first 5 by more "
-        "than 3 standard errors; times are medians without the first step"
+        f"{relative_to}; a loss falls when the mean of its last 5 steps (of fewer than 10: of the last half) "
+        "is below that of the first by more than 3 standard errors; times are medians without the first step"
     )
 
 

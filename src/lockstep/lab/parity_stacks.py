@@ -1,13 +1,12 @@
 """Train stacks by name: NAME[:OPTION+OPTION...], such as `fsdp2:tp2+ring2` or `deepspeed:zero3+offload`.
 
-Nothing here loads torch: what a stack is, how many ranks it needs and which sizes of a model it cannot split
-are known before anything starts.
+Nothing here loads torch: what a stack is and how many ranks it needs are known before anything starts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,32 +166,6 @@ def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
     return words
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSizes:
-    """What must divide."""
-
-    heads: int
-    kv_heads: int
-    name: str = "the model"
-
-    @property
-    def tp_sizes(self) -> list[int]:
-        """Tensor parallel sizes that work, from 2 on."""
-        return [n for n in range(2, self.kv_heads + 1) if self.heads % n == 0 and self.kv_heads % n == 0]
-
-
-def indivisible(stack: Stack, sizes: ModelSizes) -> str | None:
-    """Why tensor parallel cannot split this model; None: it can."""
-    if stack.tp == 1 or (sizes.heads % stack.tp == 0 and sizes.kv_heads % stack.tp == 0):
-        return None
-    works = ", ".join(map(str, sizes.tp_sizes))
-    fix = f"tp = {works} would do" if works else "no tp above 1 divides both"
-    return (
-        f"tp = {stack.tp} does not divide the {sizes.heads} attention heads and {sizes.kv_heads} key/value "
-        f"heads of {sizes.name}; {fix}"
-    )
-
-
 def _option(word: str, text: str) -> tuple[str, Any]:
     if word in _SWITCHES:
         return word, True
@@ -225,8 +198,3 @@ def _check(stack: Stack, text: str) -> None:
 def _nearest(asked: int, share: int) -> str:
     below, above = asked // share * share, -(-asked // share) * share
     return f"{below} or {above}" if below else str(above)
-
-
-def names(stacks: Sequence[Stack]) -> str:
-    """Joined by commas, as --stacks takes them."""
-    return ",".join(stack.name for stack in stacks)

@@ -1,0 +1,161 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.data import DataConfig
+from lockstep.config.model import ModelConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.lab.losses import token_loss
+from lockstep.lab.parity_inputs import generated_rows, main, make_inputs, random_documents
+from lockstep.lab.parity_job import InputsReport, InputsSpec, ParityJob, read_job, read_outcome, read_rows
+from lockstep.recording import Recording
+from lockstep.schema.batch import PolicyBatch
+
+TINY = ModelConfig(name="shape:tiny-llama")
+
+
+def spec(out: Path, **changes: Any) -> InputsSpec:
+    given = {"model": TINY, "max_samples": 10, "batch_size": 4, "min_packs": 2, "out": out}
+    return InputsSpec.model_validate(given | changes)
+
+
+def test_sft_inputs_are_one_recording(tmp_path: Path) -> None:
+    report = make_inputs(spec(tmp_path, steps=5))
+    recording = Recording.open(tmp_path / "inputs")
+    assert len(report.steps) == 5 and all(len(step) >= 2 for step in report.steps), "a micro-batch per rank"
+    assert [i for step in report.steps for i in step] == list(range(len(recording)))
+    for step in report.steps:
+        batches = [recording[index].batch for index in step]
+        assert sum(len(batch.sample_ids) for batch in batches) == 4
+        # the normaliser of the whole step is in the weights
+        assert sum(float(batch.loss_weights.sum()) for batch in batches) == pytest.approx(1.0)
+    assert report.tokens == sum(recording[i].batch.num_tokens for step in report.steps for i in step)
+    assert report.documents == 10 and report.baselines is None
+    assert InputsReport.model_validate_json((tmp_path / "inputs.json").read_text()) == report
+
+
+def test_one_pass_where_no_steps_are_asked_for(tmp_path: Path) -> None:
+    assert len(make_inputs(spec(tmp_path)).steps) == 3  # of 10 documents, 4 at a time
+
+
+def test_equal_seeds_make_equal_inputs(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        (tmp_path / name).mkdir()
+        make_inputs(spec(tmp_path / name, seed=seed))
+    a, b, c = (
+        torch.cat([recorded.batch.token_ids for recorded in Recording.open(tmp_path / name / "inputs")])
+        for name in "abc"
+    )
+    assert torch.equal(a, b)
+    assert a.shape != c.shape or not torch.equal(a, c)
+
+
+def test_static_capacities_where_graphs_need_them(tmp_path: Path) -> None:
+    for algorithm in ("sft", "grpo"):
+        out = tmp_path / algorithm
+        out.mkdir()
+        given = spec(out, static_capacity=True, token_budget=1024, max_length=256, algorithm=algorithm)
+        make_inputs(given)
+        slots = {recorded.batch.num_slots for recorded in Recording.open(out / "inputs")}
+        assert slots <= {256, 512, 768, 1024}, slots
+
+
+def test_grpo_starts_from_the_starting_weights(tmp_path: Path) -> None:
+    report = make_inputs(spec(tmp_path, algorithm="grpo", max_samples=16, batch_size=8, steps=5))
+    recording = Recording.open(tmp_path / "inputs")
+    assert report.baselines is not None and len(report.steps) == len(report.baselines) == 5
+    assert report.steps[0] == report.steps[2] != report.steps[1], "the rollouts are gone through again"
+    loss = token_loss(recording.header, "recorded")
+    for step, baseline in zip(report.steps, report.baselines, strict=True):
+        total = 0.0
+        for index in step:
+            batch = recording[index].batch
+            assert isinstance(batch, PolicyBatch) and batch.old_logprobs is not None
+            assert bool(batch.advantages.any()) and bool((batch.old_logprobs[batch.loss_mask] < 0).all())
+            old = batch.old_logprobs
+            total += float(loss(old, torch.zeros_like(old), batch, slice(0, batch.num_slots)))
+        assert total == pytest.approx(baseline, abs=1e-6)
+
+
+def test_recorded_inputs_without_advantages_are_left_out(tmp_path: Path) -> None:
+    from lockstep.lab.parity_inputs import _recorded, model_sizes
+
+    corpus = Recording.open(None)
+    sizes = model_sizes(TINY).model_copy(update={"vocab_size": 49152})
+    plan = _recorded(corpus, spec(tmp_path, algorithm="grpo", max_samples=12, max_length=300), sizes)
+    batches = [batch for batches in plan for batch in batches]
+    assert 0 < sum(len(batch.sample_ids) for batch in batches) <= 12
+    for batch in batches:
+        assert isinstance(batch, PolicyBatch) and bool(batch.advantages.any()) and max(batch.lengths) <= 300
+    with pytest.raises(DataError, match="no input with advantages and documents of at most 3 tokens"):
+        _recorded(corpus, spec(tmp_path, algorithm="grpo", max_length=3), sizes)
+
+
+def test_what_the_model_cannot_be_fed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"shape:tiny-llama has no tokenizer, so 'x\.jsonl' cannot be read"):
+        make_inputs(spec(tmp_path, data=DataConfig(source="x.jsonl")))
+    corpus = Recording.open(None).path
+    with pytest.raises(ConfigError, match="has ids of a vocabulary of 49152, shape:tiny-llama one of 256"):
+        make_inputs(spec(tmp_path, algorithm="grpo", recording=corpus))
+
+
+def test_generated_documents() -> None:
+    rows = generated_rows("reasoning_gym:chain_sum", size=3, seed=1)
+    assert len(rows) == 3 and all(row["prompt"] and row["completion"] for row in rows)
+    samples = random_documents(50, vocab_size=256, longest=64)
+    lengths = [len(sample) for sample in samples]
+    assert max(lengths) <= 64 and min(lengths) >= 4 and len(set(lengths)) > 10, "ragged"
+    assert all(int(sample.token_ids.max()) < 256 for sample in samples)
+    with pytest.raises(ConfigError, match="unknown reasoning_gym task"):
+        generated_rows("reasoning_gym:chain_summ", size=3, seed=1)
+
+
+def test_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(spec(tmp_path).model_dump_json())
+    assert main([str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 10
+    path.write_text('{"out": "x", "batch_size": 0}')
+    with pytest.raises(ConfigError, match="greater than 0"):
+        main([str(path)])
+
+
+# --- job files ----------------------------------------------------------------------------------------------
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    job = ParityJob(stack="local", inputs=tmp_path, steps=((0, 1), (2,)), out=tmp_path, gradients_at=(1,))
+    assert read_job(job.write()) == job
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"steps": []}, "at least one step"),
+        ({"steps": [[0], []]}, "each at least one input"),
+        ({"gradients_at": [2]}, "gradients_at names step 2; there are 2"),
+        ({"ranks": 0}, "ranks: Input should be greater than 0"),
+        ({"train": {"lrr": 1}}, r"train\.lrr: Extra inputs"),
+    ],
+)
+def test_a_job_that_cannot_be_run(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    value = {"stack": "local", "inputs": "x", "steps": [[0], [1]], "out": "x"} | change
+    (tmp_path / "job.json").write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match=problem):
+        read_job(tmp_path / "job.json")
+
+
+def test_files_of_a_worker_that_died(tmp_path: Path) -> None:
+    assert read_rows(tmp_path) == [] and read_outcome(tmp_path) is None
+    line = {"step": 1, "loss": "NaN", "grad_norm": 1.0, "lr": 0.1, "tokens": 1, "seconds": 1.0}
+    line |= {"tokens_per_second": 1.0, "peak_memory_bytes": 1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line)[:30])
+    (row,) = read_rows(tmp_path)
+    assert row.loss != row.loss
+    (tmp_path / "result.json").write_text("{")
+    assert read_outcome(tmp_path) is None
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_job(tmp_path / "none.json")

@@ -1,0 +1,247 @@
+import re
+import struct
+import sys
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lockstep.errors import ConfigError
+from lockstep.lab import curves_draw
+from lockstep.lab.curves_draw import Curve, Panel, nice_ticks, svg, write_png
+from lockstep.lab.parity_compare import Comparison, Spread, falls
+from lockstep.lab.parity_job import StepRow
+from lockstep.lab.parity_report import brief, markdown, page, panels, show, write_reports
+from lockstep.lab.parity_result import ParityResult, StackResult, judge
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
+
+
+def rows(losses: list[float]) -> tuple[StepRow, ...]:
+    return tuple(
+        StepRow(
+            step=i,
+            loss=loss,
+            grad_norm=1.0,
+            lr=1e-3,
+            tokens=100,
+            seconds=0.5 if i > 1 else 9.0,
+            tokens_per_second=200.0 if i > 1 else 11.0,
+            peak_memory_bytes=2**30 + i,
+        )
+        for i, loss in enumerate(losses, start=1)
+    )
+
+
+def stack(name: str, losses: list[float], **changes: Any) -> StackResult:
+    found = falls(losses)
+    given = {"status": "ok", "ranks": 2, "rows": rows(losses), "falls": found, "seconds": 12.0}
+    return StackResult(name=name, **(given | changes))
+
+
+def comparison(loss: float) -> Comparison:
+    far = Spread(max=loss, mean=loss / 2, at=3)
+    return Comparison(
+        steps=4, loss=far, loss_floor=0.0, grad_norm=far, logprob=far, gradients={"1": 2e-6, "4": 1e-6}
+    )
+
+
+def result(*stacks: StackResult, **changes: Any) -> ParityResult:
+    given: dict[str, Any] = {
+        "stacks": stacks,
+        "reference": "local",
+        "threshold": 0.05,
+        "algorithm": "sft",
+        "settings": {"model": "shape:tiny-llama", "steps": 4},
+        "command": "lockstep parity train",
+        "machine": {"torch": "2.13.0"},
+    }
+    return ParityResult(**(given | changes))
+
+
+def usual() -> ParityResult:
+    return result(
+        stack("local", [4.0, 3.9, 2.0, 1.9], is_reference=True, ranks=1),
+        stack("fsdp2", [4.0, 3.9, 2.0, 1.919], comparison=comparison(0.01)),
+        StackResult(
+            name="fsdp2:tp2", status="refused", reason="tp = 2: why not", problems=("tp = 2: why not",)
+        ),
+        StackResult(name="deepspeed:zero2", status="skipped", reason="skipped: deepspeed"),
+    )
+
+
+def hostile() -> ParityResult:
+    return result(
+        stack("local", [4.0, float("nan"), 2.0, 1.0], is_reference=True),
+        stack(
+            HOSTILE, [4.0, 3.0, 2.0, 1.0], comparison=comparison(0.01), reason=HOSTILE, problems=(HOSTILE,)
+        ),
+        settings={"model": HOSTILE, HOSTILE: HOSTILE},
+        notes=(HOSTILE,),
+        command=HOSTILE,
+        machine={HOSTILE: HOSTILE},
+    )
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_verdict_and_measures() -> None:
+    found = usual()
+    assert found.verdict == (
+        "parity: 1 of 2 stacks agree with local (largest relative loss difference 0.01); fsdp2:tp2 refused"
+    )
+    assert not found.ok
+    assert result(*found.stacks[:2], found.stacks[3]).ok
+    fsdp2 = found.stacks[1]
+    assert (fsdp2.step_seconds, fsdp2.tokens_per_second) == (0.5, 200.0), "without the first step"
+    assert fsdp2.peak_memory_bytes == 2**30 + 4
+
+
+def test_what_does_not_pass() -> None:
+    flat = stack("fsdp2", [1.0] * 4, comparison=comparison(float("nan")))
+    told = judge(flat, threshold=0.05, steps=6, must_fall=True, reference_ran=True)
+    assert told[0] == "4 of 6 steps were done"
+    assert told[1].startswith("the loss does not fall: 1 in the first 2 steps, 1 in the last")
+    assert told[2] == "losses differ by NaN at step 3, more than the threshold of 0.05"
+    assert judge(flat, threshold=1, steps=4, must_fall=False, reference_ran=True) == (
+        "losses differ by NaN at step 3, more than the threshold of 1",
+    )
+    alone = stack("fsdp2", [3.0, 2.0])
+    assert judge(alone, threshold=1, steps=2, must_fall=True, reference_ran=True) == ("it did no step",)
+
+
+def test_the_terminal_shows_every_stack() -> None:
+    console = Console(width=110, record=True, file=sys.stderr)
+    show(usual(), console)
+    text = console.export_text()
+    line = next(line for line in text.splitlines() if line.startswith("fsdp2 "))
+    assert line.split() == [
+        "fsdp2",
+        "agrees",
+        "falls",
+        "0.01",
+        "0.005",
+        "0.01",
+        "0.005",
+        "1.0e-02",
+        "5.0e-03",
+        "2.0e-06",
+    ]
+    assert "fsdp2:tp2: tp = 2: why not" in text and "…" not in text
+    assert brief(usual().stacks[1], 2, 4) == "[2/4] fsdp2: agrees, losses within 0.01, 12.0 s"
+    assert "\x1b" not in brief(hostile().stacks[1], 1, 1)
+
+
+def test_the_page_is_self_contained_and_escapes_everything() -> None:
+    for found in (usual(), hostile()):
+        text = page(found)
+        tags = Tags(text).tags
+        assert not {"script", "img", "link", "iframe", "object", "a"} & {tag for tag, _ in tags}
+        assert not any(name.startswith("on") for _, attrs in tags for name in attrs)
+        assert "default-src 'none'" in text and "\x1b" not in text
+        assert "http" not in re.sub(r'http-equiv="[^"]*"', "", text)
+    assert sum(tag == "polyline" for tag, _ in Tags(page(usual())).tags) == 3, "two losses, one difference"
+
+
+def test_markdown_keeps_its_table() -> None:
+    for found in (usual(), hostile()):
+        text = markdown(found)
+        table = [line for line in text.splitlines() if re.match(r"\| (local|fsdp2|deepspeed|stack)", line)]
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+        assert "<script" not in text.partition("```text")[0] and "\x1b" not in text
+        assert text.count("```") == 2, "nothing ends the block of the command early"
+    assert "| fsdp2 | agrees | 2 | 4 | falls | 0.01 |" in markdown(usual())
+    assert "- **fsdp2:tp2**: tp = 2: why not" in markdown(usual())
+
+
+def test_every_report_is_written(tmp_path: Path) -> None:
+    write_reports(hostile(), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"parity.json", "parity.md", "parity.html", "parity.png"}
+    nothing = result(
+        StackResult(name="local", status="failed", reason="x", problems=("x",), is_reference=True)
+    )
+    (tmp_path / "2").mkdir()
+    write_reports(nothing, tmp_path / "2")
+    assert not (tmp_path / "2" / "parity.png").exists()
+    assert "parity.png" not in (tmp_path / "2" / "parity.md").read_text()
+
+
+# --- drawing ------------------------------------------------------------------------------------------------
+
+
+def test_ticks() -> None:
+    assert nice_ticks(0.0, 10.0) == [0, 2, 4, 6, 8, 10]
+    assert nice_ticks(4.41, 5.78) == [4.5, 5.0, 5.5]
+    assert nice_ticks(1, 20) == [5, 10, 15, 20]
+    for low, high in ((0.0, 1e-6), (-5.0, 1e6), (1.0, 1.0001), (2.0, 3.0)):
+        ticks = nice_ticks(low, high)
+        assert 2 <= len(ticks) <= 7 and all(low - 1e-12 <= tick <= high + 1e-12 for tick in ticks)
+
+
+def curve(values: list[float], **changes: Any) -> Curve:
+    given = {"name": "x", "steps": list(range(1, len(values) + 1)), "values": values, "colour": "#0072b2"}
+    return Curve(**(given | changes))
+
+
+def test_a_curve_has_gaps_where_it_is_not_finite() -> None:
+    text = svg(Panel(title="t", curves=[curve([1.0, 2.0, float("nan"), 3.0, float("inf"), 1.0, 1.0])]))
+    assert text.count("<polyline") == 3
+    assert "nan" not in text.lower() and "inf" not in text.lower()
+
+
+def test_points_are_where_they_belong() -> None:
+    text = svg(Panel(title="t", curves=[curve([0.0, 10.0, 5.0])]))
+    points = [tuple(map(float, p.split(","))) for p in re.findall(r'points="([^"]+)"', text)[0].split()]
+    assert [x for x, _ in points] == [70.0, 389.0, 708.0]
+    low, high, middle = (y for _, y in points)
+    assert low > middle > high and middle == pytest.approx((low + high) / 2)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [float("nan")], [0.0, 0.0], [5.0, 5.0, 5.0], [1e-300, 1e300]])
+@pytest.mark.parametrize("log", [False, True])
+def test_curves_that_are_hard_to_draw(tmp_path: Path, values: list[float], log: bool) -> None:
+    panel = Panel(title="t", curves=[curve(values)], log=log)
+    assert svg(panel).startswith("<figure")
+    for name, draw in curves_draw._PAINTERS.items():
+        draw([panel], tmp_path / f"{name}.png", "title")
+        assert png_size(tmp_path / f"{name}.png")[0] > 300
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    """Of a PNG whose chunks are sound."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    length = struct.unpack(">I", data[8:12])[0]
+    assert zlib.crc32(data[12 : 16 + length]) == struct.unpack(">I", data[16 + length : 20 + length])[0]
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def test_pillow_draws_where_matplotlib_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"matplotlib": True, "PIL": True}
+    monkeypatch.setattr(curves_draw, "_installed", lambda name: there[name])
+    assert write_png(panels(usual()), tmp_path / "a.png", title=HOSTILE) == "matplotlib"
+    there["matplotlib"] = False
+    assert write_png(panels(usual()), tmp_path / "b.png", title=HOSTILE) == "PIL"
+    from PIL import Image
+
+    with Image.open(tmp_path / "b.png") as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(100_000) or []}
+    assert (0, 0x72, 0xB2) in colours, "the second curve is drawn in its colour"
+    there["PIL"] = False
+    with pytest.raises(ConfigError, match="needs matplotlib or Pillow"):
+        write_png(panels(usual()), tmp_path / "c.png")
+    there["PIL"] = True
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_png(panels(usual()), tmp_path / "no" / "c.png")
