@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from conftest import build_batch, random_documents
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from lockstep.errors import ModelError
 from lockstep.execution import compile_blocks
 from lockstep.models.causal_lm import causal_lm
+from lockstep.models.export import export_tensors
 from lockstep.models.forward import head_of, hidden_states
 from lockstep.models.load import attention_implementation
 from lockstep.models.shapes import random_model
@@ -82,6 +85,29 @@ def split(case: dict[str, Any], config: Any, attention: str) -> tuple[nn.Module,
     return module.double(), tp
 
 
+def export(module: nn.Module, tp: TensorParallel) -> None:
+    """Into OUT/export, tensor by tensor; and where it may not: the same error on every rank."""
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in module.named_parameters():
+            yield name, tp.gather(name, parameter.detach())
+
+    out = Path(os.environ["OUT"])
+    export_tensors(
+        module, tensors(), tokenizer=None, directory=out / "export", dtype=torch.float32, file_bytes=100_000
+    )
+    if tp.rank == 0:
+        (out / "taken").mkdir()
+        (out / "taken" / "thesis.tex").touch()
+    dist.barrier(tp.group)
+    try:
+        export_tensors(module, tensors(), tokenizer=None, directory=out / "taken", dtype=torch.float32)
+    except ModelError as error:
+        assert "not a model folder" in str(error)
+    else:
+        raise AssertionError("it replaced a folder that is no model")
+
+
 def check(case: dict[str, Any], ranks: RankContext) -> dict[str, Any]:
     config = AutoConfig.for_model(**case["config"])
     attention = attention_implementation(case.get("attention", "sdpa"))
@@ -89,6 +115,8 @@ def check(case: dict[str, Any], ranks: RankContext) -> dict[str, Any]:
         copy.deepcopy(config), seed=3, dtype=torch.float32, device=CPU, attention=attention
     ).double()
     module, tp = split(case, config, attention)
+    if case.get("export"):
+        export(module, tp)
     if backend := case.get("compile"):
         compile_blocks(module, backend=backend)
     if case.get("checkpointing"):

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.models.load import meta_module
 from lockstep.models.shape_table import SHAPES
+from lockstep.models.shapes import random_model
 from lockstep.ranks.launch import launch_command
 from lockstep.train.tensor_parallel import (
     Replicated,
@@ -66,12 +68,12 @@ def check(results: list[list[dict[str, Any]]], cases: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_computes(run_cases: Any) -> None:
+def test_two_ranks_compute_what_one_computes(run_cases: Any, tmp_path: Path) -> None:
     cases = [
         {"config": SHAPES["tiny-llama"]},
         {"config": SHAPES["tiny-llama"] | {"mlp_bias": True}, "separable": False},
         {"config": QWEN2},
-        {"config": SHAPES["tiny-qwen3"], "separable": False},
+        {"config": SHAPES["tiny-qwen3"], "separable": False, "export": True},
         {"config": SHAPES["tiny-gemma3"]},
         {"config": SHAPES["tiny-mistral"]},
         {"config": SHAPES["tiny-llama"], "plan": "hf"},
@@ -84,6 +86,19 @@ def test_two_ranks_compute_what_one_computes(run_cases: Any) -> None:
     # transformers does not split the embedding, unless it is tied to the head.
     assert [result["share"] < 0.52 for result in results[0]] == [case is not cases[6] for case in cases]
     assert [of_rank[0]["vocab"] for of_rank in results] == [[0, 128], [128, 256]]
+    check_export(tmp_path / "export", SHAPES["tiny-qwen3"])
+
+
+def check_export(folder: Path, config: dict[str, Any]) -> None:
+    """from_pretrained finds every key, and the weights that were split."""
+    module, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = random_model(
+        AutoConfig.for_model(**config), seed=3, dtype=torch.float32, device=module.device, attention="eager"
+    ).state_dict()
+    found = module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.slow

@@ -264,13 +264,16 @@ class TensorParallel:
             return local
         dim = own[0]
         sizes = [stop - start for _, start, stop in (self._part(name, r) for r in range(self.size))]
-        rows = local.detach().movedim(dim, 0)
-        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-        padded[: rows.shape[0]] = rows
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=self.group)
-        parts = [part[:n] for part, n in zip(gathered, sizes, strict=True)]
-        return torch.cat(parts).movedim(0, dim).contiguous()
+        rows = local.detach().movedim(dim, 0).contiguous()
+        longest = max(sizes)
+        if rows.shape[0] < longest:  # collectives want equal parts
+            rows = torch.cat([rows, rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])])
+        gathered = rows.new_empty(self.size * longest, *rows.shape[1:])
+        parts = list(gathered.split(longest))
+        dist.all_gather(parts, rows, group=self.group)
+        if min(sizes) < longest:
+            gathered = torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+        return gathered.movedim(0, dim).contiguous()
 
     def _part(self, name: str, rank: int) -> tuple[int, int, int]:
         found = self.bounds(name, rank=rank)
