@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -161,13 +162,17 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     folder = command.resume or command.run.run_dir or new_path(command.run.name)
     flags = [] if command.resume or command.run.run_dir else ["--run-dir", str(folder)]
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return launch_ranks(
+    status = launch_ranks(
         ["train", *argv, *flags],
         ranks=command.ranks,
         timeout=None,
         log_dir=folder / "logs" / "ranks" / started,
         in_good_order=True,
     )
+    if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
+        resume = f"lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"
+        print(f"train: interrupted, stopped at once, {folder}, go on with: {resume}")
+    return status
 
 
 def _is_finished(command: TrainCommand) -> bool:

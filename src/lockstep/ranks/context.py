@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import re
 import signal
 import sys
@@ -125,8 +126,7 @@ class RankContext:
         if self.control is None:
             return [value]
         found: list[Any] = [None] * self.world_size
-        with self._waiting(what):
-            dist.all_gather_object(found, value, group=self.control)
+        self._wait(lambda: dist.all_gather_object(found, value, group=self.control), what)
         return found
 
     def broadcast(self, value: T, *, what: str) -> T:
@@ -134,8 +134,7 @@ class RankContext:
         if self.control is None:
             return value
         values: list[T | None] = [value if self.is_first else None]
-        with self._waiting(what):
-            dist.broadcast_object_list(values, src=0, group=self.control)
+        self._wait(lambda: dist.broadcast_object_list(values, src=0, group=self.control), what)
         return cast(T, values[0])
 
     def any(self, flag: bool, *, what: str) -> bool:
@@ -216,17 +215,30 @@ class RankContext:
         said = {"rank": self.rank, "step": step, "what": what, "time": time.time()}
         self.store.set(POSITION_KEY.format(rank=self.rank), json.dumps(said | {"text": f"{where}: {what}"}))
 
-    @contextlib.contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # gloo's and the store's errors are RuntimeErrors
+    def _wait(self, collective: Callable[[], object], what: str) -> None:
+        """In a thread: gloo waits outside of Python, and this one must hear Ctrl-C meanwhile."""
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                collective()
+            except BaseException as raised:  # raised again below, in the thread that waits
+                ended.put(raised)
+            else:
+                ended.put(None)
+
+        threading.Thread(target=run, name=what, daemon=True).start()
+        error = ended.get()
+        if error is None:
+            return
+        if isinstance(error, RuntimeError):  # gloo's errors are RuntimeErrors
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             late = f"a rank did not come within {self.seconds:g} s"
             reason = "another rank has gone" if lost_peer(error) else late
             raise RankError(
                 f"rank {self.rank} of {self.world_size}, at {what}: {reason} (torch says: {line})"
             ) from error
+        raise error
 
     # --- how it ends ----------------------------------------------------------------------------------------
 
