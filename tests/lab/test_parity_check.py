@@ -98,6 +98,8 @@ def test_which_stacks_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == "refused" and "4 query heads and 2 key/value heads" in detail
     status, detail = stack("fsdp2:tp2+ring2", gpus=6)
     assert status == "refused" and "use 4 or 8 ranks" in detail
+    status, detail = stack("fsdp2:ring2+compile")
+    assert status == "refused" and "which compiled layers cannot" in detail
     status, detail = stack("deepspeed:deepcompile")
     assert status == "refused" and "CUDA extension" in detail
     assert stack("deepspeed:deepcompile", device_count=2)[0] == "ok"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from lockstep.config.backends import check_backend
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
@@ -184,6 +185,7 @@ class _Suite:
             wait=max(30.0, min(options.timeout / 2, 300.0)),
             gradients_at=(0, len(self.report.steps) - 1) if options.gradients else (),
         )
+        check_backend(job.train, lora=False)
         check_support(job)
         folder.mkdir()
         job.write()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.config.backends import check_backend
 from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
@@ -235,4 +236,5 @@ def _check_settings(stack: Stack, model: ModelConfig, *, device: str) -> None:
         train = TrainConfig.model_validate(stack.train_settings() | {"device": device})
     except ValidationError as error:
         raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    check_backend(train, lora=model.lora is not None)
     check_support(_Run(train=train, model=model))

@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError, unknown_name
 
 BACKENDS = ("local", "fsdp2", "deepspeed")
 OPTIONS: Mapping[str, str] = {
-    "tpN": "N ranks share each matrix (fsdp2, deepspeed)",
+    "tpN": "N ranks share each matrix (fsdp2)",
     "ringN": "N ranks share the tokens of each pack (fsdp2)",
     "zeroN": "ZeRO stage N, 0 to 3 (deepspeed; 2)",
     "offload": "optimizer states in host memory",
