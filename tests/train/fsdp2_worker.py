@@ -24,14 +24,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from lockstep.algorithms.dpo import DPO
+from lockstep.config.algorithm import DPOConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.packing.packs import Bucket, empty_batch, repack
+from lockstep.packing.packs import Bucket, empty_batch, pack, repack
 from lockstep.ranks.context import init_ranks
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import PackedBatch, PreferenceSample
 from lockstep.train.fsdp2 import FSDP2Backend
 from lockstep.train.local import LocalBackend
 
@@ -335,6 +337,46 @@ def check_not_finite_tp() -> Any:
     return check_not_finite(tp=2)
 
 
+def check_other_batches() -> Any:
+    """A rank that is given one micro-batch less, or another one: an error everywhere, and the step can be
+    done again."""
+    local, backend = pair()
+    first = dist.get_rank() == 0
+    for mine in (micro_batches(0, 3 if first else 2), micro_batches(0 if first else 1, 3)):
+        with raises(TrainError, match=r"not given the same micro-batches \(rank 0: 3 with"):
+            backend.forward_backward(mine, fixtures.NegativeLogprob())
+        with raises(TrainError, match=r"not given the same micro-batches \(rank 0: 3 with"):
+            backend.logprobs(mine, model="policy")
+    return compare_steps(local, backend, steps=1, tolerance=1e-4)
+
+
+def check_preferences() -> Any:
+    """DPO: a loss over pairs of documents, against a reference, on every mesh."""
+    generator = torch.Generator().manual_seed(0)
+    algorithm, seen = DPO(DPOConfig()), {}
+    samples = []
+    for number, ids in enumerate(fixtures.random_documents(8, seed=5)):
+        mask = torch.rand(len(ids), generator=generator) < 0.7
+        mask[-1] = False
+        samples.append(PreferenceSample(token_ids=torch.tensor(ids), loss_mask=mask, sample_id=number))
+    weights = algorithm.loss_weights(samples)
+    plain = [pack(samples[i : i + 4], weights[i : i + 4]) for i in (0, 4)]
+    size = dist.get_world_size()
+    for mesh in ({}, {"tp": 2}, {"ring": 2}, *([{"tp": 2, "ring": 2}] if size == 4 else [])):
+        both, found = pair(ref=True, **mesh), []
+        for backend in both:
+            figures = []
+            for _ in range(3):
+                known = zip(plain, backend.logprobs(plain, model="ref"), strict=True)
+                batches = [dataclasses.replace(b, ref_logprobs=lp) for b, lp in known]  # type: ignore[call-arg]
+                stats = backend.forward_backward(batches, algorithm.loss())
+                figures += [*map(float, stats.losses), backend.optimizer_step()["grad_norm"]]
+            found.append(figures)
+        seen[str(mesh)] = difference(found[1], found[0])
+        assert seen[str(mesh)] < 1e-5, (seen, found)
+    return seen
+
+
 class Breaks(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
     """Raises in the second call, or in the middle of the backward of the second call."""
 
@@ -368,6 +410,15 @@ def check_recovers() -> Any:
     with raises(ArithmeticError):
         backend.forward_backward(batches, Breaks("backward"))
     handle.remove()
+    compare_steps(local, backend, steps=1, tolerance=1e-4)
+
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    handle = decoder_layers(backend.module)[1].register_forward_pre_hook(exhausted)
+    with raises(TrainError, match=r"out of memory with \d+ token slots on a mesh of dp .*activation_checkp"):
+        backend.forward_backward(batches, fixtures.NegativeLogprob())
+    handle.remove()
     return compare_steps(local, backend, steps=2, tolerance=1e-4)
 
 
@@ -387,7 +438,7 @@ def check_nothing_to_train() -> Any:
 def check_bfloat16() -> Any:
     """The same cast of the same masters, gradients added up in float32: only sums are in another order."""
     worst = 0.0
-    for more in ({}, {"optimizer_device": "cpu"}):
+    for more in ({}, {"optimizer_device": "cpu"}, {"grad_accum_dtype": "model"}):
         local, backend = pair(dtype="bfloat16", lr=1e-2, **more)
         loss = fixtures.NegativeLogprob()
         for step in range(6):
@@ -395,8 +446,10 @@ def check_bfloat16() -> Any:
             expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
             pairs = zip(found.losses, expected.losses, strict=True)
             worst = max(worst, *(abs(float(a) / float(b) - 1) for a, b in pairs))
-            error = gradient_error(backend.gradients(), local.gradients())
-            assert error < (1e-5 if step == 0 and not more else 0.05), (step, error, more)
+            if step == 0:  # later on, weights differ in their last bits
+                error = gradient_error(backend.gradients(), local.gradients())
+                # An offloaded optimizer's shards are bfloat16, and so are their gradients.
+                assert error < (0.02 if more else 1e-5), (error, more)
             norms = backend.optimizer_step()["grad_norm"], local.optimizer_step()["grad_norm"]
             assert abs(norms[0] / norms[1] - 1) < 1e-2, norms
         weights = dict(backend.weights(policy_version=0).tensors())

@@ -41,6 +41,8 @@ TWO = (
     "several_calls",
     "collectives",
     "not_finite",
+    "other_batches",
+    "preferences",
     "recovers",
     "nothing_to_train",
     "bfloat16",
@@ -49,7 +51,16 @@ TWO = (
     "hf_plan",
     "export",
 )
-FOUR = ("dp_tp", "dp_ring", "ring_tp", "checkpoints", "not_finite_tp", "sharded_start_tp", "hf_plan_refused")
+FOUR = (
+    "preferences",
+    "dp_tp",
+    "dp_ring",
+    "ring_tp",
+    "checkpoints",
+    "not_finite_tp",
+    "sharded_start_tp",
+    "hf_plan_refused",
+)
 
 Results = dict[str, list[dict[str, Any]]]
 

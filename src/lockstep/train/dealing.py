@@ -3,6 +3,7 @@ seen of all of them."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.errors import TrainError
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch
 
@@ -24,6 +26,31 @@ def deal(count: int, *, parts: int) -> list[list[int | None]]:
     """
     rounds = -(-count // parts)
     return [[i if i < count else None for i in range(part, rounds * parts, parts)] for part in range(parts)]
+
+
+def require_same_batches(
+    batches: Sequence[PackedBatch], *, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Refuse a call in which ranks were given other micro-batches: their collectives would not pair, and wait
+    for each other to the deadline. One small collective, on the host where the group can.
+
+    Raises:
+        TrainError: on every rank; says what each was given.
+    """
+    if group.size() == 1:
+        return
+    digest = zlib.crc32(repr([(batch.lengths, batch.sample_ids) for batch in batches]).encode())
+    own = torch.tensor([len(batches), sum(batch.num_slots for batch in batches), digest])
+    place = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
+    found = [torch.empty_like(own, device=place) for _ in range(group.size())]
+    dist.all_gather(found, own.to(place), group=group)
+    given = [tuple(one.tolist()) for one in found]
+    if len(set(given)) > 1:
+        listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(given))
+        raise TrainError(
+            f"the ranks were not given the same micro-batches ({listed}); every rank must be given all of a "
+            "step, in the same order: check that data, seed and config are the same everywhere"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from lockstep.packing import empty_batch, ring_shard
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train.dealing import Seen, deal, share_logprobs, share_stats
+from lockstep.train.dealing import Seen, deal, require_same_batches, share_logprobs, share_stats
 from lockstep.train.fsdp2_shards import ShardedModel, device_of
 from lockstep.train.fsdp2_state import ShardedState
 from lockstep.train.gradients import global_norm
@@ -137,11 +137,12 @@ class FSDP2Backend:
 
         Raises:
             ConfigError: model is "ref" and the backend was made without one.
-            TrainError: out of memory.
+            TrainError: out of memory, or the ranks were not given the same batches.
         """
         sharded = self._policy if model == "policy" else self._ref
         if sharded is None:
             raise ConfigError("this backend has no reference model; make it with ref=True")
+        require_same_batches(batches, group=self.mesh.world, device=self.device)
         found: dict[int, Tensor] = {}
         with torch.no_grad(), sharded.resharded_after():
             for index, batch in self._turns(batches):
@@ -156,9 +157,10 @@ class FSDP2Backend:
         """Adds the gradients of all micro-batches of one optimizer step.
 
         Raises:
-            TrainError: a loss is not finite, on every rank; or memory ran out, where it did. All gradients
-                of the step are dropped.
+            TrainError: a loss is not finite, or the ranks were not given the same batches, on every rank; or
+                memory ran out, where it did. All gradients of the step are dropped.
         """
+        require_same_batches(batches, group=self.mesh.world, device=self.device)
         self._added_up = None
         try:
             stats = self._accumulate(batches, loss)

@@ -97,12 +97,15 @@ class ShardedModel:
         self.parameters = {name: cast(DTensor, p) for name, p in self.module.named_parameters()}
 
     def _shard(self, config: TrainConfig, stored: torch.dtype) -> None:
+        # Gradients of the micro-batches of a step are added up where they are, whole, in what they are
+        # reduced in: FSDP2 casts the first one and adds the others to it.
+        summed = torch.float32 if config.grad_accum_dtype == "float32" else self.dtype
         policy: dict[str, Any] = {
             "mesh": self.mesh.shard,
             "reshard_after_forward": config.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=None if stored == self.dtype else self.dtype,
-                reduce_dtype=torch.float32,
+                reduce_dtype=summed,
                 cast_forward_inputs=False,  # rotary tables stay float32
             ),
         }
