@@ -10,11 +10,13 @@ lockstep train sft --train.backend fsdp2 --ranks 2 --data.source conversations.j
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -24,7 +26,7 @@ import tyro
 from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.observe.run_dir import new_path
 from lockstep.ranks.launch import in_launcher, launch_ranks
 
@@ -113,7 +115,13 @@ def main(argv: Sequence[str]) -> int:
         if command.json is not None:
             command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
         print(verdict(summary))
-    return TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
+    status = TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
+    if in_launcher() and summary["outcome"] == "interrupted":
+        # A thread may still be in gloo, waiting for a rank that has gone; it would abort an orderly exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def parse(argv: Sequence[str]) -> TrainCommand:
@@ -159,6 +167,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     Their output, by rank, is under logs/ranks/ of the run directory.
     """
     assert command.ranks is not None
+    _check_heads(command.run)
     folder = command.resume or command.run.run_dir or new_path(command.run.name)
     flags = [] if command.resume or command.run.run_dir else ["--run-dir", str(folder)]
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -173,6 +182,21 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
         resume = f"lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"
         print(f"train: interrupted, stopped at once, {folder}, go on with: {resume}")
     return status
+
+
+def _check_heads(run: RunConfig) -> None:
+    """Raise ConfigError unless `train.tp` divides the model's heads; a model that is not on this machine yet
+    is looked at by the ranks."""
+    if run.train.tp == 1:
+        return
+    import torch
+
+    from lockstep.models.causal_lm import text_config
+    from lockstep.models.load import meta_module
+    from lockstep.train.tensor_parallel import check_tensor_parallel_size
+
+    with contextlib.suppress(ModelError):
+        check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
 
 
 def _is_finished(command: TrainCommand) -> bool:
