@@ -174,6 +174,8 @@ class ZeroEngine:
         """Clip and update; gradients are dropped."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
+        if hasattr(self.engine.basic_optimizer, "ds_opt_adam"):
+            _forget_powers(self.engine.basic_optimizer)
         self.engine.step()
         self.drop_gradients()
 
@@ -247,6 +249,29 @@ class ZeroEngine:
         """Drop gradients and DeepSpeed's hooks."""
         self.drop_gradients()
         self.engine.destroy()
+
+
+def _forget_powers(optimizer: Any) -> None:
+    """DeepSpeedCPUAdam multiplies beta once more onto its power of the step before, where a run that has been
+    resumed computes the power: the last bit differs. An update of nothing at a far step makes the next one
+    compute it, always."""
+    (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
+    steps = [int(state.get("step", 0)) for state in optimizer.state.values()]
+    far = max(steps, default=0) + 1000
+    optimizer.ds_opt_adam.adam_update(
+        optimizer.opt_id,
+        far,
+        0.0,
+        beta1,
+        beta2,
+        1.0,
+        0.0,
+        True,
+        nothing[0],
+        nothing[1],
+        nothing[2],
+        nothing[3],
+    )
 
 
 def _undo_first_step(optimizer: Any) -> None:

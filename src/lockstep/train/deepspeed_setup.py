@@ -56,7 +56,7 @@ def refuse_impossible(
         raise ConfigError(
             f"train.tp = {config.tp} is not available with train.backend = 'deepspeed': its AutoTP puts "
             "modules of its own in the place of the policy's, and a part of the vocabulary into the head, "
-            "whose weight the loss reads; set train.backend = 'fsdp2', which splits by train.tp, or train.tp = 1"
+            "whose weight the loss reads; set train.backend = 'fsdp2', or train.tp = 1"
         )
     _refuse_offload(config)
     if with_optimizer and config.optimizer == "adamw8bit":
