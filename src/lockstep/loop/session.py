@@ -316,10 +316,16 @@ class Session:
             **metrics,
             **times,
             "throughput/tokens_per_second": tokens / seconds if seconds else 0.0,
-            **memory_metrics("cpu" if self._axes is None else self._axes.device),
+            **self._memory(),
         }
         self._write(step, values)
         self.display.step(step, values, seconds=seconds)
+
+    def _memory(self) -> dict[str, float]:
+        """The largest of all ranks: the one that would run out first."""
+        own = memory_metrics("cpu" if self._axes is None else self._axes.device)
+        everyone = self.ranks.gather(own, what="the step's metrics")
+        return {name: max(found.get(name, 0.0) for found in everyone) for name in own}
 
     def check_gap(self, step: int, metrics: Mapping[str, float], *, temperature: float) -> dict[str, float]:
         """The gate of a process's first step: engine and trainer hold the same weights, so their logprobs
