@@ -299,19 +299,32 @@ def damage_is_named_on_every_rank(ranks: RankContext) -> None:
             (b"", "damaged|not valid JSON"),
             (None, "is missing"),
         ):
-            for folder in damaged(name, changed):
+            for bad in damaged(name, changed):
                 with fails(ranks, rf"{re.escape(name)}.*({complaint})"):
-                    backend.load(folder)
+                    backend.load(bad)
     other = OUT / "flat4"
     for name in names:  # a file of another save, whole in itself
-        for folder in damaged(name, (other / name).read_bytes()):
+        for bad in damaged(name, (other / name).read_bytes()):
             if (
                 name.startswith(("rng", "model"))
                 and (other / name).read_bytes() == (good / name).read_bytes()
             ):
                 continue
             with fails(ranks, r"damaged|another save"):
-                backend.load(folder)
+                backend.load(bad)
+    again = folder(ranks, "again")
+    Backend(Sharded(truth(1), dp=4, tp=1, group=dist.group.WORLD), step=1).save(again)()
+
+    def mix() -> None:
+        """All of rank 2's files: whole, of the same tensors, and of another save."""
+        shutil.rmtree(path)
+        shutil.copytree(good, path)
+        for file in again.glob("*-00002-of-*"):
+            shutil.copyfile(file, path / file.name)
+
+    ranks.from_first(mix, what="mixing")
+    with fails(ranks, r"files-00002-of-00004\.json belongs to another save .* two checkpoints are mixed"):
+        backend.load(path)
     assert backend.parts.expected(truth(8)) and backend.step == 0
     after = rng_state()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -17,7 +17,7 @@ from lockstep.errors import CheckpointError
 from lockstep.train.files import write_tensors
 from lockstep.train.local import LocalBackend
 from lockstep.train.rng import restore_rng_state, rng_state
-from lockstep.train.state import save_state
+from lockstep.train.state import load_state, save_state
 from lockstep.train.state_index import StoredTensors, read_index
 from lockstep.train.state_parts import Layout, LiveTensors, read_flat
 
@@ -454,6 +454,25 @@ def test_generators_that_have_no_valid_state_change_nothing(
         make_backend().load(tmp_path)
     after = rng_state()
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
+
+def test_a_checkpoint_with_more_than_the_run_has_is_refused(tmp_path: Path) -> None:
+    """A run without optimizer leaves that of the checkpoint alone, but no weights."""
+    live = {f"{kind}/{name}": torch.ones(2) for kind in ("model", "exp_avg") for name in "ab"}
+    layout = Layout(backend="local", mesh={})
+    save_state(tmp_path, parts=LiveTensors(live), progress={"step": 0}, layout=layout)
+    for gone, total_steps, message in (
+        ("exp_avg/b", 5, r"1 are not known \['exp_avg/b'\]"),
+        ("model/b", 5, r"1 are not known \['model/b'\]"),
+        ("model/b", 0, r"1 are not known \['model/b'\]"),
+    ):
+        parts = LiveTensors({name: torch.zeros(2) for name in live if name != gone})
+        progress = {"total_steps": total_steps}
+        with pytest.raises(CheckpointError, match=message):
+            load_state(tmp_path, parts=parts, progress=progress, layout=layout)
+    weights = {name: torch.zeros(2) for name in live if name.startswith("model")}
+    load_state(tmp_path, parts=LiveTensors(weights), progress={"total_steps": 0}, layout=layout)
+    assert weights["model/b"].tolist() == [1.0, 1.0]
 
 
 def test_only_the_slices_that_are_asked_for_are_read(tmp_path: Path) -> None:
