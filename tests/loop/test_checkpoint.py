@@ -379,7 +379,9 @@ print("stopped", stopped)
 """
 
 
-@pytest.mark.parametrize(("step", "background"), [(2, False), (1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("step", "background"), [(2, False), (1, False), pytest.param(2, True, marks=pytest.mark.slow)]
+)
 def test_the_end_may_come_before_any_file_operation(tmp_path: Path, step: int, background: bool) -> None:
     """It ends before the n-th open, mkdir, rename or removal, for every n; step 1 replaces a checkpoint."""
     words = run_script(EVERY_POINT, tmp_path, step=step, background=background).split()
