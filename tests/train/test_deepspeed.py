@@ -280,6 +280,24 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise AssertionError("it started")
 
 
+def test_the_lock_of_a_build_that_was_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "deepspeed_shm_comm"
+    folder.mkdir()
+    (folder / "deepspeed_shm_comm.so").touch()
+    with announced_build(torch.device("cpu")):
+        pass
+    (folder / "lock").touch()
+    os.utime(folder / "lock", (0, 0))
+    with (
+        pytest.raises(ConfigError, match=r"deepspeed_shm_comm/lock is \d+ minutes old: .* delete that file"),
+        announced_build(torch.device("cpu")),
+    ):
+        raise AssertionError("it waits for ever")
+
+
 def test_an_architecture_that_deepspeed_cannot_read_is_named() -> None:
     check_cuda_architectures("")
     check_cuda_architectures("8.0 9.0+PTX")

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from lockstep.errors import ConfigError
 from lockstep.train.optimizer import NamedParameter
 
 log = logging.getLogger(__name__)
+
+LOCK_SECONDS = 1200.0
+"""No build of DeepSpeed's takes longer."""
 
 
 def refuse_impossible(
@@ -160,10 +164,11 @@ def ds_config(
 
 
 def find_ninja() -> None:
-    """torch compiles extensions with the `ninja` on PATH; a virtual environment that is not activated has its
-    own beside the interpreter."""
+    """Let torch compile extensions with the `ninja` beside the interpreter, if there is one: a virtual
+    environment need not be activated. And always with the same one: ninja 1.11 and 1.13 hash commands
+    differently, so that each compiles anew what the other has built, while every other process waits."""
     own = Path(sys.executable).parent
-    if shutil.which("ninja") is None and (own / "ninja").exists():
+    if (own / "ninja").exists() and shutil.which("ninja") != str(own / "ninja"):
         os.environ["PATH"] = os.pathsep.join([str(own), os.environ.get("PATH", "")])
 
 
@@ -173,10 +178,12 @@ def announced_build(device: torch.device, *, offload: bool = False) -> Iterator[
     with `offload` its AdamW for CPUs.
 
     Raises:
-        ConfigError: the tools for it are missing.
+        ConfigError: the tools for it are missing, or a build that was killed has left its lock.
     """
     wanted = ["deepspeed_shm_comm"] * (device.type == "cpu") + ["cpu_adam"] * offload
-    names = [name for name in wanted if not _is_built(name)]
+    for name in wanted:
+        _wait_for_lock(_build_folder(name) / "lock")
+    names = [name for name in wanted if not (_build_folder(name) / f"{name}.so").exists()]
     if not names:
         yield
         return
@@ -193,7 +200,22 @@ def announced_build(device: torch.device, *, offload: bool = False) -> Iterator[
     yield
 
 
-def _is_built(name: str) -> bool:
+def _build_folder(name: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
-    return (Path(_get_build_directory(name, verbose=False)) / f"{name}.so").exists()
+    return Path(_get_build_directory(name, verbose=False))
+
+
+def _wait_for_lock(lock: Path) -> None:
+    """torch waits for this file to go away for ever; a process that was killed leaves it there."""
+    while True:
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            return
+        if age > LOCK_SECONDS:
+            raise ConfigError(
+                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension has been "
+                "killed, and torch would wait for it for ever; delete that file"
+            )
+        time.sleep(0.2)
