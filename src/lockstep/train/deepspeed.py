@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
 import os
 import sys
@@ -24,7 +23,7 @@ from lockstep.models.causal_lm import causal_lm
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel
-from lockstep.models.lora import has_lora, merged_state_dict, without_lora
+from lockstep.models.lora import has_lora, without_lora
 from lockstep.observe.spans import Spans
 from lockstep.packing import empty_batch
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
@@ -34,15 +33,13 @@ from lockstep.schema.weights import WeightUpdate
 from lockstep.train.dealing import Seen, deal, share_logprobs, share_stats
 from lockstep.train.deepspeed_build import ZeroBuilder
 from lockstep.train.deepspeed_setup import find_ninja, refuse_impossible
-from lockstep.train.deepspeed_state import ZeroParts
+from lockstep.train.deepspeed_state import ZeroParts, whole_weights
 from lockstep.train.loss_module import LossModule
 from lockstep.train.optimizer import trained_parameters
 from lockstep.train.rows import Rows, head_rows, scatter
 from lockstep.train.schedule import lr_at
 from lockstep.train.state import load_state, save_state
 from lockstep.train.state_parts import Layout, train_progress
-
-log = logging.getLogger(__name__)
 
 
 class DeepSpeedBackend:
@@ -98,6 +95,8 @@ class DeepSpeedBackend:
         ds = _import_deepspeed(self.device)
         ensure_process_group(self.device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
+        self._layout = Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
         self._lora, self._has_ref = has_lora(self.module), ref
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
@@ -172,6 +171,8 @@ class DeepSpeedBackend:
                         logprobs = _take(self._call_compiled(moved)[0], rows)
                     results.append(scatter(logprobs, rows, batch.num_slots))
         self._zero.forget_forward()
+        if self._ref_engine is not None:
+            self._ref_engine.empty_partition_cache()
         return results
 
     @contextlib.contextmanager
@@ -386,26 +387,9 @@ class DeepSpeedBackend:
         whole = self.config.zero_stage < 3
         return WeightUpdate(
             policy_version=policy_version,
-            tensors=(lambda: iter(merged_state_dict(self.module).items())) if whole else self._gathered,
+            tensors=lambda: whole_weights(self._zero, self.module),
             shared_module=self.module if whole else None,
         )
-
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole copies, on the backend's device."""
-        if self._lora:
-            with self._zero.gathered(list(self.module.parameters())):
-                merged = {name: tensor.clone() for name, tensor in merged_state_dict(self.module).items()}
-            yield from merged.items()
-            return
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, tensor in self.module.state_dict().items():
-            parameter = parameters.get(name)
-            if parameter is None:
-                yield name, tensor
-                continue
-            with torch.no_grad(), self._zero.gathered([parameter]):
-                whole = parameter.detach().clone()
-            yield name, whole
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Everything that decides how training goes on, in the format of every backend (train/state.py).
@@ -421,7 +405,7 @@ class DeepSpeedBackend:
             directory,
             parts=self._parts(),
             progress=self._progress(),
-            layout=self._layout(),
+            layout=self._layout,
             background=background,
         )
 
@@ -433,21 +417,14 @@ class DeepSpeedBackend:
                 parameters have been updated different numbers of times; nothing was changed.
         """
         parts, progress = self._parts(), self._progress()
-        found = load_state(
-            directory, parts=parts, progress=progress, layout=self._layout(), verified=verified
-        )
+        found = load_state(directory, parts=parts, progress=progress, layout=self._layout, verified=verified)
         parts.finish_loading()
         self.drop_gradients()
         self.steps_done = found["step"]
 
     def _parts(self) -> ZeroParts:
-        return ZeroParts(
-            self._zero,
-            self.module,
-            trained_only=self._lora,
-            with_optimizer=self.total_steps > 0,
-            adamw=self.config.optimizer == "adamw",
-        )
+        kept, adamw = self.total_steps > 0, self.config.optimizer == "adamw"
+        return ZeroParts(self._zero, self.module, trained_only=self._lora, with_optimizer=kept, adamw=adamw)
 
     def _progress(self) -> dict[str, Any]:
         return train_progress(
@@ -457,10 +434,6 @@ class DeepSpeedBackend:
             dtype=self.model.dtype,
             lora=self._lora,
         )
-
-    def _layout(self) -> Layout:
-        mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
-        return Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
 
     def export(self, directory: Path) -> None:
         """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0 writes.

@@ -6,13 +6,14 @@ tensor whose size the number of ranks does not divide, and none of them knows a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
+from lockstep.models.lora import has_lora, merged_state_dict
 from lockstep.train.deepspeed_engine import Fragment, ZeroEngine
 from lockstep.train.state_parts import MASTER, MODEL, Reader, TensorMeta, read_flat
 
@@ -159,6 +160,27 @@ class ZeroParts:
                 step, count = state["step"], self._count or 0
                 state["step"] = step.fill_(count) if isinstance(step, Tensor) else count
         self._zero.refresh_persistent()
+
+
+def whole_weights(zero: ZeroEngine, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face name -> whole weight, LoRA merged, tied ones under every name. Collective at stage 3:
+    copies on the backend's device, gathered one at a time (with LoRA all of them)."""
+    if zero.stage < 3:
+        yield from merged_state_dict(module).items()
+        return
+    if has_lora(module):
+        with torch.no_grad(), zero.gathered(list(module.parameters())):
+            merged = {name: tensor.clone() for name, tensor in merged_state_dict(module).items()}
+        yield from merged.items()
+        return
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, tensor in module.state_dict().items():
+        if name not in parameters:
+            yield name, tensor
+            continue
+        with torch.no_grad(), zero.gathered([parameters[name]]):
+            whole = parameters[name].detach().clone()
+        yield name, whole
 
 
 def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
