@@ -67,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
     from lockstep.models.memory import GIB, available_bytes, plan_memory
 
+    if run.train.tp > 1:
+        _check_heads(run)
     device = _device(run, cuda=torch.cuda.is_available())
     plan = plan_memory(run, device=torch.device(device), ranks=ranks)
     if general["memory_gib"] is not None:
@@ -174,6 +176,17 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
             {"name": p.name, "bytes": p.bytes, "phase": p.phase, "setting": p.setting} for p in plan.parts
         ],
     }
+
+
+def _check_heads(run: RunConfig) -> None:
+    """Raise ConfigError unless `train.tp` divides the model's heads."""
+    import torch
+
+    from lockstep.models.causal_lm import text_config
+    from lockstep.models.load import meta_module
+    from lockstep.train.tensor_parallel import check_tensor_parallel_size
+
+    check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
 
 
 def _device(run: RunConfig, *, cuda: bool) -> str:
