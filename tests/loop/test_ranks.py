@@ -20,6 +20,11 @@ from loop_runs import TINY, metrics_of
 from safetensors.torch import load_file
 
 from lockstep.cli.main import main
+from lockstep.config.model import ModelConfig
+from lockstep.models.load import load_model
+from lockstep.ranks.launch import launch_command
+from lockstep.recording import Recording
+from lockstep.recording.weights import load_weights
 
 SECONDS = 300
 RL = ("train", "tiny.toml")
@@ -90,11 +95,58 @@ def assert_close(run: Path, reference: Path, *, relative: float = 1e-4) -> None:
         assert torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-4), name
 
 
+def recorded(run: Path) -> dict[Any, Any]:
+    """What the ranks were dealt and what the policy made of it."""
+    found = {}
+    for each in Recording.open(run / "recordings"):
+        assert each.outputs is not None and each.outputs.logprobs is not None
+        seen = (
+            each.batch.sample_ids,
+            each.outputs.loss,
+            each.outputs.logprobs.tolist(),
+            each.meta.checkpoint,
+        )
+        found[each.meta.key] = (each.meta.step, each.meta.num_micro_batches, dict(each.meta.mesh), *seen)
+    return found
+
+
+def assert_recorded(run: Path) -> None:
+    """Each rank its share of every step, all together all documents; and the first weights, whole."""
+    header = Recording.open(run / "recordings").header
+    assert (header.world_size, dict(header.mesh)) == (2, {"dp": 2, "ring": 1, "tp": 1})
+    for step in range(4):
+        inputs = {key: value for key, value in recorded(run).items() if value[0] == step}
+        assert sorted(i for value in inputs.values() for i in value[3]) == list(range(16))
+        assert {key.rank: value[2]["dp"] for key, value in inputs.items()} == {0: 0, 1: 1}
+        assert {value[-1] for value in inputs.values()} == {"weights/step-000000" if step == 0 else None}
+    config = ModelConfig(name="shape:tiny-llama", dtype="float32")
+    model = load_model(config, attention="sdpa", device=torch.device("cpu"))
+    first = {name: tensor.clone() for name, tensor in model.module.named_parameters()}
+    load_weights(model.module, run / "recordings/weights/step-000000")
+    assert all(torch.equal(first[name], tensor) for name, tensor in model.module.named_parameters())
+
+
+@pytest.mark.slow
+def test_ranks_with_other_settings_are_refused_on_every_rank(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "import os, sys; from lockstep.cli.main import main; sys.exit(main(['train', 'tiny.toml', "
+        "'--train.backend', 'fsdp2', '--run-dir', 'run', '--train.lr', '1e-3' if os.environ['RANK'] == '0' "
+        "else '2e-3']))"
+    )
+    command = ["sh", "-c", f"cd {shlex.quote(str(folder))} && exec {sys.executable} -c {shlex.quote(script)}"]
+    assert launch_command(command, ranks=2, timeout=SECONDS, log_dir=folder / "logs") == 2
+    assert "train.lr: 0.001 on rank 0, 0.002 on rank 1" in capfd.readouterr().err
+    assert "train.lr: 0.001 on rank 0, 0.002 on rank 1" in (folder / "logs/rank-1.err.log").read_text()
+    assert not (folder / "run").exists()
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder: Path) -> None:
     alone = lockstep(folder, *RL, "--run-dir", "alone")
     assert alone.code == 0, alone.out + alone.err
-    spread = ("--train.backend", "fsdp2", "--ranks", "2")
+    spread = ("--train.backend", "fsdp2", "--ranks", "2", "--record")
     straight = lockstep(folder, *RL, "--run-dir", "straight", *spread, "--json", "summary.json")
     assert straight.code == 0, straight.out + straight.err
     assert_close(folder / "straight", folder / "alone")
@@ -102,6 +154,7 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder: 
     assert json.loads((folder / "summary.json").read_text())["outcome"] == "finished"
     (logs,) = (folder / "straight/logs/ranks").iterdir()
     assert (logs / "rank-1.log").read_text() == "" and "step 4/4" in (logs / "rank-0.log").read_text()
+    assert_recorded(folder / "straight")
 
     stopped = lockstep(folder, *RL, "--run-dir", "stopped", *spread, at="1:2:terminate")
     assert stopped.code == 143, stopped.out + stopped.err
@@ -115,6 +168,7 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(folder: 
     assert rows(folder / "stopped") == rows(folder / "straight")
     ours, theirs = (load_file(folder / r / "export/model.safetensors") for r in ("stopped", "straight"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert recorded(folder / "stopped") == recorded(folder / "straight")
 
 
 @pytest.mark.slow
@@ -199,6 +253,7 @@ SETTINGS = ["train", "grpo", "--model.name", "shape:tiny-llama", "--data.source"
             "there are only 16",
         ),
         (["--ranks", "0", "--train.backend", "fsdp2"], "at least 1"),
+        (["--ranks", "3", "--train.backend", "fsdp2", "--train.tp", "3"], "heads"),
         (["--ranks", "2", "--rank-timeout", "0", "--train.backend", "fsdp2"], "--rank-timeout"),
         (["--ranks", "2", "--train.backend", "fsdp2", "--train.device", "cuda:1"], "names one GPU"),
         (["--train.zero-stage", "3"], "ZeRO stages are DeepSpeed's"),
@@ -215,7 +270,7 @@ def test_what_cannot_be_spread_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("start", "launch"):
+    for name in ("start", "launch_ranks"):
         monkeypatch.delattr(f"lockstep.cli.train.{name}")
     assert main([*SETTINGS, *flags]) == 2
     assert told in capsys.readouterr().err

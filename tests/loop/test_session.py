@@ -12,6 +12,7 @@ from lockstep.loop.build import OnlineParts
 from lockstep.loop.evaluate import score
 from lockstep.loop.online import train_online
 from lockstep.loop.session import Session
+from lockstep.ranks.context import RankContext
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
 
 TINY = {
@@ -125,7 +126,7 @@ def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Pa
         rollouts=(Rollout(completion=completion, reward=0.0, rewards={}),),
     )
     rewards = Counting()
-    result = score(cast(OnlineParts, SimpleNamespace(rewards=rewards)), [group])
+    result = score(cast(OnlineParts, SimpleNamespace(rewards=rewards, ranks=RankContext.alone())), [group])
     assert (result.strict_accuracy, result.lenient_accuracy) == (0.0, 0.0)
     assert rewards.take_counts() == {"verifier/no_answer": 0}
 

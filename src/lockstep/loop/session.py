@@ -35,6 +35,7 @@ from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
 
+_ALONE = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
 FAILED_TOGETHER_SECONDS = 10.0
 """How long a rank that failed waits to hear that all others failed with it."""
 
@@ -138,8 +139,9 @@ class Session:
         self.ranks.require_same(same, what="what they found")
         if axes.device.startswith("cuda"):
             self.spans.synchronize = partial(torch.cuda.synchronize, axes.device)
-        if self._resumed:
-            self._compare_manifest(fingerprint)
+        with self.ranks.together("comparing the run with what it was"):
+            if self._resumed and self.ranks.is_first:
+                self._compare_manifest(fingerprint)
         self.dir.update_manifest(
             {
                 "axes": dataclasses.asdict(axes),
@@ -147,7 +149,7 @@ class Session:
                 "data": dict(data),
                 "data_fingerprint": fingerprint,
                 "cpu_threads": torch.get_num_threads(),
-                "ranks": self.ranks.world_size,
+                "spread": self._spread(),
             }
         )
         engine = f", engine {axes.engine}" if axes.engine else ""
@@ -175,15 +177,21 @@ class Session:
                 f"now {fingerprint}), so the run cannot go on as it was; restore data.source, or start "
                 "a new run"
             )
-        now = manifest() | {"ranks": self.ranks.world_size}
-        then.setdefault("ranks", 1)  # of a run that an earlier version began
-        for name in ("lockstep", "torch", "transformers", "python", "cuda_device", "ranks"):
+        now = manifest() | self._spread()
+        # Runs of earlier versions were of one process; and a run may end before it says how it is spread.
+        then |= then.get("spread", _ALONE if "axes" in then else self._spread())
+        for name in ("lockstep", "torch", "transformers", "python", "cuda_device", *_ALONE):
             if then.get(name) != now[name]:
                 self.display.note(
                     f"the run was started with {name} {then.get(name)} and goes on with {now[name]}: its "
                     "numbers may differ from those of a run that was not interrupted"
                 )
         self.dir.update_manifest({"resumed": [*then.get("resumed", []), now]})
+
+    def _spread(self) -> dict[str, Any]:
+        """Over what the run is spread."""
+        place = mesh_place(self.run, self.ranks)
+        return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **place.sizes}
 
     def restore(self, backend: TrainBackend, checkpoint: int | None) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
@@ -196,10 +204,17 @@ class Session:
             self._check_steps(done)
             if done < self.run.steps:  # of a run that went on further than it was first asked to
                 self._state["evaluations"].pop("after", None)
-            self.dir.rewind(done, evaluated=[name for name in EVALUATIONS if self.evaluated(name, done)])
             self.display.note(
                 f"resuming after {done} steps" + (f" from {path}" if path else ": no checkpoint yet")
             )
+        with self.ranks.together("opening the metrics"):
+            self._open_metrics(done)
+        return done
+
+    def _open_metrics(self, done: int) -> None:
+        """Where the steps after the first `done` are logged: by rank 0."""
+        if self._resumed:
+            self.dir.rewind(done, evaluated=[name for name in EVALUATIONS if self.evaluated(name, done)])
         wandb = None
         if self.run.log.wandb:
             wandb = {
@@ -211,7 +226,6 @@ class Session:
             self._metrics = MetricsLog.of_run(
                 self.dir, tensorboard=self.run.log.tensorboard, wandb=wandb, first_step=done
             )
-        return done
 
     def recorder(
         self,
