@@ -329,6 +329,7 @@ def errors(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
 
     refused("nan", lambda: backend.forward_backward(batches, Broken(100, "nan")))
     refused("infinite", lambda: backend.forward_backward(batches, Broken(300, "inf")))
+    refused("different", lambda: backend.forward_backward(batches[: 4 - rank], good))
     # a rank of its own would leave the other one waiting: both run out in their last micro-batch
     own = [batches[2 * i + rank] for i in range(2)]
     refused("memory", lambda: backend.forward_backward_own(own, Broken(200 + 100 * rank, "memory")))

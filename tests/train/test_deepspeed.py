@@ -200,7 +200,7 @@ def check_errors(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["norm"] < 1e-5
         assert result["logprobs"] < 1e-5
-    for name in ("nan", "infinite", "no gradients", "twice", "save", "nothing trained"):
+    for name in ("nan", "infinite", "different", "no gradients", "twice", "save", "nothing trained"):
         assert first[name] == second[name]
         assert first[name][0] == "TrainError"
     assert "micro-batch 1 of 4: the loss is nan; its samples are [100, " in first["nan"][1]  # rank 1's

@@ -30,7 +30,7 @@ from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train.dealing import Seen, deal, share_logprobs, share_stats
+from lockstep.train.dealing import Seen, deal, require_same_batches, share_logprobs, share_stats
 from lockstep.train.deepspeed_build import ZeroBuilder
 from lockstep.train.deepspeed_setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed_state import ZeroParts, whole_weights
@@ -95,6 +95,7 @@ class DeepSpeedBackend:
         ds = _import_deepspeed(self.device)
         ensure_process_group(self.device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.distributed_c10d._get_default_group()
         mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
         self._layout = Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
         self._lora, self._has_ref = has_lora(self.module), ref
@@ -125,8 +126,12 @@ class DeepSpeedBackend:
 
     # --- forward and backward -------------------------------------------------------------------------------
 
-    def _dealt(self, batches: Sequence[PackedBatch]) -> dict[int, PackedBatch]:
-        """This rank's share by index, as many as every other's; one beyond the last is an empty batch."""
+    def _dealt(self, batches: Sequence[PackedBatch]) -> dict[int, PackedBatch] | None:
+        """This rank's share by index, as many as every other's; one beyond the last is an empty batch. None:
+        there is none at all. Raises TrainError on every rank where ranks were given different ones."""
+        require_same_batches(batches, group=self._group, device=self.device)
+        if not batches:
+            return None
         mine = deal(len(batches), parts=self.world_size)[self.rank]
         smallest = min(batches, key=lambda batch: batch.num_slots)
         found = {i: batches[i] for i in mine if i is not None}
@@ -140,13 +145,11 @@ class DeepSpeedBackend:
         Raises:
             ConfigError: model is "ref" and the backend was made without one.
         """
-        if not batches:
+        if (dealt := self._dealt(batches)) is None:
             return []
-        dealt = self._dealt(batches)
         own = self.logprobs_own(list(dealt.values()), model=model)
         seen = {index: found for index, found in zip(dealt, own, strict=True) if index < len(batches)}
-        assert dist.group.WORLD is not None
-        return share_logprobs(batches, seen, group=dist.group.WORLD, device=self.device)
+        return share_logprobs(batches, seen, group=self._group, device=self.device)
 
     def logprobs_own(
         self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
@@ -192,9 +195,8 @@ class DeepSpeedBackend:
             TrainError: on every rank: a loss is not finite, and the step's gradients were dropped; or the
                 gradients of an earlier call are still there. Out of memory: where it happened.
         """
-        if not batches:
+        if (dealt := self._dealt(batches)) is None:
             return StepStats(losses=[], logprobs=[], entropy=[])
-        dealt = self._dealt(batches)
         own = self._run(dealt, loss, count=len(batches))
         seen = {
             index: Seen(loss=value, logprobs=logprobs, entropy=entropy)
@@ -203,8 +205,7 @@ class DeepSpeedBackend:
             )
             if index < len(batches)
         }
-        assert dist.group.WORLD is not None
-        stats = share_stats(batches, seen, group=dist.group.WORLD, device=self.device)
+        stats = share_stats(batches, seen, group=self._group, device=self.device)
         self._check_losses(batches, stats.losses)
         self._trained = self._static or any(bool(batch.loss_mask.any()) for batch in batches)
         return stats
