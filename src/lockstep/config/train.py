@@ -26,7 +26,7 @@ class TrainConfig(Config):
     """Where the policy trains; local is one process on one device, the others span the ranks of --ranks,
     torchrun or deepspeed."""
     tp: PositiveInt = 1
-    """Tensor parallel: ranks that share each matrix. fsdp2; deepspeed where AutoTP works."""
+    """Tensor parallel: ranks that share each matrix. fsdp2."""
     ring: PositiveInt = 1
     """Ring attention: ranks that share the tokens of each pack. fsdp2; the rest of the ranks, ranks / (tp *
     ring), is data parallel."""
@@ -85,7 +85,7 @@ class TrainConfig(Config):
     optimizer_device: Literal["model", "cpu"] = "model"
     """cpu: master weights and optimizer states live in host memory."""
     grad_accum_dtype: Literal["float32", "model"] = "float32"
-    """What gradients of several micro-batches are added up in."""
+    """What gradients of several micro-batches are added up in; deepspeed: always the model's."""
     num_threads: PositiveInt | None = None
     """CPU threads of torch; None leaves OMP_NUM_THREADS alone."""
 
