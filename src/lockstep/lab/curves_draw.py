@@ -156,6 +156,7 @@ def _with_matplotlib(panels: Sequence[Panel], path: Path, title: str) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, places = pyplot.subplots(
         len(panels), 1, figsize=(8, 2.9 * len(panels)), squeeze=False, constrained_layout=True
@@ -175,6 +176,7 @@ def _with_matplotlib(panels: Sequence[Panel], path: Path, title: str) -> None:
         if panel.log:
             place.set_yscale("log")
         place.set_title(_plain(panel.title), fontsize=10, loc="left")
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
         place.grid(alpha=0.2)
         place.spines[["top", "right"]].set_visible(False)
     places[0, 0].legend(frameon=False, fontsize=8)

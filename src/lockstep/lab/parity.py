@@ -47,6 +47,8 @@ WORKER = ("-m", "lockstep.lab.parity_worker")
 """What runs a job file: arguments of the interpreter."""
 INPUT_SECONDS = 1800.0
 """Deadline of reading and packing the data."""
+_MOST_RANKS = 4
+"""Of a stack that hangs: so many are told where they were."""
 _BEHIND_LAUNCHER = 60.0
 """The launcher ends its ranks at the deadline; this much later it is killed itself."""
 
@@ -315,18 +317,21 @@ def how(ending: Ending) -> str:
 
 
 def where_it_was(folder: Path) -> str:
-    """ "; rank 0 was in NAME (FILE:LINE)", from what ranks write before the deadline; or nothing."""
-    for path in sorted(folder.glob("rank-*.log")):
+    """ "; rank 0 was in NAME (FILE:LINE); rank 1 was in ...", from what ranks write before the deadline."""
+    found: dict[int, str] = {}
+    for path in folder.glob("rank-*.log"):
         text = path.read_text(encoding="utf-8", errors="replace")
         start = text.rfind("Timeout (")
         if start < 0:
             continue
-        main = text.find("most recent call first", text.rfind("\nThread", start))
-        frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', text[max(main, start) :])
+        # the main thread comes last, its innermost frame first
+        thread = text.find("most recent call first", text.rfind("\nThread", start))
+        frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', text[max(thread, start) :])
         if frame:
-            rank = re.sub(r"\D", "", path.name)
-            return f"; rank {rank} was in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
-    return ""
+            rank = int(re.sub(r"\D", "", path.name) or 0)
+            found[rank] = f"rank {rank} was in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
+    shown = [found[rank] for rank in sorted(found)[:_MOST_RANKS]]
+    return "".join(f"; {text}" for text in shown)
 
 
 def _machine(device: str) -> dict[str, str]:

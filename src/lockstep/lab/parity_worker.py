@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from lockstep.schema.batch import PackedBatch
 
 REFUSED = 2
-_TRACEBACK_SECONDS = 5.0
-"""Before the deadline every rank writes where it is."""
+_TRACEBACK_SECONDS = 15.0
+"""So long before the deadline every rank writes where it is, but not in the first half."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +62,7 @@ def run_rank(job: ParityJob) -> int:
     from lockstep.ranks.context import init_ranks
 
     faulthandler.enable()
-    if job.timeout > 2 * _TRACEBACK_SECONDS:
-        faulthandler.dump_traceback_later(job.timeout - _TRACEBACK_SECONDS, exit=False)
+    faulthandler.dump_traceback_later(max(job.timeout / 2, job.timeout - _TRACEBACK_SECONDS), exit=False)
     run = _Run(job)
     try:
         with init_ranks(device=job.device, seconds=job.wait) as ranks:
@@ -116,7 +115,7 @@ class _Run:
         model = self._model(shards=getattr(kind, "shards_weights", False))
         self.recording = Recording.open(job.inputs)
         self.loss: TokenLoss = token_loss(self.recording.header, "recorded")
-        settings = {"device": str(self.device), "attention": self.attention}
+        settings = {"device": self.device.type, "attention": self.attention}
         self.backend: TrainBackend = kind(
             job.train.model_copy(update=settings),
             model=model,
@@ -238,12 +237,13 @@ class _Run:
             write_json(self.job.out / RESULT, self._outcome("ok").model_dump())
 
     def give_up(self, status: str, error: Exception) -> None:
-        """What there is, and why it is not more. Any rank: the first one to fail may not be rank 0."""
+        """What there is, and why it is not more. Any rank: the first one to fail may not be rank 0, and
+        what the others then say of a lost peer explains nothing."""
         from lockstep.lab.results import error_line, is_out_of_memory
+        from lockstep.ranks.context import lost_peer
 
-        assert self.ranks is not None or status == "refused"
         self.say(f"{self.job.stack}: {status}: {error}")
-        if not self._first and (self.job.out / RESULT).exists():
+        if (self.job.out / RESULT).exists() and (lost_peer(error) or not self._first):
             return
         status = "oom" if is_out_of_memory(error) else status
         prefix = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
