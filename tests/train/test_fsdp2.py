@@ -133,6 +133,8 @@ def test_sizes_that_do_not_divide_are_named() -> None:
     [
         ({"execution": "joint"}, "train.execution = 'joint' is not available"),
         ({"optimizer": "adamw8bit"}, "set 'adamw', and train.optimizer_device = 'cpu'"),
+        ({"ring": 2, "layout": "padded"}, "ring attention shards packs"),
+        ({"ring": 2, "execution": "compile"}, "set train.execution = 'eager'"),
         ({"tp": 2}, r"train.tp = 2: 1 \* 2 = 2 does not divide 1"),
     ],
 )

@@ -27,6 +27,7 @@ __all__ = [
     "DecoderInputs",
     "Head",
     "Ring",
+    "check_ring",
     "decoder_inputs",
     "dense_shape",
     "head_of",
@@ -96,7 +97,7 @@ def decoder_inputs(
     if (kernel == "varlen" or ring is not None) and batch.token_ids.device.type == "cpu":
         attention.enable_cpu_reference()  # before any layer is traced: a compiled layer cannot register ops
     if ring is not None:
-        _check_ring(kernel, base.config, layout=layout, compiled=compiled, device=batch.token_ids.device)
+        check_ring(kernel, base.config, layout=layout, compiled=compiled, device=batch.token_ids.device)
         return _ring_inputs(batch, ring)
     if layout == "packed":
         return DecoderInputs(
@@ -162,8 +163,12 @@ def _one_row(shard: RingShard) -> RingShard:
     )
 
 
-def _check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device: torch.device) -> None:
-    """Refuse what ring attention cannot do; the same answer on every rank."""
+def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device: torch.device) -> None:
+    """Refuse what ring attention cannot do; the same answer on every rank.
+
+    Raises:
+        ConfigError: says what to set.
+    """
     if layout != "packed":
         raise ConfigError(
             f"ring attention shards packs: train.layout = {layout!r}; set 'packed', or ring = 1"

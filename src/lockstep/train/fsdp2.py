@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.export import export_tensors
-from lockstep.models.forward import Ring
+from lockstep.models.forward import Ring, check_ring
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora
 from lockstep.observe.spans import Spans
@@ -80,6 +81,11 @@ class FSDP2Backend:
         self.temperature, self.spans, self.steps_done = temperature, spans, 0
         self.module = model.module.eval()
         self.device = device_of(self.module)
+        if config.ring > 1:
+            base = getattr(self.module, causal_lm(self.module).base_model_prefix)
+            compiled = config.execution == "compile"
+            kernel = kernel_of(base.config._attn_implementation)
+            check_ring(kernel, base.config, layout=config.layout, compiled=compiled, device=self.device)
         self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity

@@ -118,7 +118,8 @@ class ShardedModel:
             fully_shard(layer, **policy)
         fully_shard(last, **stays)
         fully_shard(self.outer, **stays)
-        for part in self.parts():
+        self._parts = [part for part in self.outer.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
             # Sums, not means: loss_weights hold the normaliser of the whole step. The factor alone would
             # make a PREMUL_SUM of it, which gloo does not have.
             part.set_gradient_divide_factor(1.0)
@@ -144,10 +145,6 @@ class ShardedModel:
             for key, empty in module._parameters.items():
                 if empty is not None:
                     module._parameters[key] = made[empty]
-
-    def parts(self) -> list[FSDPModule]:
-        """Every FSDP2 module, the root too."""
-        return [module for module in self.outer.modules() if isinstance(module, FSDPModule)]
 
     # --- shards and wholes ----------------------------------------------------------------------------------
 
@@ -246,7 +243,7 @@ class ShardedModel:
 
     def drop_gradients(self) -> None:
         """Forget every gradient, those of an accumulation that was not reduced too."""
-        for part in self.parts():
+        for part in self._parts:
             for group in _groups(part):
                 for parameter in group.fsdp_params:
                     parameter.sharded_param.grad = None
@@ -258,14 +255,14 @@ class ShardedModel:
         """Before each backward of a step. Gradients stay where they are, whole, in float32, until the last
         one, which adds them up over ranks; and gathered weights stay gathered where forward leaves them so.
         """
-        root = self.parts()[0]
+        root = self._parts[0]
         root.set_requires_gradient_sync(last)
         # The root's weights are needed from the first micro-batch to the last anyway.
         root.set_reshard_after_backward(last, recurse=not self._reshards)
 
     def reset(self) -> None:
         """After a forward or backward that raised: FSDP2's hooks expect what will not come any more."""
-        root = self.parts()[0]
+        root = self._parts[0]
         if hasattr(root, "reset_iter_state"):
             root.reset_iter_state()
         else:  # torch before 2.13
@@ -273,7 +270,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Give gathered weights back: they are stale after an optimizer step."""
-        for part in self.parts():
+        for part in self._parts:
             part.reshard()
 
     @contextlib.contextmanager
