@@ -1,4 +1,6 @@
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -198,3 +200,80 @@ def test_a_cancelled_step_does_not_start_another_round():
         resampling=Resampling(keep=lambda group: False, max_rounds=10),
     )
     assert out.aborted and not out.groups and len(rewards.inputs) == 8
+
+
+class ThreadRanks:
+    """One of several ranks that are threads: what GroupSampler asks of a RankContext."""
+
+    def __init__(self, rank, shared, barrier):
+        self.rank, self.world_size, self.shared, self.barrier = rank, len(shared), shared, barrier
+
+    def each(self, make, *, what):
+        self.shared[self.rank] = make()
+        self.barrier.wait(timeout=30)
+        found = list(self.shared)
+        self.barrier.wait(timeout=30)
+        return found
+
+
+def on_ranks(size, call):
+    """call(ranks) on every one of `size` ranks; their results."""
+    shared, barrier = [None] * size, threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(call, [ThreadRanks(rank, shared, barrier) for rank in range(size)]))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_ranks_share_the_prompts_and_all_get_what_one_would(size):
+    def samples(ranks):
+        engine = FakeEngine()
+        sampler = GroupSampler(engine=engine, rewards=FakeRewards(drop=3), ranks=ranks)
+        found = sampler.groups(
+            [make_prompt(i) for i in (3, 1, 8, 5, 2)],
+            Draw(run_seed=5, step=2),
+            sampling=SamplingConfig(max_tokens=4),
+            group_size=3,
+        )
+        return found, [request.prompt_token_ids[0] for request in engine.requests]
+
+    alone = sample(rewards=FakeRewards(drop=3), prompts=(3, 1, 8, 5, 2))
+    assert 0 < alone.counts["rollout/dropped_rollouts"] < 15
+    found = on_ranks(size, samples)
+    for rank, (together, asked) in enumerate(found):
+        assert together.groups == alone.groups
+        for name in ("rollout/dropped_rollouts", "rollout/dropped_groups", "rollout/cached_tokens"):
+            assert together.counts[name] == alone.counts[name]
+        assert asked == [3, 1, 8, 5, 2][rank::size]
+
+
+def test_dynamic_sampling_on_ranks_takes_the_same_rounds():
+    def keep(group):
+        return group.prompt.index % 3 == 0
+
+    def samples(ranks):
+        return GroupSampler(engine=FakeEngine(), rewards=FakeRewards(), ranks=ranks).step(
+            Prompts(1000),
+            Draw(run_seed=0, step=0),
+            rollout=RolloutConfig(prompts_per_step=4, group_size=2),
+            resampling=Resampling(keep=keep, max_rounds=10),
+        )
+
+    alone = step(FakeEngine(), keep)
+    assert alone.counts["rollout/resample_rounds"] > 1
+    for together in on_ranks(3, samples):
+        assert together.groups == alone.groups
+        for name in ("rollout/resample_rounds", "rollout/rejected_groups"):
+            assert together.counts[name] == alone.counts[name]
+
+
+def test_a_generation_that_one_rank_aborts_is_aborted_on_all():
+    def samples(ranks):
+        engine = FakeEngine(finish_reason="abort" if ranks.rank == 1 else "length")
+        return GroupSampler(engine=engine, rewards=FakeRewards(), ranks=ranks).groups(
+            [make_prompt(i) for i in range(4)],
+            Draw(run_seed=5, step=2),
+            sampling=SamplingConfig(max_tokens=4),
+            group_size=2,
+        )
+
+    assert all(found.aborted and found.groups == () for found in on_ranks(2, samples))

@@ -26,7 +26,7 @@ from lockstep.config.run import RunConfig, check_ranks
 from lockstep.observe.files import write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
 from lockstep.ranks.context import RankContext, init_ranks
-from lockstep.ranks.launch import LAUNCHER_PID, in_launcher
+from lockstep.ranks.launch import in_launcher
 
 WAIT_SECONDS = 1800.0
 """How long a rank waits for another where nothing else is asked for: slow rewards are in it."""
@@ -153,6 +153,6 @@ def resume_command(folder: Path, ranks: RankContext) -> str:
     command = f"lockstep train --resume {shlex.quote(str(folder))}"
     if ranks.world_size == 1:
         return command
-    if LAUNCHER_PID in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+    if ranks.on_one_machine:
         return f"{command} --ranks {ranks.world_size}"
     return f"{command} (on {ranks.world_size} ranks, under the launcher that started them)"

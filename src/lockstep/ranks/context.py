@@ -112,6 +112,11 @@ class RankContext:
         """Whether this is rank 0, which alone writes files and shows what happens."""
         return self.rank == 0
 
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks are on this machine, as far as the launcher says."""
+        return local_ranks(os.environ) == self.world_size
+
     # --- what ranks agree on: every method is collective ----------------------------------------------------
 
     def gather(self, value: T, *, what: str) -> list[T]:
@@ -343,6 +348,13 @@ def init_ranks(
     )
 
 
+def local_ranks(environ: Mapping[str, str]) -> int | None:
+    """How many of the ranks are on this machine; None: the launcher does not say."""
+    # deepspeed's launcher says LOCAL_SIZE
+    found = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")
+    return None if found is None else int(found)
+
+
 def _number(environ: Mapping[str, str], key: str) -> int:
     value = environ.get(key)
     if value is None and key == "LOCAL_RANK":
@@ -364,8 +376,7 @@ def _placement(
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise ConfigError("device = 'cuda' on several ranks: this machine shows no GPU; set --device cpu")
-    # deepspeed's launcher says LOCAL_SIZE
-    local = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size)
+    local = local_ranks(environ) or world_size
     if local > gpus:
         return (
             torch.device("cuda", local_rank % gpus),
