@@ -85,9 +85,9 @@ def test_recorded_inputs_without_advantages_are_left_out(tmp_path: Path) -> None
 
     corpus = Recording.open(None)
     sizes = model_sizes(TINY).model_copy(update={"vocab_size": 49152})
-    plan = _recorded(corpus, spec(tmp_path, algorithm="grpo", max_samples=12, max_length=300), sizes)
+    plan = _recorded(corpus, spec(tmp_path, algorithm="grpo", max_samples=60, max_length=300), sizes)
     batches = [batch for batches in plan for batch in batches]
-    assert 0 < sum(len(batch.sample_ids) for batch in batches) <= 12
+    assert 0 < sum(len(batch.sample_ids) for batch in batches) <= 60
     for batch in batches:
         assert isinstance(batch, PolicyBatch) and bool(batch.advantages.any()) and max(batch.lengths) <= 300
     with pytest.raises(DataError, match="no input with advantages and documents of at most 3 tokens"):
