@@ -23,7 +23,7 @@ from lockstep.config.support import cells_tested_by
 
 CELLS = list(cells_tested_by("ci-cpu:tests/parity/test_train_backends.py"))
 WORKER = Path(__file__).with_name("train_backends_worker.py")
-TIMEOUT = 300
+TIMEOUT = 480
 
 SFT_SGD, SFT_ADAMW = Run(algorithm="sft", optimizer="sgd"), Run(algorithm="sft", optimizer="adamw")
 GRPO_SGD, GRPO_ADAMW = Run(algorithm="grpo", optimizer="sgd"), Run(algorithm="grpo", optimizer="adamw")

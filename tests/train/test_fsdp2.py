@@ -22,7 +22,7 @@ from lockstep.train.fsdp2 import FSDP2Backend
 from lockstep.train.mesh import mesh_sizes
 
 WORKER = Path(__file__).with_name("fsdp2_worker.py")
-TIMEOUT = 240
+TIMEOUT = 480
 TWO = (
     "sgd",
     "adamw",
