@@ -85,17 +85,17 @@ def ring_attention(
             f"ring attention runs flash kernels, which have no {q.dtype} on {q.device.type}; "
             "set model.dtype = 'bfloat16'"
         )
-    out: Tensor = _apply(q, k, v, shard, group, scale)
+    out: Tensor = _apply(q, k, v, Ring(shard=shard, group=group), scale)
     return out
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shard: Any, group: Any, scale: Any) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float | None) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = _forward(q, k, v, _Round(shard, group), scale)
+        out, lse = _forward(q, k, v, _Round(ring), scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.shard, ctx.group, ctx.scale = shard, group, scale
+        ctx.ring, ctx.scale = ring, scale
         return out
 
     @staticmethod
@@ -104,7 +104,7 @@ class _RingAttention(torch.autograd.Function):
         # .contiguous(): gloo sends dense permuted tensors in memory order, and the kernels want rows.
         q, k, v, out, lse = ctx.saved_tensors
         saved = _Saved(grad=grad.contiguous(), q=q, k=k, v=v, out=out, lse=lse)
-        return (*_backward(saved, _Round(ctx.shard, ctx.group), ctx.scale), None, None, None)
+        return (*_backward(saved, _Round(ctx.ring), ctx.scale), None, None)
 
 
 _apply: Callable[..., Tensor] = _RingAttention.apply  # torch gives it no type
@@ -315,11 +315,10 @@ def _varies(dim: int, *tensors: Tensor) -> None:
 class _Round:
     """One time round the ring; sends go to the next rank, what arrives is from the one before."""
 
-    def __init__(self, shard: RingShard, group: dist.ProcessGroup) -> None:
-        self.shard = shard
-        self.rows = shard.divided[shard.rank]
+    def __init__(self, ring: Ring) -> None:
+        self.shard, self._group = ring.shard, ring.group
+        self.rows = self.shard.divided[self.shard.rank]
         """Rows of divided documents here."""
-        self._group = group
 
     def send_on(self, tensors: tuple[Tensor, Tensor], *, step: int, tag: int) -> _Coming:
         """Begin to pass two tensors on, of the same rows, and to receive those that this rank works on in

@@ -103,7 +103,8 @@ class ZeroEngine:
             optimizer.grad_partitions_flat_buffer.zero_()
         if self.offloaded:
             for flat in self._flats():
-                flat.grad.zero_()
+                if flat.grad is not None:
+                    flat.grad.zero_()
             optimizer.norm_for_param_grads.clear()
             if self.stage < 3:
                 optimizer._offload_accumulated_param_ids = set()
@@ -149,7 +150,7 @@ class ZeroEngine:
         if self.stage == 0:
             shares = [p.grad for p in self.parameters.values() if p.grad is not None]
         elif self.offloaded:
-            shares = [flat.grad for flat in self._flats()]
+            shares = [flat.grad for flat in self._flats() if flat.grad is not None]
         else:
             groups = self.engine.optimizer.averaged_gradients.values()
             shares = [gradient for group in groups for gradient in group or ()]
