@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.config.model import LoraConfig
 from lockstep.config.train import TrainConfig
@@ -164,3 +165,14 @@ def test_one_process_and_a_module_with_weights(
         norms = backend.optimizer_step()["grad_norm"], local.optimizer_step()["grad_norm"]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     backend.close()
+
+
+def test_a_module_with_weights_in_bfloat16_keeps_its_float32_tables(
+    make_backend: Any, tiny_model: Any, documents: Any, batch_of: Any
+) -> None:
+    """Nothing will be trained, so the shards are bfloat16 too; rotary frequencies must not be."""
+    batches = [batch_of(documents(3, seed=0), weight=1 / 30)]
+    backend = FSDP2Backend(TrainConfig(), model=tiny_model(dtype="bfloat16"), total_steps=0)
+    assert {buffer.dtype for buffer in backend.module.buffers()} == {torch.float32}
+    expected = make_backend(dtype="bfloat16", total_steps=0).logprobs(batches, model="policy")
+    assert torch.equal(backend.logprobs(batches, model="policy")[0], expected[0])

@@ -88,7 +88,8 @@ class ShardedModel:
         if meta:
             _retype(self.module, stored)
         else:
-            self.module.to(stored)
+            for parameter in self.module.parameters():  # not Module.to: rotary tables stay float32
+                parameter.data = parameter.data.to(stored)
         self._shard(config, stored)
         if meta:
             self._materialize(model.source)
