@@ -35,5 +35,7 @@ def test_every_public_name_is_the_one_that_its_module_defines() -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'trainer'; it has DPORun, GRPORun, .*train_online"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'trainer'; it has DPORun, GRPORun, .*train_online"
+    ):
         _ = lockstep.trainer  # type: ignore[attr-defined]

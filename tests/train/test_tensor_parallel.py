@@ -31,8 +31,8 @@ from lockstep.train.tensor_parallel import (
 )
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
-# Three query groups, parts of MLP and vocabulary that are not equal, and a pad id (whose embedding row gets no
-# gradient) that is in the documents and not on rank 0.
+# Three query groups, parts of MLP and vocabulary that are not equal, and a pad id (whose embedding row gets
+# no gradient) that is in the documents and not on rank 0.
 THREE = {
     "hidden_size": 60,
     "num_attention_heads": 6,
