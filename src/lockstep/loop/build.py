@@ -139,8 +139,7 @@ def load_policy(
     too."""
     random.seed(run.seed)
     np.random.seed(run.seed % 2**32)
-    # Ranks with data of their own draw dropout of their own; those that share matrices draw the same.
-    torch.manual_seed(run.seed + (0 if ranks is None else mesh_place(run, ranks).at["dp"]))
+    torch.manual_seed(run.seed + (0 if ranks is None else mesh_place(run, ranks).stream))
     axes = resolve_axes(run, engine=engine, ranks=ranks)
     device = torch.device(axes.device)
     if device.type == "cuda" and device.index is not None:

@@ -79,6 +79,12 @@ class MeshPlace:
     sizes: dict[str, int]
     at: dict[str, int]
 
+    @property
+    def stream(self) -> int:
+        """Ranks with tokens of their own draw dropout of their own; those that share matrices draw the
+        same."""
+        return self.at["dp"] * self.sizes["ring"] + self.at["ring"]
+
 
 def mesh_place(run: RunConfig, ranks: RankContext) -> MeshPlace:
     """tp is innermost: its ranks are neighbours."""

@@ -101,7 +101,10 @@ class Session:
     def _broken_off(self, error: BaseException) -> dict[str, Any]:
         if not isinstance(error, KeyboardInterrupt) and not self._interrupt.at_once:
             if self.run.checkpoint.background and self._failed_together(error, "at the end"):
-                self._checkpoints.finish()
+                try:
+                    self._checkpoints.finish()
+                except CheckpointError as second:  # the first error is the one to tell
+                    self.display.note(f"nor could the checkpoint that was under way be written: {second}")
             return self._summary("failed", error=f"{type(error).__name__}: {error}")
         steps = self._checkpoints.steps()
         self.display.note(
