@@ -169,7 +169,8 @@ def _grpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
     fits, notes = recording.header.vocab_size <= sizes.vocab_size, []
     if fits:
         plan, algorithm = _recorded(recording, spec, sizes), dict(recording.header.algorithm)
-        source, temperature = str(recording.path), recording.header.temperature
+        source = "the shipped corpus" if spec.recording is None else str(spec.recording)
+        temperature = recording.header.temperature
     elif spec.recording is not None:
         raise ConfigError(
             f"--recording {spec.recording} has ids of a vocabulary of {recording.header.vocab_size}, "
