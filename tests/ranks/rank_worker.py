@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.ranks.context import RankContext, init_ranks
+from lockstep.ranks.context import RankContext, RankError, init_ranks
 from lockstep.ranks.guard import Desync, Guard
 
 
@@ -71,6 +71,15 @@ def stubborn(ranks: RankContext, guard: Guard) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     Path(os.environ["OUT"], "pids").write_text(f"{os.getpid()} {child.pid}")
     time.sleep(300)
+
+
+def in_vain(ranks: RankContext, guard: Guard) -> None:
+    """Rank 0 has waited for rank 1, which hangs."""
+    guard.at(3, "forward and backward of input 7")
+    ranks.barrier(what="both are there")
+    if ranks.rank == 1:
+        time.sleep(300)
+    raise RankError("rank 0 of 2, at gradients: a rank did not come within 2 s")
 
 
 def waits(ranks: RankContext, guard: Guard) -> None:

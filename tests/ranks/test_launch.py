@@ -99,6 +99,16 @@ def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.Cap
 
 
 @pytest.mark.slow
+def test_a_rank_that_hangs_is_named(
+    out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message of the rank that waited in vain does not say for whom."""
+    monkeypatch.setattr("lockstep.ranks.launch._GRACE_SECONDS", 1.0)
+    assert launch("in_vain", out) == 1
+    assert "rank 1 was stopped; last seen at step 3: forward" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

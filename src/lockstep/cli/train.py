@@ -179,8 +179,10 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
         in_good_order=True,
     )
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
-        resume = f"lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"
-        print(f"train: interrupted, stopped at once, {folder}, go on with: {resume}")
+        resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"
+        if not (folder / "config.toml").exists():
+            resume = "nothing had begun: start it again by the same command"
+        print(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
 
 

@@ -344,20 +344,22 @@ class _Launch:
         same = first is zero or (first.status > 0 and _message(first) is not None)
         if zero.status > 0 and _told(zero) and same and _message(zero) == _message(first):
             # It ended in order and its message has been shown already: a wrong flag, a verdict that failed.
+            if (zero.error or {}).get("type") == "RankError":  # it waited in vain: where are the others?
+                self._say([f"rank {end.rank} {end.how()}{end.where()}" for end in (first, *others)])
             return zero.status
         lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
         lines += [f"  | {line}" for line in self._last_words(first)]
-        lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in others]
-        lines.append(f"logs: {self.log_dir}/rank-*.log")
-        print("\n".join(lines), file=sys.stderr)
+        self._say([*lines, *(f"rank {end.rank} {end.how()}{end.where()}" for end in others)])
         return first.status if first.status > 0 else 128 - first.status
 
     def _explain_timeout(self) -> int:
         lines = [f"lockstep: the {self.ranks} ranks were stopped at the deadline"]
         lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in sorted(self.ends(), key=_rank)]
-        lines.append(f"logs: {self.log_dir}/rank-*.log")
-        print("\n".join(lines), file=sys.stderr)
+        self._say(lines)
         return TIMED_OUT
+
+    def _say(self, lines: Sequence[str]) -> None:
+        print("\n".join([*lines, f"logs: {self.log_dir}/rank-*.log"]), file=sys.stderr)
 
     def _last_words(self, end: RankEnd) -> list[str]:
         """Its traceback, else the end of what it wrote to stderr."""
