@@ -23,6 +23,7 @@ from lockstep.engine.stop import completion_text
 from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
+from lockstep.observe.memory import is_out_of_memory
 from lockstep.protocols.engine import EngineStats, OnCompletion
 from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
@@ -104,7 +105,7 @@ class HFEngine:
                 self._skeleton.linears.refresh()
                 generation.run(requests, abort=self._abort)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise EngineError(
                 f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes "
@@ -197,8 +198,3 @@ class HFEngine:
             policy_version=self._policy_version,
             cached_tokens=cached,
         )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text

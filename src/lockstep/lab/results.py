@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-import torch
-
 from lockstep.errors import ConfigError
+from lockstep.observe import memory
 from lockstep.observe.files import jsonable, write_atomic, write_json
 from lockstep.recording import show
 
@@ -82,7 +81,7 @@ def error_line(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether memory running out is what it came from."""
     while error is not None:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+        if memory.is_out_of_memory(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -21,3 +21,11 @@ def hf_config(module: nn.Module) -> PretrainedConfig:
 def text_config(module: nn.Module) -> Any:
     """The config of the module's decoder: the config itself, but for models that also see or hear."""
     return hf_config(module).get_text_config()
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """In train mode each layer's activations are computed again in backward: neither logprobs nor an engine
+    that shares the module pays for it."""
+    # In older transformers it goes by the older name only.
+    enable = getattr(module, "activation_checkpointing_enable", None)
+    (enable or causal_lm(module).gradient_checkpointing_enable)({"use_reentrant": False})

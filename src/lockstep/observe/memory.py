@@ -27,6 +27,14 @@ def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, floa
     return metrics
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says so itself: a GPU's allocator has an exception of its own, the CPU's raises a
+    plain RuntimeError."""
+    import torch
+
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 def peak_rss_bytes() -> int:
     """Highest resident size of this process.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.errors import TrainError
+from lockstep.packing import empty_batch
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch
 
@@ -26,6 +27,18 @@ def deal(count: int, *, parts: int) -> list[list[int | None]]:
     """
     rounds = -(-count // parts)
     return [[i if i < count else None for i in range(part, rounds * parts, parts)] for part in range(parts)]
+
+
+def dealt(batches: Sequence[PackedBatch], *, part: int, parts: int) -> list[tuple[int | None, PackedBatch]]:
+    """What one part runs of a step's micro-batches: each with its index; None with an empty one, made of the
+    smallest, which costs least."""
+    mine = deal(len(batches), parts=parts)[part]
+    smallest = min(batches, key=lambda batch: batch.num_slots, default=None)
+    found: list[tuple[int | None, PackedBatch]] = []
+    for index in mine:
+        assert smallest is not None, "whoever is dealt something has a smallest one"
+        found.append((index, empty_batch(smallest) if index is None else batches[index]))
+    return found
 
 
 def require_same_batches(

@@ -19,18 +19,19 @@ from torch import Tensor, nn
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
+from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
-from lockstep.packing import empty_batch
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train.dealing import Seen, deal, require_same_batches, share_logprobs, share_stats
+from lockstep.train import step_errors
+from lockstep.train.dealing import Seen, dealt, require_same_batches, share_logprobs, share_stats
 from lockstep.train.deepspeed_build import ZeroBuilder
 from lockstep.train.deepspeed_setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed_state import ZeroParts, whole_weights
@@ -104,10 +105,7 @@ class DeepSpeedBackend:
         )
         reference = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         if config.activation_checkpointing:
-            # In older transformers it goes by the older name only.
-            name = "activation_checkpointing_enable"
-            enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            checkpoint_activations(self.module)
         named = trained_parameters(self.module)
         build = ZeroBuilder(
             ds=ds, config=config, device=self.device, dtype=model.dtype, temperature=temperature
@@ -132,12 +130,8 @@ class DeepSpeedBackend:
         require_same_batches(batches, group=self._group, device=self.device)
         if not batches:
             return None
-        mine = deal(len(batches), parts=self.world_size)[self.rank]
-        smallest = min(batches, key=lambda batch: batch.num_slots)
-        found = {i: batches[i] for i in mine if i is not None}
-        if None in mine:
-            found[len(batches)] = empty_batch(smallest)
-        return found
+        turns = dealt(batches, part=self.rank, parts=self.world_size)
+        return {len(batches) if index is None else index: batch for index, batch in turns}
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
         """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; each made by one rank.
@@ -160,7 +154,7 @@ class DeepSpeedBackend:
             ConfigError: model is "ref" and the backend was made without one.
         """
         if model == "ref" and not self._has_ref:
-            raise ConfigError("this backend has no reference model; make it with ref=True")
+            raise step_errors.no_reference()
         results = []
         self._outer.eval()
         with torch.no_grad(), self._as_model(model) as outer:
@@ -292,11 +286,10 @@ class DeepSpeedBackend:
 
     @contextlib.contextmanager
     def _memory_errors_explained(self, batch: PackedBatch, *, index: int, count: int) -> Iterator[None]:
-        """A GPU's allocator has an exception of its own, the CPU's raises a plain RuntimeError."""
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             what = f"micro-batch {index} of {count}" if index < count else "an empty micro-batch"
             raise TrainError(
@@ -308,16 +301,12 @@ class DeepSpeedBackend:
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        """One wait for the whole step. With the losses of all ranks: raises on every one."""
-        for index, value in enumerate(_values(losses)):
-            if not math.isfinite(value):
-                self._recover()
-                raise TrainError(
-                    f"step {self.steps_done}, micro-batch {index} of {len(losses)}: the loss is {value}; its "
-                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
-                    "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set "
-                    "model.dtype = 'float32'"
-                )
+        """With the losses of all ranks: raises on every one."""
+        try:
+            step_errors.require_finite(losses, batches, step=self.steps_done)
+        except TrainError:
+            self._recover()
+            raise
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.spans is None else self.spans(name)
@@ -354,22 +343,14 @@ class DeepSpeedBackend:
                 recompiled more often than train.max_recompiles.
         """
         if self.total_steps == 0:
-            raise ConfigError(
-                "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
-            )
+            raise step_errors.no_optimizer()
         if not (self._gradients_ready and self._trained):
             self.drop_gradients()
-            raise TrainError(
-                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one "
-                "trained token before optimizer_step"
-            )
+            raise step_errors.no_gradients(step=self.steps_done)
         norm = self.gradient_norm()
         if not math.isfinite(norm):
             self.drop_gradients()
-            raise TrainError(
-                f"step {self.steps_done}: the gradient norm is {norm}. No weight was changed. Lower train.lr "
-                "or set model.dtype = 'float32'"
-            )
+            raise step_errors.norm_not_finite(norm, step=self.steps_done)
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         self._zero.step(lr)
         self._gradients_ready = False
@@ -401,7 +382,7 @@ class DeepSpeedBackend:
             TrainError: there are gradients that no optimizer step has used.
         """
         if self._gradients_ready:
-            raise TrainError("save in the middle of an optimizer step would lose its gradients; step first")
+            raise step_errors.save_amid_step()
         return save_state(
             directory,
             parts=self._parts(),

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.causal_lm import causal_lm, checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import Ring, check_ring
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora
+from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
-from lockstep.packing import empty_batch, ring_shard
+from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
-from lockstep.train.dealing import Seen, deal, require_same_batches, share_logprobs, share_stats
+from lockstep.train import step_errors
+from lockstep.train.dealing import Seen, dealt, require_same_batches, share_logprobs, share_stats
 from lockstep.train.fsdp2_shards import ShardedModel, device_of
 from lockstep.train.fsdp2_state import ShardedState
 from lockstep.train.gradients import global_norm
@@ -103,10 +105,7 @@ class FSDP2Backend:
         self._has_gradients = False
         self._added_up: dict[str, Tensor] | None = None
         if config.activation_checkpointing:
-            # In older transformers it goes by the older name only.
-            name = "activation_checkpointing_enable"
-            enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            checkpoint_activations(self.module)
 
     # --- construction ---------------------------------------------------------------------------------------
 
@@ -131,9 +130,7 @@ class FSDP2Backend:
     @property
     def _optimizer(self) -> MasterOptimizer:
         if self._made_optimizer is None:
-            raise ConfigError(
-                "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
-            )
+            raise step_errors.no_optimizer()
         return self._made_optimizer
 
     # --- forward and backward -------------------------------------------------------------------------------
@@ -147,12 +144,12 @@ class FSDP2Backend:
         """
         sharded = self._policy if model == "policy" else self._ref
         if sharded is None:
-            raise ConfigError("this backend has no reference model; make it with ref=True")
+            raise step_errors.no_reference()
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         found: dict[int, Tensor] = {}
         with torch.no_grad(), sharded.resharded_after():
             for index, batch in self._turns(batches):
-                with self._memory_errors_explained(index, batches):
+                with self._memory_errors_explained(index, batch, count=len(batches)):
                     rows, labels, part = self._rows(batch)
                     logprobs = sharded.outer(batch.to(self.device), rows, labels, None, part)
                     if index is not None and self._speaks:
@@ -188,7 +185,7 @@ class FSDP2Backend:
             with self._policy.resharded_after():
                 for turn, (index, batch) in enumerate(turns):
                     self._policy.last_backward(turn == len(turns) - 1)
-                    with self._memory_errors_explained(index, batches):
+                    with self._memory_errors_explained(index, batch, count=len(batches)):
                         one = self._backward(batch, loss)
                     if index is not None and self._speaks:
                         seen[index] = one
@@ -204,8 +201,7 @@ class FSDP2Backend:
     def _turns(self, batches: Sequence[PackedBatch]) -> list[tuple[int | None, PackedBatch]]:
         """What this rank runs, with the index into `batches`; None: nothing of its own, it takes part in
         collectives."""
-        mine = deal(len(batches), parts=self.mesh.dp)[self.mesh.dp_rank]
-        return [(index, empty_batch(batches[0]) if index is None else batches[index]) for index in mine]
+        return dealt(batches, part=self.mesh.dp_rank, parts=self.mesh.dp)
 
     def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor, RingPart | None]:
         """What the head sees of a batch on the host: slots of the pack, their labels, and on a ring which of
@@ -247,35 +243,27 @@ class FSDP2Backend:
     # --- errors ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _memory_errors_explained(self, index: int | None, batches: Sequence[PackedBatch]) -> Iterator[None]:
-        """A GPU's allocator has an exception of its own, the CPU's raises a plain RuntimeError."""
+    def _memory_errors_explained(
+        self, index: int | None, batch: PackedBatch, *, count: int
+    ) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
             what = "an empty micro-batch" if index is None else f"micro-batch {index}"
-            tokens = batches[index or 0].num_slots
             raise TrainError(
-                f"step {self.steps_done}, {what} of {len(batches)}: out of memory with {tokens} token slots "
-                f"on a mesh of {mesh}; set train.activation_checkpointing = true, lower train.token_budget, "
-                "set train.reshard_after_forward = true, train.optimizer_device = 'cpu' or "
-                "train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
+                f"step {self.steps_done}, {what} of {count}: out of memory with {batch.num_slots} token "
+                f"slots on a mesh of {mesh}; set train.activation_checkpointing = true, lower "
+                "train.token_budget, set train.reshard_after_forward = true, train.optimizer_device = 'cpu' "
+                "or train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
                 f"{error}"
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        """One wait for the whole step; every rank has the losses of all."""
-        values = torch.stack(list(losses)).tolist() if losses else []
-        for index, value in enumerate(values):
-            if not math.isfinite(value):
-                raise TrainError(
-                    f"step {self.steps_done}, micro-batch {index} of {len(values)}: the loss is {value}; its "
-                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
-                    "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set "
-                    "model.dtype = 'float32'"
-                )
+        """On every rank: each has the losses of all."""
+        step_errors.require_finite(losses, batches, step=self.steps_done)
 
     def _recover(self) -> None:
         """After a forward or backward that raised."""
@@ -345,18 +333,12 @@ class FSDP2Backend:
     def _updated(self) -> dict[str, float]:
         optimizer, shards = self._optimizer, self._shards()
         if not shards:
-            raise TrainError(
-                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one "
-                "trained token before optimizer_step"
-            )
+            raise step_errors.no_gradients(step=self.steps_done)
         norm = self._norm(shards)
         if not math.isfinite(norm):
             with torch.enable_grad():
                 reason = self._blame()
-            raise TrainError(
-                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. "
-                "Lower train.lr or set model.dtype = 'float32'"
-            )
+            raise step_errors.norm_not_finite(norm, step=self.steps_done, reason=reason)
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
@@ -418,7 +400,7 @@ class FSDP2Backend:
             TrainError: there are gradients that no optimizer step has used.
         """
         if self._pending:
-            raise TrainError("save in the middle of an optimizer step would lose its gradients; step first")
+            raise step_errors.save_amid_step()
         return save_state(
             directory,
             parts=ShardedState(self._policy, self._made_optimizer),

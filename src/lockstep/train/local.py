@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch, compile_blocks
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_hf
 from lockstep.models.forward import head_of, hidden_states
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
 from lockstep.models.memory import advice
+from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
+from lockstep.train import step_errors
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
 from lockstep.train.rows import Rows, head_rows, part, scatter
@@ -92,19 +94,13 @@ class LocalBackend:
         self._made_optimizer = make_optimizer(named, config=config) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         if config.activation_checkpointing:
-            # Only in train mode, so neither logprobs nor an engine that shares the module is checkpointed.
-            # In older transformers it goes by the older name only.
-            name = "activation_checkpointing_enable"
-            enable = getattr(self.module, name, None) or causal_lm(self.module).gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+            checkpoint_activations(self.module)
         self._compile_watch = self._compile() if config.execution == "compile" else None
 
     @property
     def _optimizer(self) -> MasterOptimizer:
         if self._made_optimizer is None:
-            raise ConfigError(
-                "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
-            )
+            raise step_errors.no_optimizer()
         return self._made_optimizer
 
     def _frozen_copy(self) -> nn.Module:
@@ -125,7 +121,7 @@ class LocalBackend:
             TrainError: out of memory.
         """
         if model == "ref" and not self._has_ref:
-            raise ConfigError("this backend has no reference model; make it with ref=True")
+            raise step_errors.no_reference()
         results = []
         with torch.no_grad(), self._as_model(model) as module:
             for index, batch in enumerate(batches):
@@ -234,11 +230,10 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _memory_errors_explained(self, index: int, batches: Sequence[PackedBatch]) -> Iterator[None]:
-        """A GPU's allocator has an exception of its own, the CPU's raises a plain RuntimeError."""
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             tokens, count, ref = batches[index].num_slots, len(batches), self._ref is not None
             what = advice(self.module, self.config, tokens=tokens, micro_batches=count, ref=ref)
@@ -248,16 +243,7 @@ class LocalBackend:
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        """One wait for the whole step."""
-        values = torch.stack(list(losses)).tolist() if losses else []
-        for index, value in enumerate(values):
-            if not math.isfinite(value):
-                raise TrainError(
-                    f"step {self.steps_done}, micro-batch {index} of {len(values)}: the loss is {value}; its "
-                    f"samples are {list(batches[index].sample_ids)}. No weight was changed. Look at these "
-                    "samples (advantages, rollout_logprobs, loss_weights), lower train.lr, or set "
-                    "model.dtype = 'float32'"
-                )
+        step_errors.require_finite(losses, batches, step=self.steps_done)
 
     def _blame(self) -> str:
         """Which micro-batch has gradients that are not finite: each is run once more, alone."""
@@ -310,18 +296,12 @@ class LocalBackend:
         gradients = self._gradients.collect()
         present = [g for g in gradients if g is not None]
         if not present:
-            raise TrainError(
-                f"step {self.steps_done}: there are no gradients; call forward_backward with at least one "
-                "trained token before optimizer_step"
-            )
+            raise step_errors.no_gradients(step=self.steps_done)
         norm = float(global_norm(present))
         if not math.isfinite(norm):
             with torch.enable_grad():
                 reason = self._blame()
-            raise TrainError(
-                f"step {self.steps_done}: the gradient norm is {norm}: {reason}. No weight was changed. "
-                "Lower train.lr or set model.dtype = 'float32'"
-            )
+            raise step_errors.norm_not_finite(norm, step=self.steps_done, reason=reason)
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
@@ -368,7 +348,7 @@ class LocalBackend:
             TrainError: there are gradients that no optimizer step has used.
         """
         if self._pending:
-            raise TrainError("save in the middle of an optimizer step would lose its gradients; step first")
+            raise step_errors.save_amid_step()
         return save_state(
             directory,
             parts=LiveTensors(self._live_state()),
