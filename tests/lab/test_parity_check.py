@@ -108,6 +108,15 @@ def test_which_stacks_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == "refused" and "pip install 'lockstep-rl[deepspeed]'" in detail
 
 
+def test_sliding_windows_have_no_ring() -> None:
+    windows = ModelConfig(name="shape:tiny-mistral")
+    found = check_all(parse_stacks("fsdp2:ring2,fsdp2"), model=windows, gpus=None, device_count=0)
+    said = {f.name: (f.status, f.detail) for f in found}
+    assert said["fsdp2"][0] == "ok"
+    assert said["fsdp2:ring2"][0] == "refused" and "one of 8 tokens" in said["fsdp2:ring2"][1]
+    assert "no sliding windows" in said["shape:tiny-mistral"][1]
+
+
 def test_everything_at_once() -> None:
     found = check_all(parse_stacks("local,fsdp2:tp3"), model=TINY, gpus=None, device_count=0)
     kinds = [f.kind for f in found]

@@ -184,11 +184,26 @@ def _sizes(model: ModelConfig) -> tuple[list[Finding], Any]:
     except LockstepError as error:
         return [Finding(kind="model", name=model.name, status="problem", detail=str(error))], None
     sizes = ", ".join(map(str, tensor_parallel_sizes(text)))
+    try:
+        _check_ring(text)
+    except ConfigError as error:
+        ring = str(error)
+    else:
+        ring = "ring attention of any size"
     detail = (
         f"{text.num_attention_heads} query heads, {text.num_key_value_heads} key/value heads: tensor "
-        f"parallel of {sizes}; ring attention of any size; tp * ring must divide the ranks"
+        f"parallel of {sizes}; {ring}; tp * ring must divide the ranks"
     )
     return [Finding(kind="model", name=model.name, status="ok", detail=detail)], text
+
+
+def _check_ring(text: Any) -> None:
+    """Raise ConfigError unless the model's layers can run on a ring, where everything else allows it."""
+    import torch
+
+    from lockstep.models.forward import check_ring
+
+    check_ring("varlen", text, layout="packed", compiled=False, device=torch.device("cpu"))
 
 
 # --- stacks -------------------------------------------------------------------------------------------------
@@ -209,6 +224,8 @@ def check_stack(
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:
             raise ConfigError(f"nothing is known of {model.name}, so nobody knows whether tp divides it")
+        if stack.ring > 1 and text is not None:
+            _check_ring(text)
     except LockstepError as error:
         return Finding(kind="stack", name=stack.name, status="refused", detail=str(error))
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on the CPU, gloo"
