@@ -111,7 +111,6 @@ def test_an_environment_that_cannot_be_right(environ: dict[str, str], problem: s
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--algorithm", "dpo"], "--algorithm dpo: dpo comes with a later version"),
         (["--stacks", "fsdp3"], "unknown train backend 'fsdp3'"),
         (["--stacks", "fsdp2:tpp2"], "unknown option 'tpp2'"),
         (["--skip", "everything"], "--skip: unknown word 'everything'"),

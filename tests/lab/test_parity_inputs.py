@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lockstep.lab.losses import token_loss
 from lockstep.lab.parity_inputs import generated_rows, main, make_inputs, random_documents
 from lockstep.lab.parity_job import InputsReport, InputsSpec, ParityJob, read_job, read_outcome, read_rows
 from lockstep.recording import Recording
-from lockstep.schema.batch import PolicyBatch
+from lockstep.schema.batch import PolicyBatch, PreferenceBatch
 
 TINY = ModelConfig(name="shape:tiny-llama")
 
@@ -159,3 +160,21 @@ def test_files_of_a_worker_that_died(tmp_path: Path) -> None:
     assert read_outcome(tmp_path) is None
     with pytest.raises(ConfigError, match="cannot be read"):
         read_job(tmp_path / "none.json")
+
+
+def test_dpo_prefers_documents_to_spoiled_ones_and_starts_at_ln_2(tmp_path: Path) -> None:
+    report = make_inputs(spec(tmp_path, algorithm="dpo", max_samples=12, batch_size=8, steps=3))
+    recording = Recording.open(tmp_path / "inputs")
+    loss = token_loss(recording.header, "recorded")
+    for indices in report.steps:
+        batches = [recording[index].batch for index in indices]
+        assert all(isinstance(batch, PreferenceBatch) for batch in batches)
+        assert sum(len(batch.sample_ids) for batch in batches) == 8
+        for batch in batches:
+            chosen, rejected = batch.split(batch.token_ids)[:2]
+            half = len(chosen) // 2
+            assert chosen[:half].equal(rejected[:half]) and not chosen.equal(rejected)
+        start = [
+            loss(batch.ref_logprobs, torch.zeros(0), batch, slice(0, batch.num_slots)) for batch in batches
+        ]
+        assert float(sum(start)) == pytest.approx(math.log(2.0), abs=1e-6)

@@ -56,3 +56,12 @@ def test_a_micro_batch_must_hold_a_pair(lockstep: Commands, dpo_toml: Path, tmp_
         "train", dpo_toml, "--data.max-length", "200", "--train.token-budget", "256", cwd=tmp_path
     )
     assert ended.code == 2 and "both answers of a pair are in one micro-batch" in ended.err
+
+
+def test_a_recorded_run_replays_to_the_bit(lockstep: Commands, dpo_toml: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = lockstep("train", dpo_toml, "--steps", "2", "--record", "--run-dir", run, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    ended = lockstep("replay", run, "--steps", "0:1", "--out", tmp_path / "out", cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    assert ended.verdict.endswith("equal to the recording, to the bit")

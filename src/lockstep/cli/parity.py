@@ -41,7 +41,6 @@ ENVIRONMENT: Mapping[str, tuple[str, str]] = {
 }
 """Variable -> (argument, flag). TP_SIZE, RING_SIZE and SKIP_* are read as well."""
 _SKIP = "SKIP_"
-_LATER = "dpo comes with a later version; sft and grpo can be compared now"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -202,8 +201,6 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     from lockstep.config.model import ModelConfig
     from lockstep.lab.parity import ParityOptions
 
-    if args.algorithm == "dpo":
-        raise ConfigError(f"--algorithm dpo: {_LATER}")
     notes = take_environment(args, environ)
     device, gpus = _device(args.device)
     reference = parse_stack(args.reference)

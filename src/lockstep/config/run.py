@@ -266,8 +266,6 @@ class DPORun(OfflineRun):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> DPORun:
-        if self.record.enabled:
-            raise ValueError("record.enabled = true: preference pairs cannot be recorded yet; leave it out")
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if data is not None and 2 * data.max_length > self.train.token_budget:
                 raise ValueError(

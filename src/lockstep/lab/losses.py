@@ -8,9 +8,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from lockstep.algorithms.dpo import DPOLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
-from lockstep.config.algorithm import PUBLISHED, GRPOConfig
+from lockstep.config.algorithm import PUBLISHED, DPOConfig, GRPOConfig
 from lockstep.errors import RecordingError, unknown_name
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import PackedBatch
@@ -55,12 +56,14 @@ def token_loss(header: RecordingHeader, name: LossName) -> TokenLoss:
     algorithm: Any = header.algorithm.get("name")
     if algorithm in ("sft", "surrogate"):
         return SFTLoss()
-    if algorithm not in PUBLISHED:
-        problem = unknown_name("algorithm", str(algorithm), (*PUBLISHED, "sft", "surrogate"))
+    if algorithm not in PUBLISHED and algorithm != "dpo":
+        problem = unknown_name("algorithm", str(algorithm), (*PUBLISHED, "sft", "dpo", "surrogate"))
         raise RecordingError(
             f"recording.json: field 'algorithm.name': {problem}; or choose --loss logprob-sum|cross-entropy"
         )
     try:
+        if algorithm == "dpo":
+            return DPOLoss(DPOConfig.model_validate(dict(header.algorithm)))
         config = GRPOConfig.model_validate(dict(header.algorithm))
     except ValidationError as error:
         first = error.errors()[0]

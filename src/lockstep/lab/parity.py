@@ -66,7 +66,7 @@ class ParityOptions:
     log_dir: Path | None = None
     """None: OUT/logs."""
     skip: Sequence[str] = ()
-    algorithm: Literal["sft", "grpo"] = "sft"
+    algorithm: Literal["sft", "grpo", "dpo"] = "sft"
     device: Literal["cpu", "cuda"] = "cpu"
     gpus: int | None = None
     """Ranks of every stack; None: `default_ranks`, or what a stack needs at least."""
@@ -234,7 +234,7 @@ class _Suite:
                 row.rows,
                 reference.rows,
                 folders=(self.out / row.folder, self.out / reference.folder),
-                relative_to_loss=self.options.algorithm == "sft",
+                relative_to_loss=self.options.algorithm != "grpo",
             )
             row = dataclasses.replace(row, comparison=found)
         problems = judge(

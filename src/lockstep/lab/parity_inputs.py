@@ -22,8 +22,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from lockstep.algorithms.dpo import DPO
 from lockstep.algorithms.sft import SFT
-from lockstep.config.algorithm import GRPOConfig, SFTConfig
+from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
 from lockstep.config.base import Config
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
@@ -33,6 +34,7 @@ from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.losses import token_loss
 from lockstep.lab.parity_job import INPUTS, REPORT, InputsReport, InputsSpec
+from lockstep.lab.parity_pairs import read_pairs, spoiled, with_reference
 from lockstep.lab.summary import versions
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
@@ -81,7 +83,7 @@ def make_inputs(spec: InputsSpec) -> InputsReport:
     """
     with quiet_transformers():
         sizes = model_sizes(spec.model)
-        report = _sft(spec, sizes) if spec.algorithm == "sft" else _grpo(spec, sizes)
+        report = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}[spec.algorithm](spec, sizes)
     write_json(spec.out / REPORT, report.model_dump())
     return report
 
@@ -159,6 +161,36 @@ def random_documents(count: int, *, vocab_size: int, longest: int, seed: int = 0
 def _zipf(generator: np.random.Generator, length: int, vocab_size: int) -> Tensor:
     weights = 1.0 / np.arange(1, min(vocab_size, _ZIPF_IDS) + 1)
     return torch.from_numpy(generator.choice(len(weights), size=length, p=weights / weights.sum()))
+
+
+# --- DPO ----------------------------------------------------------------------------------------------------
+
+
+def _dpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
+    notes: tuple[str, ...]
+    if spec.data is not None and not spec.data.generated:
+        longest = min(spec.max_length, sizes.max_positions, spec.token_budget // 2)
+        pairs, source, notes = read_pairs(spec, spec.data, longest=longest), spec.data.source, ()
+    else:
+        half = spec.model_copy(update={"max_length": min(spec.max_length, spec.token_budget // 2)})
+        documents, source, notes = _documents(half, sizes)
+        every = [documents[i] for i in range(len(documents))]
+        pairs = spoiled(every, vocab_size=sizes.vocab_size, seed=spec.seed)
+        notes += ("each document is preferred to itself with random ids in its second half",)
+    size = max(1, min(spec.batch_size // 2, len(pairs)))
+    steps = spec.steps or -(-len(pairs) // size)
+    algorithm, limits = DPO(DPOConfig()), _limits(spec, documents=2 * size)
+    limits = dataclasses.replace(limits, min_packs=min(spec.min_packs, size))
+    plan = []
+    for step in range(steps):
+        samples = pairs.batch(step, size, spec.seed)
+        plan.append(plan_micro_batches(samples, algorithm.loss_weights(samples), limits))
+    header = inputs_header(spec, sizes, algorithm=DPOConfig().model_dump(mode="json"))
+    indices = write_inputs(spec.out / INPUTS, header, with_reference(plan, spec))
+    notes += ("the reference is the policy before the first step, by `local`",)
+    return InputsReport(
+        steps=indices, source=source, notes=notes, documents=2 * len(pairs), **_sums(plan), **_kept(sizes)
+    )
 
 
 # --- GRPO ---------------------------------------------------------------------------------------------------

@@ -32,10 +32,10 @@ INPUTS, REPORT = "inputs", "inputs.json"
 class InputsSpec(Config):
     """What inputs to make."""
 
-    algorithm: Literal["sft", "grpo"] = "sft"
+    algorithm: Literal["sft", "grpo", "dpo"] = "sft"
     model: ModelConfig = ModelConfig()
     data: DataConfig | None = None
-    """SFT; None: generated documents."""
+    """SFT and DPO; None: generated documents."""
     recording: Path | None = None
     """GRPO; None: the shipped corpus."""
     max_samples: PositiveInt = 160

@@ -200,7 +200,7 @@ def explanation(result: ParityResult) -> str:
     """What the differences are."""
     relative_to = (
         "a loss difference is relative to the reference's loss of that step"
-        if result.algorithm == "sft"
+        if result.algorithm != "grpo"
         else "a loss difference is relative to the reference's loss of that step, or to the mean of its "
         "absolute losses where that is larger; falling is measured from the loss at the starting weights"
     )

@@ -90,7 +90,7 @@ class InputEntry(_Checked):
     """One input, but for its tensors."""
 
     meta: MetaEntry
-    kind: Literal["policy", "packed"]
+    kind: Literal["policy", "packed", "preference"]
     lengths: Annotated[list[Positive], Field(min_length=1)]
     tail: list[Positive]
     max_seqlen: Positive
@@ -132,7 +132,11 @@ class InputEntry(_Checked):
             if given and len(given) != len(self.lengths):
                 return f"{len(given)} {name} for {len(self.lengths)} lengths"
         needed = {"loss_weights"} | ({"rollout_logprobs", "advantages"} if self.kind == "policy" else set())
-        allowed = set(BATCH_FLOATS) if self.kind == "policy" else {"loss_weights"}
+        allowed = {
+            "policy": set(BATCH_FLOATS),
+            "packed": {"loss_weights"},
+            "preference": {"loss_weights", "ref_logprobs"},
+        }[self.kind]
         if self.outputs is not None:
             allowed |= set(OUTPUT_FLOATS)
         if not needed <= floats <= allowed:

@@ -27,7 +27,7 @@ from torch import Tensor
 from lockstep.errors import RecordingError
 from lockstep.observe.files import jsonable
 from lockstep.recording.entries import BATCH_FLOATS, FLOATS, OUTPUT_FLOATS, InputEntry, Spread
-from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch, PreferenceBatch
 from lockstep.schema.recording import FORMAT, VERSION, InputMeta, RecordedInput, RecordedOutputs
 
 Array = np.ndarray[Any, Any]
@@ -284,6 +284,12 @@ def _narrow(values: Array, mask: Array, layout: _Layout) -> tuple[str, Array]:
     return Spread.TRAINED, trained.view(np.float32)
 
 
+def _kind(batch: PackedBatch) -> str:
+    if isinstance(batch, PolicyBatch):
+        return "policy"
+    return "preference" if isinstance(batch, PreferenceBatch) else "packed"
+
+
 def _entry(
     recorded: RecordedInput, layout: _Layout, trained: int, spreads: Mapping[str, str], where: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -293,7 +299,7 @@ def _entry(
         others["rng"] = recorded.rng
     entry: dict[str, Any] = {
         "meta": {name: getattr(meta, name) for name in META_FIELDS},
-        "kind": "policy" if isinstance(batch, PolicyBatch) else "packed",
+        "kind": _kind(batch),
         "lengths": list(layout.lengths),
         "tail": list(layout.tail),
         "max_seqlen": int(batch.max_seqlen),
@@ -380,7 +386,7 @@ def decode(
     if entry.kind == "policy":
         batch = PolicyBatch(**fields, policy_versions=tuple(entry.policy_versions))
     else:
-        batch = PackedBatch(**fields)
+        batch = (PreferenceBatch if entry.kind == "preference" else PackedBatch)(**fields)
     outputs = None
     if entry.outputs is not None:
         outputs = RecordedOutputs(
