@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     run, general = parse(argv)
-    ranks = general["ranks"] or 1
+    ranks = 1 if general["ranks"] is None else general["ranks"]
     check_ranks(run, ranks)
     import torch
 
