@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from lockstep.lab.parity_check import (
     check_imports,
     check_interfaces,
     check_stack,
+    import_failure,
     interface_problems,
 )
 from lockstep.lab.parity_stacks import parse_stack, parse_stacks
@@ -78,6 +80,15 @@ def test_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {f.name: f for f in check_imports()}
     assert found["no_such_package"].status == "problem"
     assert (found["not_there_either"].status, found["not_there_either"].detail) == ("missing", "nothing")
+
+
+def test_a_package_that_is_there_but_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_package.py").write_text("raise ImportError('libfoo.so.1: no such file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert import_failure("broken_package") == (
+        "import broken_package fails: ImportError: libfoo.so.1: no such file"
+    )
+    assert import_failure("json") == ""
 
 
 def stack(name: str, *, gpus: int | None = None, device_count: int = 0) -> tuple[str, str]:

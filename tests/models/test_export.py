@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,11 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             module, tensors_of(module), tokenizer=None, directory=tmp_path / "o", dtype=torch.float32
         )
     assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_deepspeed_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would, to look for its engine around the model."""
+    monkeypatch.setattr("accelerate.utils.other.is_deepspeed_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    export_hf(load("tiny-llama"), None, tmp_path / "export")
+    assert (tmp_path / "export" / "model.safetensors").is_file()

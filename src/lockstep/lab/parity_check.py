@@ -6,10 +6,13 @@ tensor parallel a model has; which stacks could run on this machine, and why the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,6 +37,7 @@ OPTIONAL = {
     "PIL": "parity.png without matplotlib",
 }
 """Module -> what it is for."""
+IMPORT_SECONDS = 120.0
 EXTRAS = ("gradients", "gradient_norm", "drop_gradients")
 """What a parity run asks of a backend beyond the protocol."""
 _DISTRIBUTIONS = {"PIL": "pillow", "reasoning_gym": "reasoning-gym"}
@@ -72,7 +76,7 @@ def check_all(
 
 
 def check_imports() -> list[Finding]:
-    """Required packages are imported; optional ones are looked for."""
+    """Required packages and deepspeed are imported; other optional ones are looked for."""
     found = []
     for name in REQUIRED:
         try:
@@ -84,10 +88,24 @@ def check_imports() -> list[Finding]:
     for name, use in OPTIONAL.items():
         there = importlib.util.find_spec(name) is not None
         status: Status = "ok" if there else "missing"
-        found.append(
-            Finding(kind="import", name=name, status=status, detail=_version(name) if there else use)
-        )
+        detail = _version(name) if there else use
+        if name == "deepspeed" and there and (failure := import_failure(name)):
+            status, detail = "problem", failure
+        found.append(Finding(kind="import", name=name, status=status, detail=detail))
     return found
+
+
+@functools.cache
+def import_failure(name: str) -> str:
+    """What the import of an installed package ends with, in a process of its own, because it may write and
+    change settings; empty: it works."""
+    command = [sys.executable, "-c", f"import {name}"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"import {name} takes more than {IMPORT_SECONDS:g} s"
+    last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
+    return f"import {name} fails: {last}" if ended.returncode else ""
 
 
 def _version(module: str) -> str:
@@ -218,6 +236,8 @@ def check_stack(
         _check_settings(stack, model, device="cuda" if device_count else "cpu")
         if stack.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             raise ConfigError(f"the package deepspeed is missing; {OPTIONAL['deepspeed']}")
+        if stack.backend == "deepspeed" and (failure := import_failure("deepspeed")):
+            raise ConfigError(failure)
         if stack.tp > 1 and text is not None:
             from lockstep.train.tensor_parallel import check_tensor_parallel_size
 

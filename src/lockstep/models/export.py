@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import modeling_utils
 
 from lockstep.errors import ModelError
 from lockstep.models.causal_lm import causal_lm, hf_config
@@ -40,7 +42,7 @@ def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -
     try:
         # A bare skeleton is saved in the module's place: save_pretrained writes into what it saves' config.
         bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation))
-        with quiet_transformers():
+        with quiet_transformers(), _never_wrapped():
             bare.save_pretrained(temporary, state_dict=merged_state_dict(module))
             if tokenizer is not None:
                 tokenizer.save_pretrained(temporary)
@@ -160,7 +162,7 @@ class _Writer:
             raise ModelError(f"weights are missing: {sorted(self._wanted)[:5]} ({len(self._wanted)} in all)")
         if self._waiting:
             self._write()
-        with quiet_transformers():
+        with quiet_transformers(), _never_wrapped():
             self._bare.save_pretrained(self._temporary, state_dict={})  # configs, and nothing else
             if tokenizer is not None:
                 tokenizer.save_pretrained(self._temporary)
@@ -178,6 +180,18 @@ class _Writer:
         if count > 1:
             content = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(places.items()))}
             (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _never_wrapped() -> Iterator[None]:
+    """save_pretrained looks for a model inside of containers such as DeepSpeed's engine, and imports
+    deepspeed for that where it is installed: this takes seconds, or fails. A skeleton is in no container."""
+    unwrap = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = lambda model, *args, **kwargs: model
+    try:
+        yield
+    finally:
+        modeling_utils.unwrap_model = unwrap
 
 
 def _folder_beside(directory: Path) -> Path:
