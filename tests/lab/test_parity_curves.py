@@ -211,7 +211,13 @@ def test_losses_around_zero(tmp_path: Path) -> None:
     a = losses(tmp_path, "a.jsonl", [0.0, 2.0, -2.0, 4.0])
     found = compare_losses(a, losses(tmp_path, "b.jsonl", [0.02, 2.0, -2.0, 4.0]), threshold=0.05)
     assert found.floor == 2.0 and found.spread.max == pytest.approx(0.01) and found.ok
-    assert "change their sign" in found.notes[-1]
+    assert "around 0" in found.notes[-1]
+    # on-policy GRPO: zero but for rounding
+    noise = losses(tmp_path, "c.jsonl", [1e-8, -2e-8, 3e-9])
+    found = compare_losses(noise, losses(tmp_path, "d.jsonl", [-2e-8, 1e-8, 3e-9]), threshold=0.05)
+    assert found.floor == 1e-4 and found.ok
+    small = losses(tmp_path, "e.jsonl", [2e-5, 2e-5])
+    assert not compare_losses(small, losses(tmp_path, "f.jsonl", [4e-5, 2e-5]), threshold=0.05).ok
 
 
 def test_a_plot(tmp_path: Path) -> None:
