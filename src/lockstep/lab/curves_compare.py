@@ -131,8 +131,8 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
 
 
 def _floor(values: list[float]) -> float:
-    """Where losses change their sign their mean size; and never less than LEAST where one is smaller: the loss
-    of GRPO on the sampling policy is 0 but for the float32 rounding of its terms."""
+    """Where losses change their sign their mean size; and never less than LEAST where one is smaller: the
+    loss of GRPO on the sampling policy is 0 but for the float32 rounding of its terms."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0.0
