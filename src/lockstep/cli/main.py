@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.main(rest))
     except LockstepError as error:
         sys.stdout.flush()
-        print(f"lockstep {command}: {error}", file=sys.stderr)
+        if not _left_to_launcher(error):
+            print(f"lockstep {command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         sys.stdout.flush()
@@ -60,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has gone: nothing more can be said, and Python must not try at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _left_to_launcher(error: LockstepError) -> bool:
+    """See lockstep.ranks.context, which loads torch: whoever did not import it is no rank."""
+    context = sys.modules.get("lockstep.ranks.context")
+    return context is not None and bool(context.left_to_launcher(error))
 
 
 def usage() -> str:

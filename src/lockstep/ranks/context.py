@@ -265,7 +265,7 @@ class RankContext:
             "type": type(error).__name__,
             "text": text[-20_000:],
             "peer": lost_peer(error),
-            "told": isinstance(error, LockstepError),
+            "told": isinstance(error, LockstepError) and not left_to_launcher(error),
         }
         try:
             self.store.set(ERROR_KEY.format(rank=self.rank), json.dumps(value))
@@ -284,6 +284,12 @@ def lost_peer(error: BaseException) -> bool:
     if isinstance(error, PeerFailed):
         return True
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+def left_to_launcher(error: BaseException) -> bool:
+    """Whether the command says nothing of the error: another rank has gone, and `lockstep.ranks.launch`,
+    which saw how, is about to name it first."""
+    return LAUNCHER_PID in os.environ and lost_peer(error)
 
 
 def _by_rank(values: list[Any]) -> str:
@@ -375,7 +381,9 @@ def _placement(
         return torch.device(device), "gloo", f"{world_size} ranks on {device}, gloo"
     gpus = torch.cuda.device_count()
     if gpus == 0:
-        raise ConfigError("device = 'cuda' on several ranks: this machine shows no GPU; set --device cpu")
+        raise ConfigError(
+            "device = 'cuda' on several ranks: this machine shows no GPU; choose the device cpu"
+        )
     local = local_ranks(environ) or world_size
     if local > gpus:
         return (
