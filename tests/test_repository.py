@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import re
 import shutil
@@ -30,7 +31,8 @@ def tracked_texts() -> list[tuple[str, str]]:
     texts = []
     for path in limits.tracked(ROOT):
         if path.is_file() and path.suffix not in (".png", ".svg", ".safetensors", ".parquet"):
-            texts.append((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            texts.append((str(path.relative_to(ROOT)), data.decode("utf-8")))
     return texts
 
 
