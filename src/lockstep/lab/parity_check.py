@@ -250,7 +250,7 @@ def check_stack(
         return Finding(kind="stack", name=stack.name, status="refused", detail=str(error))
     where = f"{ranks} rank{'s' if ranks > 1 else ''} on the CPU, gloo"
     if device_count:
-        shared = f", sharing {device_count} GPUs over gloo: never tried, and times are not those of a real job"
+        shared = f", sharing {device_count} GPUs over gloo: never tried; times would not be a real job's"
         where = f"{ranks} rank{'s' if ranks > 1 else ''}" + (
             shared if ranks > device_count else ", one GPU each"
         )
