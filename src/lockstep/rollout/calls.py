@@ -12,13 +12,39 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Call = Callable[[], Any]
 
 LOOP_GRACE_SECONDS = 5.0
 """What a batch of async calls may take beyond its calls' own limits before the loop counts as blocked."""
+
+
+STEP_SECONDS = 0.5
+"""A signal that comes right before a wait begins is only seen at its end."""
+
+
+def _in_steps(
+    wait: Callable[[float], T],
+    expired: type[Exception],
+    seconds: float,
+    done: Callable[[], bool] = lambda: False,
+) -> T:
+    """What `wait(timeout)` gives within `seconds`, asked in steps, so that Ctrl-C is heard. Raises `expired`
+    after them. done: there is an outcome, so that what `wait` raises is that."""
+    until = time.monotonic() + seconds
+    while True:
+        left = until - time.monotonic()
+        try:
+            return wait(min(STEP_SECONDS, max(left, 0.0)))
+        except expired:
+            if done():
+                return wait(0.0)
+            if left <= STEP_SECONDS:
+                raise
 
 
 class CallThread:
@@ -35,7 +61,7 @@ class CallThread:
         reply: queue.Queue[tuple[bool, Any]] = queue.Queue()
         self._calls.put((call, reply))
         try:
-            ok, value = reply.get(timeout=timeout)
+            ok, value = _in_steps(lambda seconds: reply.get(timeout=seconds), queue.Empty, timeout)
         except BaseException as error:
             self._calls = None  # the thread is busy with a call that nobody waits for any more
             if isinstance(error, queue.Empty):
@@ -78,7 +104,7 @@ class LoopThread:
         limit = -(-len(calls) // concurrency) * timeout + LOOP_GRACE_SECONDS
         future = asyncio.run_coroutine_threadsafe(_gather(calls, timeout, concurrency), self._loop)
         try:
-            return future.result(timeout=limit)
+            return _in_steps(lambda seconds: future.result(timeout=seconds), TimeoutError, limit, future.done)
         except BaseException as error:
             future.cancel()
             if isinstance(error, TimeoutError):
