@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 CONTROL_SECONDS = 60.0
 """Deadline of what ranks tell each other about themselves, where nothing else is asked for."""
+_LISTEN_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = re.compile(
     r"closed by peer|pair closure|Broken pipe|Connection reset|Connection refused|remote process exited"
@@ -233,7 +234,10 @@ class RankContext:
                 ended.put(None)
 
         threading.Thread(target=run, name=what, daemon=True).start()
-        error = ended.get()
+        while True:  # in steps: a signal that comes right before a wait is only seen at its end
+            with contextlib.suppress(queue.Empty):
+                error = ended.get(timeout=_LISTEN_SECONDS)
+                break
         if error is None:
             return
         if isinstance(error, RuntimeError):  # gloo's errors are RuntimeErrors
