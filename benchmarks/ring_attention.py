@@ -3,9 +3,13 @@
     torchrun --nproc-per-node 4 benchmarks/ring_attention.py --out benchmarks/results/ring_attention-h200.json
     torchrun --nproc-per-node 2 benchmarks/ring_attention.py --device cpu --tokens 512
 
-Forward and backward of causal attention, 32 query heads and 8 kv heads of 128 in bfloat16, over one document
-of 131,072 tokens and over 16 of 8,192. Rings of 1, 2, 4, ... ranks, up to as many as there are; a ring of one
-is varlen attention on one GPU.
+Forward and backward of causal attention, 32 query heads and 8 kv heads of 128 in bfloat16, over 131,072
+tokens. Rings of 1, 2, 4, ... ranks, up to as many as there are; a ring of one is varlen attention on one GPU.
+
+one document               divided among all ranks: keys and values go round
+16 documents               of 8,192: whole, 16 / R on each rank, which is even, so nothing travels
+16 documents, all divided  the same, each divided among all ranks: what `ring_shard` avoids, and why
+ragged                     15 documents of 472 to 40,000 tokens: the longest are divided
 
 per_gpu_throughput   seconds on one GPU / (ranks x seconds on the ring). 1 would be perfect.
 seconds              median over the repetitions of the slowest rank's time (CUDA events, all ranks starting
@@ -14,6 +18,7 @@ still_seconds        the same with nothing sent: every rank attends to its own k
                      ring takes longer than this is communication that was not hidden.
 peak_gib             the most memory that torch held on any rank: inputs, results and gradients of its rows
                      included.
+divided              of all rows, the share that is of divided documents.
 error                largest ||ring - one GPU|| / ||one GPU|| of the output and the three gradients, over all
                      rows; both round to bfloat16. A run in which it exceeds 2 % fails.
 """
@@ -28,7 +33,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,9 +44,17 @@ from torch import Tensor
 from lockstep.attention import ring as ring_module
 from lockstep.attention import ring_attention
 from lockstep.packing import RingShard, ring_shard
+from lockstep.packing import ring as packing_ring
 from lockstep.ranks.context import RankContext, init_ranks
 
-DOCUMENTS = {"one document": 1, "16 documents": 16}
+CASES = {
+    "one document": (131_072,),
+    "16 documents": (8192,) * 16,
+    "16 documents, all divided": (8192,) * 16,
+    "ragged": (5700, 1200, 40000, 2600, 700, 14500, 3900, 8600, 472, 21000, 7000, 3200, 11000, 4700, 6500),
+}
+"""Tokens of the documents, in pack order; `--tokens` other than 131,072 scales them."""
+ALL_DIVIDED = "16 documents, all divided"
 MAX_ERROR = 0.02
 Step = Callable[[], None]
 
@@ -122,6 +137,13 @@ def time_step(
     return [float(x) for x in slowest.tolist()]
 
 
+def make_shard(name: str, lengths: tuple[int, ...], *, rank: int, size: int) -> RingShard:
+    if name != ALL_DIVIDED:
+        return ring_shard(lengths, rank=rank, size=size)
+    with mock.patch.object(packing_ring, "_SLACK", Fraction(-1)):  # nothing is even enough
+        return ring_shard(lengths, rank=rank, size=size)
+
+
 class StillRound(ring_module._Round):
     """A ring in which nothing moves: what the same kernels cost without communication."""
 
@@ -130,11 +152,10 @@ class StillRound(ring_module._Round):
 
 
 def measure(
-    case: Case, size: int, group: dist.ProcessGroup, args: argparse.Namespace, ranks: RankContext
+    case: Case, shard: RingShard, group: dist.ProcessGroup, args: argparse.Namespace, ranks: RankContext
 ) -> dict[str, object]:
     """One row of the result, on the ranks of `group`."""
-    cuda = ranks.device.type == "cuda"
-    shard = ring_shard(case.lengths, rank=ranks.rank, size=size)
+    cuda, size = ranks.device.type == "cuda", shard.size
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -158,6 +179,7 @@ def measure(
         "peak_gib": float(peak) if cuda else None,
         "error": float((squares[0] / squares[1]).sqrt().max()),
         "rows": shard.sizes,
+        "divided": sum(shard.divided) / sum(shard.sizes),
     }
     if size > 1:
         real, ring_module._Round = ring_module._Round, StillRound  # type: ignore[misc]
@@ -187,14 +209,18 @@ def run(args: argparse.Namespace, ranks: RankContext) -> dict[str, object]:
     sizes = [size for size in (1, 2, 4, 8, 16) if size <= ranks.world_size]
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
     rows = []
-    for name, count in DOCUMENTS.items():
-        case = make_case((args.tokens // count,) * count, args, ranks)
+    case: Case | None = None
+    for name in args.cases:
+        lengths = tuple(max(1, n * args.tokens // sum(CASES[name])) for n in CASES[name])
+        if case is None or case.lengths != lengths:
+            case = make_case(lengths, args, ranks)
         alone = 0.0
         for size in sizes:
             group = groups[size]
             if ranks.rank < size:
                 assert isinstance(group, dist.ProcessGroup)
-                row = {"case": name, "tokens": sum(case.lengths)} | measure(case, size, group, args, ranks)
+                shard = make_shard(name, lengths, rank=ranks.rank, size=size)
+                row = {"case": name, "tokens": sum(lengths)} | measure(case, shard, group, args, ranks)
                 seconds = float(str(row["seconds"]))
                 alone = alone or seconds
                 row["per_gpu_throughput"] = alone / (size * seconds)
@@ -221,6 +247,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument(
+        "--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE", help="as named above"
+    )
     parser.add_argument("--tokens", type=int, default=131_072, help="of each case")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)

@@ -1,8 +1,9 @@
-"""The zigzag against constants worked by hand, and against a mask made by brute force."""
+"""Who owns what against constants worked by hand, and against a mask made by brute force."""
 
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.packing import RingShard, ring_shard
+from lockstep.packing import RingShard, ring, ring_shard
 from lockstep.schema.ring import RingStep
 
 
@@ -48,6 +49,96 @@ def causal(lengths: list[int]) -> Tensor:
     return ((document[:, None] == document[None, :]).long()).tril()
 
 
+def owners(shards: list[RingShard], lengths: list[int]) -> list[set[int]]:
+    """Of each document the ranks that have some of it."""
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    of_rank = [set(document[shard.index].tolist()) for shard in shards]
+    return [{r for r, found in enumerate(of_rank) if d in found} for d in range(len(lengths))]
+
+
+def test_only_the_longest_is_divided_by_hand():
+    """2 ranks, 128 tokens, n^2 sums to 5696: a rank may have 66 rows and a cost of 2937.
+
+    64 is too dear for one rank. Divided, it gives each 32 rows and 2048. Then, longest first: 16 to rank 0
+    (48 rows, 2304), 16 to rank 1, 12 to 0 (60, 2448), 12 to 1, 4 to 0 (64, 2464), 4 to 1.
+    """
+    lengths = [16, 4, 12, 64, 12, 4, 16]
+    zero, one = shards(lengths, 2)
+    assert owners([zero, one], lengths) == [{0}, {0}, {0}, {0, 1}, {1}, {1}, {1}]
+    assert zero.lengths == (32, 16, 4, 12) and one.lengths == (32, 12, 4, 16)
+    assert zero.index.tolist() == [*range(32, 48), *range(80, 96), *range(32)]
+    assert one.index.tolist() == [*range(48, 80), *range(96, 128)]
+    assert zero.sizes == one.sizes == (64, 64) and zero.divided == one.divided == (32, 32)
+    assert tables(zero.own) == ([0, 32, 48, 52, 64],) * 2 + (32, 32)
+    assert [tables(step) for step in zero.others] == [([0, 16, 32], [0, 0, 32], 16, 32)]
+
+
+def test_cost_decides_where_rows_are_even():
+    """80 = 40 + 40 rows, but 6400 against 3200 where 4950 is the most: the 80 is divided, no other."""
+    assert owners(shards([80, 40, 40], 2), [80, 40, 40]) == [{0, 1}, {0}, {1}]
+
+
+def test_whole_documents_go_by_their_larger_share_of_rows_and_cost():
+    """Means of 169 rows and 9986. After 100 | 60 60 the 50 would find fewer rows at rank 0, but at 12500; so
+    it goes to 1: 170 rows, 9700. A 4 there would make 174 / 169 = 1.030; all of them leave rank 0 at 168 rows
+    and 10272 / 9986 = 1.029.
+    """
+    lengths = [100, 60, 60, 50] + [4] * 17
+    assert owners(shards(lengths, 2), lengths) == [{0}, {1}, {1}, {1}] + [{0}] * 17
+
+
+@pytest.mark.parametrize(("lengths", "size"), [([8192] * 16, 4), ([1000] * 6, 3), ([300, 500] * 8, 8)])
+def test_what_is_even_whole_is_not_divided(lengths: list[int], size: int):
+    for shard in shards(lengths, size):
+        assert shard.others == () and shard.divided == (0,) * size
+        assert shard.sizes == (sum(lengths) // size,) * size
+        assert sorted(shard.lengths) == sorted(lengths)[:: len(lengths) // len(shard.lengths)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_fewer_documents_than_ranks_are_divided(size: int):
+    for lengths in ([131_072], [8192] * (size - 1), [100, 9000]):
+        found = owners(shards(lengths, size), lengths)
+        assert all(ranks == set(range(size)) for n, ranks in zip(lengths, found, strict=True) if n > 100)
+
+
+def test_one_long_among_many_short_is_divided_alone():
+    lengths = [700] * 60 + [40_000]
+    found = owners(shards(lengths, 4), lengths)
+    assert found[-1] == {0, 1, 2, 3} and all(len(ranks) == 1 for ranks in found[:-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 7, 16, 30, 90, 100, 400]) | st.integers(1, 500), min_size=1, max_size=60),
+    st.integers(2, 5),
+    st.sampled_from([0, 1, 300]),
+)
+def test_even_or_all_divided(lengths: list[int], size: int, pad: int):
+    found = shards(lengths + [pad] * (pad > 0), size, num_documents=len(lengths))
+    real = sum(lengths)
+    assert sorted(torch.cat([shard.index for shard in found]).tolist()) == list(range(real + pad))
+    for shard in found:
+        assert (shard.sizes, shard.divided) == (found[0].sizes, found[0].divided)
+        assert len(shard.index) == shard.sizes[shard.rank]
+        assert len(shard.others) == (size - 1 if any(shard.divided) else 0)
+    short = max(2 * size, real / size / 32)
+    ranks = owners(found, lengths + [pad] * (pad > 0))[: len(lengths)]
+    whole = [(n, min(of)) for n, of in zip(lengths, ranks, strict=True) if len(of) == 1]
+    divided = [n for n, of in zip(lengths, ranks, strict=True) if len(of) > 1]
+    assert all(len(of) in (1, size) for of in ranks) and all(n >= short for n in divided)
+    rows = [int((shard.index < real).sum()) for shard in found]
+    if all(n < short for n, _ in whole):
+        assert max(rows) - min(rows) <= max([1, *(n for n, _ in whole)]) + len(divided)
+        return
+    assert min(divided, default=real) >= max(n for n, _ in whole)
+    cost = [
+        sum(n * n for n, of in whole if of == r) + sum(n * n for n in divided) / size for r in range(size)
+    ]
+    assert max(rows) <= 33 / 32 * real / size
+    assert max(cost) <= 33 / 32 * sum(n * n for n in lengths) / size * (1 + 1e-12)
+
+
 def test_two_ranks_by_hand():
     """[10 tokens, 3 tokens, 5 tokens]: chunks of 3 3 2 2; 3 < 2R stays whole; chunks of 2 1 1 1.
 
@@ -80,6 +171,11 @@ def test_three_ranks_by_hand():
     assert tables(found[1].others[1]) == ([0, 2, 4], [0, 0, 4], 2, 4)
 
 
+def test_divided_documents_lie_in_pack_order():
+    """Chunks of 2 2 2 2, then of 3 3 3 3."""
+    assert shards([8, 12], 2)[1].index.tolist() == [2, 3, 4, 5, *range(11, 17)]
+
+
 def test_a_ring_of_one_is_the_pack():
     (only,) = shards([5, 1, 7], 1)
     assert only.index.tolist() == list(range(13)) and only.lengths == (5, 1, 7) and only.others == ()
@@ -93,11 +189,15 @@ def test_ranks_without_a_token():
     assert found[2].index.tolist() == [] and tables(found[2].own) == ([0], [0], 0, 0)
 
 
-def test_documents_that_are_short_for_their_pack_stay_whole():
-    """A share is 4096 rows, so documents below 128 tokens are whole; they fill up what the others leave."""
+def test_documents_that_are_short_for_their_pack_stay_whole(monkeypatch: pytest.MonkeyPatch):
+    """A share is 4096 rows, so documents below 128 tokens are whole; they fill up what the others leave. So
+    they do where nothing is even enough, when all others are divided."""
+    assert shards([7600] + [129] * 4, 2)[0].lengths == (3800, 129, 129)
+    monkeypatch.setattr(ring, "_SLACK", Fraction(-1))
     found = shards([7600] + [74] * 8, 2)
     assert found[0].lengths == (3800, 74, 74, 74, 74) and found[0].sizes == (4096, 4096)
     assert shards([7600] + [129] * 4, 2)[0].lengths == (3800, 65, 65, 65, 65)
+    assert shards([8192] * 16, 4)[3].lengths == (2048,) * 16
 
 
 def test_pads_fill_up_and_cost_nothing():
