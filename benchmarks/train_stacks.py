@@ -6,9 +6,9 @@ Documents of random ids with the lengths of `rl_512` (lengths.json), 64 of them 
 lockstep.lab.parity_worker in processes of its own with a deadline of its own, most important first. What the
 JSON has already is not run again, so that it can be called in parts (--budget SECONDS ends a part).
 
-The learning rate is one at which training is stable. At 1e-4 AdamW's first steps throw this random model about
-(losses 12.2, 11.9, 12.8, 10.9, 14.0, gradient norms up to 60), and rounding grows to 1.2 % of the loss within twelve steps:
-that says something of the steps, not of the stacks.
+The learning rate is one at which training is stable. At 1e-4 AdamW's first steps throw this random model
+about (losses 12.2, 11.9, 12.8, 10.9, 14.0, gradient norms up to 60), and rounding grows to 1.2 % of the loss
+within twelve steps: that says something of the steps, not of the stacks.
 
 It works on a CPU too:
 
