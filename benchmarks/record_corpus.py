@@ -29,11 +29,12 @@ from torch import Tensor
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.data import DataConfig
+from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.run import GRPORun
-from lockstep.config.train import EngineConfig, TrainConfig
+from lockstep.config.train import TrainConfig
 from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.online import OnlineTrainer
 from lockstep.models.load import load_model

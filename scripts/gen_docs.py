@@ -2,16 +2,18 @@
 
 docs/reference/config.md       from the config models
 docs/reference/support.md      from lockstep.config.support
+docs/reference/engines.md      from lockstep.engine.translate, by calling it
 docs/reference/algorithms.md   its options table, from lockstep.config.algorithm.PUBLISHED
 README.md                      its table of statuses, from lockstep.config.support
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,10 +21,16 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
+from lockstep.config.engine import EngineConfig
+from lockstep.config.engines import HAS_EFFECT
 from lockstep.config.load import recipes
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import AXES, SETTINGS, support_rows
 from lockstep.config.toml import toml_value
+from lockstep.engine import translate
+from lockstep.engine.place import EnginePlace
+from lockstep.errors import EngineError
+from lockstep.schema.rollout import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- Written by scripts/gen_docs.py; edit the source, then run it. -->"
@@ -44,7 +52,11 @@ def main(argv: list[str]) -> int:
 
 def pages() -> dict[str, str]:
     """Path -> the text that it should have."""
-    found = {"docs/reference/config.md": config_page(), "docs/reference/support.md": support_page()}
+    found = {
+        "docs/reference/config.md": config_page(),
+        "docs/reference/support.md": support_page(),
+        "docs/reference/engines.md": engines_page(),
+    }
     for path, name, text in (
         ("docs/reference/algorithms.md", "published", published_table()),
         ("README.md", "support", status_table()),
@@ -234,6 +246,160 @@ def published_table() -> str:
         for name, values in PUBLISHED.items()
     )
     return table(("`algorithm.name`", *(f"`{option}`" for option in options)), rows)
+
+
+PLACE = EnginePlace(
+    folder=Path("MODEL"),
+    weights="pushed",
+    model_name="MODEL",
+    dtype="bfloat16",
+    vocab_size=1000,
+    max_model_len=4096,
+    eos_token_ids=(2,),
+    tokenizer=object(),
+    device="cuda:0",
+    shares_device=False,
+    temperatures=frozenset({1.0}),
+    work_dir=Path("RUN"),
+)
+CONFIGS = {
+    "vllm": EngineConfig(name="vllm", python=Path("PYTHON")),
+    "sglang": EngineConfig(name="sglang", python=Path("PYTHON"), unseeded=True),
+}
+STARTS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("`max_batch = 8`", {"max_batch": 8}, {}),
+    ("`tp = 2`", {"tp": 2}, {}),
+    ("`max_model_len = 1024`", {}, {"max_model_len": 1024}),
+    ("`memory_fraction = 0.8`", {"memory_fraction": 0.8}, {}),
+    ("no `memory_fraction`, on the trainer's GPU", {}, {"shares_device": True}),
+    ("`prefix_caching = false`", {"prefix_caching": False}, {}),
+    ("`eager = true`", {"eager": True}, {}),
+    ("`batch_invariant = true`", {"batch_invariant": True, "unseeded": False}, {}),
+    ("`sleep = true`", {"sleep": True}, {}),
+    ("weights of the model's folder, not of the trainer", {}, {"weights": "folder"}),
+    ("a model without a tokenizer", {}, {"tokenizer": None}),
+    ('`model.dtype = "float32"`', {}, {"dtype": "float32"}),
+    ("`seed = 7`", {}, {"seed": 7}),
+    ("a sampling temperature besides 0 and 1", {}, {"temperatures": frozenset({0.7})}),
+)
+"""What is set, and how: engine settings, and what the model and the run say."""
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 16},
+    {"min_tokens": 4},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"stop": ("END",)},
+    {"keep_stop": False},
+    {"stop_token_ids": (5,)},
+    {"ignore_eos": True},
+    {"ignore_eos": True, "stop_token_ids": (5,)},
+)
+
+
+def engines_page() -> str:
+    """What each engine is sent, found out by asking for it."""
+    places = list(dict.fromkeys(place for known, _ in HAS_EFFECT.values() for place in known))
+    counts = (
+        (f"`engine.{name}`", *("yes" if place in known else "refused" for place in places))
+        for name, (known, _) in HAS_EFFECT.items()
+    )
+    changed, started = start_rows()
+    sampled, refusals, sent = sampling_rows()
+    parts = [
+        "# Engine arguments",
+        NOTE,
+        "What vLLM and SGLang are given for each setting. Lockstep's own engine, `hf`, reads the settings "
+        "themselves. Every argument is sent, so that no default of an engine counts, and what an engine "
+        "would ignore or change is refused.",
+        "## Where a setting counts",
+        "Elsewhere it is refused when the config is made. `name`, `max_batch`, `transfer` and `verify` "
+        "count everywhere.",
+        table(("setting", *places), counts),
+        "## At the start",
+        "Arguments of `vllm.LLM` and of SGLang's `ServerArgs`, and environment variables; a started server "
+        "gets the same on its command line. A row shows what a setting changes.",
+        table(("setting", "vLLM", "SGLang"), changed),
+        "Sent without any of them:",
+        started,
+        "## In a request",
+        "One sample is one request with a seed of its own, and its arguments are `vllm.SamplingParams` and "
+        "SGLang's `sampling_params`. vLLM takes logprobs before temperature when all temperatures of a run "
+        "are 0 or 1, else after everything; SGLang takes them after temperature, and reads seeds only with "
+        "`engine.batch_invariant`. Stop strings of SGLang are found by Lockstep in the ids that stream in.",
+        table(
+            ("sampling", "vLLM, 0 and 1 only", "vLLM, others", "SGLang, seeded", "SGLang, unseeded"), sampled
+        ),
+        "Refused:",
+        "\n".join(f"{number}. {text}" for text, number in refusals.items()),
+        "Sent without any of them:",
+        sent,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def start_rows() -> tuple[Iterator[tuple[str, ...]], str]:
+    """What each setting changes, and a list of what is sent without any."""
+    makers: dict[str, Callable[[EngineConfig, EnginePlace], dict[str, Any]]] = {
+        "vllm": lambda c, p: (
+            translate.vllm_constructor(c, p) | translate.vllm_environment(c, p, in_process=False)
+        ),
+        "sglang": lambda c, p: translate.sglang_constructor(c, p) | translate.sglang_environment(c, p),
+    }
+    plain = {name: make(CONFIGS[name], PLACE) for name, make in makers.items()}
+    rows = []
+    for label, settings, where in STARTS:
+        cells = []
+        for name, make in makers.items():
+            known = {k: v for k, v in settings.items() if k != "unseeded" or name == "sglang"}
+            config = EngineConfig(**(CONFIGS[name].model_dump() | known))
+            found = make(config, dataclasses.replace(PLACE, **where))
+            cells.append(arguments({k: v for k, v in found.items() if plain[name].get(k) != v}))
+        rows.append((label, *cells))
+    return iter(rows), "\n".join(f"- {name}: {arguments(found)}" for name, found in plain.items())
+
+
+def sampling_rows() -> tuple[Iterator[tuple[str, ...]], dict[str, int], str]:
+    """What each sampling field changes, or the number of its refusal; the refusals; a list of the rest."""
+    refusals: dict[str, int] = {}
+    ways: tuple[Callable[[SamplingParams], dict[str, Any]], ...] = (
+        lambda p: translate.vllm_sampling(p, seed=11, eos_token_ids=(2,), logprobs_mode="raw_logprobs"),
+        lambda p: translate.vllm_sampling(p, seed=11, eos_token_ids=(2,), logprobs_mode="processed_logprobs"),
+        lambda p: translate.sglang_sampling(p, seed=11, eos_token_ids=(2,), seeded=True),
+        lambda p: translate.sglang_sampling(p, seed=11, eos_token_ids=(2,), seeded=False),
+    )
+    plain = SamplingParams(max_tokens=128)
+    rows = []
+    for changes in SAMPLINGS:
+        cells = []
+        for way in ways:
+            try:
+                found = way(dataclasses.replace(plain, **changes))
+            except EngineError as error:
+                engine, _, reason = words(str(error)).removeprefix("engine ").partition(" cannot honour ")
+                text = f"{engine}: {reason.partition(': ')[2]}"
+                cells.append(f"refused ({refusals.setdefault(text, len(refusals) + 1)})")
+                continue
+            cells.append(arguments({k: v for k, v in found.items() if way(plain).get(k) != v}))
+        label = ", ".join(f"`{name} = {toml_value(_toml(value))}`" for name, value in changes.items())
+        rows.append((label, *cells))
+    sent = [f"- vllm: {arguments(ways[0](plain))}", f"- sglang: {arguments(ways[2](plain))}"]
+    return iter(rows), refusals, "\n".join(sent)
+
+
+def _toml(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def arguments(found: dict[str, Any]) -> str:
+    """Arguments as they are written in Python; — for none."""
+    return ", ".join(f"`{name}={value!r}`" for name, value in found.items()) or "—"
 
 
 if __name__ == "__main__":

@@ -46,9 +46,16 @@ def test_what_the_support_table_refuses_is_unavailable_though_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: "9.9")
-    vllm = by_name(doctor.axis("inference engine", device="cpu"))["vllm"]
-    assert vllm.status == "unavailable"
-    assert "vllm 9.9 is installed" in vllm.detail
+    flash = by_name(doctor.axis("attention kernel", device="cpu"))["hf:flash_attention_2"]
+    assert flash.status == "unavailable"
+    assert "flash_attn 9.9 is installed" in flash.detail
+
+
+def test_an_engine_may_be_in_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    engines = by_name(doctor.axis("inference engine", device="cpu"))
+    assert engines["sglang"].status == "unavailable" and "engine.python" in engines["sglang"].detail
+    assert engines["native"].detail == "comes with a later version"
 
 
 def test_a_missing_package_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_a_gpu_result_holds_a_passed_row_for_every_cell_that_refers_to_it():
     ("setting", "message"),
     [
         ({"train": {"backend": "fsdp2", "execution": "deepcompile"}}, "DeepCompile is DeepSpeed's"),
-        ({"engine": {"name": "vllm"}}, "set engine.name = 'hf'"),
+        ({"engine": {"name": "native"}}, "comes with a later version; set engine.name = 'hf'"),
         ({"engine": {"name": "vlm"}}, "did you mean 'vllm'"),
         ({"train": {"execution": "joint"}}, "set train.execution = 'compile'"),
         ({"train": {"attention": "varlne"}}, "unknown attention kernel 'varlne'; did you mean 'varlen'"),

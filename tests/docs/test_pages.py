@@ -114,6 +114,11 @@ SELDOM = {  # they need a failure, a GPU, or a check between steps that this tes
     "reward/NAME/junk",
     "reward/NAME/failed",
     "reward/dropped",
+    "engine/kv_cache_use",  # these are of engines with weights of their own
+    "engine/restarts",
+    "engine/verify_gap",
+    "time/verify",
+    "time/sleep",
     "memory/cuda_peak_gib",
     "memory/cuda_reserved_gib",
 }

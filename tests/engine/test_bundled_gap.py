@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lockstep.algorithms.samples import policy_sample
+from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.config.train import EngineConfig, TrainConfig
+from lockstep.config.train import TrainConfig
 from lockstep.engine.hf import HFEngine
 from lockstep.models.load import load_model
 from lockstep.packing import PackLimits, plan_micro_batches

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lockstep.config.train import EngineConfig
+from lockstep.config.engine import EngineConfig
 from lockstep.engine.hf import HFEngine
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.config.train import EngineConfig
 from lockstep.engine.hf import HFEngine
 from lockstep.engine.packed_linear import PackedLinears, can_pack
 from lockstep.models.load import load_model

@@ -116,7 +116,7 @@ class Commands:
         return answer
 
 
-VOLATILE = ("timestamp", "time/", "throughput/", "memory/")
+VOLATILE = ("timestamp", "time/", "throughput/", "memory/", "engine/")
 """Metrics that may differ between two runs of the same config."""
 
 

@@ -1,7 +1,7 @@
 import torch
 
+from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.config.train import EngineConfig
 from lockstep.engine.hf import HFEngine
 from lockstep.models.load import load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.data import DataConfig
+from lockstep.config.engine import EngineConfig
 from lockstep.config.load import build, read_toml
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun, RunConfig
-from lockstep.config.train import EngineConfig
 from lockstep.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -203,7 +203,8 @@ def axis(kind: str, *, device: str) -> list[Finding]:
         if reason:
             status, detail = "unavailable", reason + (f" ({have} is installed)" if have else "")
         elif missing:
-            status, detail = "unavailable", f"{', '.join(missing)} is not installed"
+            elsewhere = "; engine.python may name an environment that has it" if name == "engine" else ""
+            status, detail = "unavailable", f"{', '.join(missing)} is not installed{elsewhere}"
         else:
             status, detail = "ok", have or _usable(value, device)
         found.append(Finding(group=kind, name=value, status=status, detail=detail))  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lockstep.config.base import Config
 from lockstep.config.load import to_values
 from lockstep.config.problems import model_of
 from lockstep.config.run import RunConfig
@@ -27,7 +28,7 @@ PAIRS = "KEY=VALUE"
 
 
 def parse_flags(
-    run: RunConfig, argv: Sequence[str], *, general: type, prog: str, description: str
+    run: Config, argv: Sequence[str], *, general: type, prog: str, description: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the flags say: (values of `general`, dotted overrides of `run`).
 

@@ -24,8 +24,11 @@ COMMANDS = {
     "plan": "parameters, memory and micro-batches of a run, before anything starts",
     "matrix": "inputs under every combination of kernels, layouts, compile modes: a table; matrix diff",
     "bisect": "the first input and module at which two cells differ, or the smallest input that crashes one",
-    "parity": "train stacks that must take the same steps, side by side; compare two runs; check",
+    "parity": "train stacks and engines that must agree, side by side; compare two runs; check",
     "doctor": "what this machine can run, and the settings that usually bite",
+    "generate": "samples of many prompts, into a file that a later command goes on with",
+    "score": "rewards of samples in a file, by a reward function or a reward model",
+    "select": "best-of-n and rejection sampling: scored samples to a set for SFT",
     "support": "the table of what may be combined, and where it is tested",
 }
 """Command -> one line of help; the module is lockstep.cli.COMMAND, with main(argv) -> exit status."""

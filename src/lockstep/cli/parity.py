@@ -1,8 +1,9 @@
-"""`lockstep parity`: train stacks that must take the same steps, side by side.
+"""`lockstep parity`: train stacks that must take the same steps, and engines that must give the same answers.
 
 lockstep parity train --stacks deepspeed:zero2,fsdp2,fsdp2:ring2 --max-samples 64
 lockstep parity compare runs/a runs/b --threshold 0.05 --plot both.png
 lockstep parity check --model bundled:smollm2-135m
+lockstep parity engines --engines hf,vllm --python vllm=.venv-vllm/bin/python
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ COMMANDS = {
     "train": "train each stack in processes of its own and compare every step",
     "compare": "losses of two runs that exist",
     "check": "what this installation can train with; needs no GPU",
+    "engines": "the same requests to several inference engines, held to the trainer's answers",
 }
 ENVIRONMENT: Mapping[str, tuple[str, str]] = {
     "NUM_GPUS": ("gpus", "--gpus"),
@@ -202,7 +204,7 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     from lockstep.lab.parity import ParityOptions
 
     notes = take_environment(args, environ)
-    device, gpus = _device(args.device)
+    device, gpus = device_of(args.device)
     reference = parse_stack(args.reference)
     skip = parse_skip(args.skip) if isinstance(args.skip, str) else args.skip
     if args.skip and reference.backend == "local" and "local" in skip:
@@ -306,7 +308,7 @@ def _is_on(name: str, text: str) -> bool:
     raise ConfigError(f"{name}={text!r} in the environment: set 1 to skip, 0 or nothing to run")
 
 
-def _device(name: str) -> tuple[str, int]:
+def device_of(name: str) -> tuple[str, int]:
     """(device, GPUs that there are)."""
     import torch
 
@@ -338,7 +340,7 @@ def _data(args: argparse.Namespace) -> Any:
         name, equals, text = word.partition("=")
         if not equals or not name:
             raise ConfigError(f"--data {word!r}: write NAME=VALUE, such as prompt_column=question")
-        overrides[f"data.{name}"] = _value(text)
+        overrides[f"data.{name}"] = toml_value(text)
     if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
         from lockstep.config.data import DataConfig
 
@@ -348,7 +350,7 @@ def _data(args: argparse.Namespace) -> Any:
     return run.data
 
 
-def _value(text: str) -> Any:
+def toml_value(text: str) -> Any:
     """A TOML value, or the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -11,14 +11,17 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from lockstep.config.base import Config
 from lockstep.config.problems import explain, model_of, unknown_keys
 from lockstep.config.run import DPORun, GRPORun, RunConfig, SFTRun
 from lockstep.config.toml import TomlError, to_toml
 from lockstep.errors import ConfigError, unknown_name
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "sft": SFTRun, "dpo": DPORun}
 
@@ -162,33 +165,41 @@ def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     if not isinstance(kind, str) or kind not in RUN_KINDS:
         what = "kind is missing" if kind is None else unknown_name("kind", str(kind), RUN_KINDS)
         raise ConfigError(f"{origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top")
-    model = RUN_KINDS[kind]
+    return check(values, RUN_KINDS[kind], origin=origin)
+
+
+def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> AnyConfig:
+    """Check nested plain values and freeze them into `model`.
+
+    Raises:
+        ConfigError: with all problems, each by its dotted path.
+    """
     problems, known = unknown_keys(values, model)
-    run = None
+    found = None
     try:
         # JSON mode is the only strict one that takes a list for a tuple and a string for a path.
-        run = model.model_validate_json(json.dumps(known, default=_not_json), strict=True)
+        found = model.model_validate_json(json.dumps(known, default=_not_json), strict=True)
     except ValidationError as error:
         problems += explain(error, model)
-    if problems or run is None:
+    if problems or found is None:
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         raise ConfigError(f"{origin}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
-    return run
+    return found
 
 
-def to_values(run: RunConfig) -> dict[str, Any]:
-    """Nested plain values of a run (None left out), as TOML and `build` take them."""
+def to_values(run: Config) -> dict[str, Any]:
+    """Nested plain values of a config (None left out), as TOML and `build` take them."""
     return run.model_dump(mode="json", exclude_none=True)
 
 
-def dump_toml(run: RunConfig) -> str:
+def dump_toml(run: Config) -> str:
     """TOML with every setting of the run; `load_run` of it gives an equal run.
 
     Raises:
         ConfigError: when a free-form table (data.task, ...) holds what TOML has no value for.
     """
     values = to_values(run)
-    ordered = {"kind": values.pop("kind")} | values
+    ordered = {"kind": values.pop("kind")} | values if "kind" in values else values
     try:
         return to_toml(ordered, inline=_free_tables(type(run)))
     except TomlError as error:

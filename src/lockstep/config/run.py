@@ -11,11 +11,12 @@ from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
 from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config
 from lockstep.config.data import DataConfig
+from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig
 from lockstep.config.support import check_support
-from lockstep.config.train import CheckpointConfig, EngineConfig, EvalConfig, LogConfig, TrainConfig
+from lockstep.config.train import CheckpointConfig, EvalConfig, LogConfig, TrainConfig
 from lockstep.errors import ConfigError
 
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from lockstep.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
-    from lockstep.config.train import EngineConfig, TrainConfig
+    from lockstep.config.engine import EngineConfig
+    from lockstep.config.train import TrainConfig
 
 Status = Literal["supported", "untested", "unsupported"]
 
@@ -76,12 +77,12 @@ _LATER = "comes with a later version"
 _PARITY = "ci-cpu:tests/parity/test_documents.py"
 _COMPILED = "ci-cpu:tests/parity/test_compiled.py"
 _BACKENDS = "ci-cpu:tests/parity/test_train_backends.py"
+_VLLM = "ci-cpu:tests/vllm/test_inprocess_conformance.py"
+_ENGINES_ON_H200 = "gpu:benchmarks/results/parity-engines-h200/cells.json"
 _ON_H200 = "gpu:benchmarks/results/parity-h200.json"
 
 TABLE: tuple[Entry, ...] = (
     Entry(status="unsupported", engine=("native",), reason=_LATER, instead="engine.name = 'hf'"),
-    Entry(status="unsupported", engine=("vllm",), reason=_LATER, instead="engine.name = 'hf'"),
-    Entry(status="unsupported", engine=("sglang",), reason=_LATER, instead="engine.name = 'hf'"),
     Entry(status="unsupported", execution=("joint",), reason=_LATER, instead="train.execution = 'compile'"),
     Entry(
         status="unsupported",
@@ -204,6 +205,18 @@ TABLE: tuple[Entry, ...] = (
         tested=_BACKENDS,
     ),
     Entry(
+        status="supported",
+        backend=("local",),
+        engine=("vllm",),
+        attention=("sdpa",),
+        execution=("eager",),
+        layout=("packed",),
+        device=("cpu",),
+        dtype=("float32",),
+        reason="vLLM 0.32 built for CPUs, in process and as a server",
+        tested=_VLLM,
+    ),
+    Entry(
         status="unsupported",
         attention=("flex",),
         execution=("compile",),
@@ -233,6 +246,24 @@ TABLE: tuple[Entry, ...] = (
         device=("cuda",),
         dtype=("bfloat16",),
         tested=_ON_H200,
+    ),
+    Entry(
+        status="supported",
+        backend=("local",),
+        engine=("vllm", "sglang"),
+        attention=("varlen",),
+        execution=("eager",),
+        layout=("packed",),
+        device=("cuda",),
+        dtype=("bfloat16",),
+        reason="vLLM 0.26.0 in process, SGLang 0.5.16 as its own server",
+        tested=_ENGINES_ON_H200,
+    ),
+    Entry(
+        status="untested",
+        engine=("sglang",),
+        reason="there is no build of SGLang for CPUs: requests and weights are tested against what its "
+        "package declares, and against a server that imitates it",
     ),
     Entry(
         status="untested",
@@ -312,14 +343,17 @@ def support_rows() -> Iterator[dict[str, str]]:
 
 
 def cells_tested_by(test: str) -> Iterator[dict[str, str]]:
-    """Every cell that the test or result file `test` must cover: what the parity tests are generated from."""
+    """Every cell that the test or result file `test` must cover: what the parity tests are generated from.
+    The engine is named where it is not hf."""
     axes = ("backend", "attention", "execution", "layout", "device", "dtype")
     for entry in TABLE:
         if entry.tested == test:
-            for values in itertools.product(*(getattr(entry, axis) for axis in axes)):
+            for engine, *values in itertools.product(
+                entry.engine or ("hf",), *(getattr(entry, axis) for axis in axes)
+            ):
                 cell = dict(zip(axes, values, strict=True))
-                if lookup(cell | {"engine": "hf"}) is entry:  # else an earlier entry decides
-                    yield cell
+                if lookup(cell | {"engine": engine}) is entry:  # else an earlier entry decides
+                    yield cell if engine == "hf" else cell | {"engine": engine}
 
 
 def _cell(run: RunAxes) -> dict[str, str]:

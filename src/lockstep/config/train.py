@@ -97,15 +97,6 @@ class TrainConfig(Config):
         return betas
 
 
-class EngineConfig(Config):
-    """Which inference engine samples."""
-
-    name: str = "hf"
-    """hf, or `module:Class` for your own; native, vllm and sglang come with later versions."""
-    max_batch: PositiveInt = 256
-    """Samples decoded together."""
-
-
 class EvalConfig(Config):
     """Held-out evaluation, before training, every k steps, and after."""
 

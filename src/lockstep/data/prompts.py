@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from lockstep.config.data import DataConfig
-from lockstep.data.chat import ChatFormat, clean_messages, fill_template
+from lockstep.data.chat import ChatFormat, Message, clean_messages, fill_template
 from lockstep.data.generated import IdRows, ReasoningGymRows, RowGenerator
 from lockstep.data.order import batch_rows
 from lockstep.data.sources import load_rows, missing_column
@@ -116,15 +116,26 @@ class PromptMaker:
         return Prompt(index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem})
 
     def _render(self, chat: ChatFormat, row: Mapping[str, Any], where: str) -> tuple[str, str]:
-        """(problem text, rendered text). The problem text identifies a question whatever the template around
-        it."""
+        """(problem text, rendered text)."""
+        problem, talk = self.conversation(row, where)
+        text = talk if isinstance(talk, str) else chat.render(talk, generate=True, where=where)
+        return problem, text
+
+    def conversation(self, row: Mapping[str, Any], where: str) -> tuple[str, str | list[Message]]:
+        """(problem text, what is rendered): messages, system prompt included, or plain text where no chat
+        template applies. The problem text identifies a question whatever the template around it.
+
+        Raises:
+            DataError: a column is missing, or the messages are malformed.
+        """
+        chat = self.chat
+        assert chat is not None, "an id-level source has no texts"
         value = self._prompt_value(row, where)
         if isinstance(value, str):
             content = fill_template(self.config.prompt_template, {**row, "prompt": value})
             if chat.template is None:
                 return value, content
-            messages = [{"role": "user", "content": content}]
-            return value, chat.render(chat.with_system(messages), generate=True, where=where)
+            return value, chat.with_system([{"role": "user", "content": content}])
         messages = clean_messages(value, where=where)
         if messages[-1]["role"] == "assistant":
             raise DataError(
@@ -134,8 +145,10 @@ class PromptMaker:
         problem = "\n".join(m["content"] for m in messages if m["role"] != "system")
         last = messages[-1]
         filled = fill_template(self.config.prompt_template, {**row, "prompt": last["content"]})
-        messages = [*messages[:-1], {**last, "content": filled}]
-        return problem, chat.render(chat.with_system(messages), generate=True, where=where)
+        messages = chat.with_system([*messages[:-1], {**last, "content": filled}])
+        if chat.template is None:
+            return problem, chat.render(messages, generate=True, where=where)
+        return problem, messages
 
     def _prompt_value(self, row: Mapping[str, Any], where: str) -> Any:
         config = self.config

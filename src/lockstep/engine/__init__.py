@@ -2,5 +2,13 @@
 
 from lockstep.registry import Registry
 
-ENGINES = Registry("inference engine", {"hf": "lockstep.engine.hf:HFEngine"})
-"""EngineConfig.name -> a class called as Engine(config, model=LoadedModel)."""
+ENGINES = Registry(
+    "inference engine",
+    {
+        "hf": "lockstep.engine.hf:HFEngine",
+        "vllm": "lockstep.engine.vllm_choice:VLLM",
+        "sglang": "lockstep.engine.sglang:SGLangServer",
+    },
+)
+"""EngineConfig.name -> a class called as Engine(config, model=LoadedModel), or, with `external = True`, as
+Engine(config, place=EnginePlace). `lockstep.engine.build.make_engine` calls it."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.config.train import EngineConfig
+from lockstep.config.engine import EngineConfig
 from lockstep.engine.cache import SampleCache
 from lockstep.engine.generation import Generation, Limits, Listeners, OnToken, Row
 from lockstep.engine.requests import check_requests

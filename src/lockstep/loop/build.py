@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import platform
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +25,11 @@ from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
 from lockstep.data.held_out import load_train_and_held_out
 from lockstep.data.prompts import PromptSet
-from lockstep.engine import ENGINES
+from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes, resolved_train
 from lockstep.loop.joining import mesh_place
+from lockstep.loop.place import engine_place
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
@@ -38,7 +40,8 @@ from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
-from lockstep.transfer.inprocess import InProcessTransfer
+from lockstep.transfer import make_transfer
+from lockstep.transfer.verify import Verifier
 
 OnProgress = Callable[[int, int], None]
 """Called with (samples finished, samples in all) during generation."""
@@ -61,6 +64,8 @@ class OnlineParts:
     eval_prompts: PromptSet
     rewards: RewardSet
     plan: Planner
+    verifier: Verifier | None = None
+    """Checks after pushes that the engine holds the weights; None: it is not asked to."""
     on_progress: OnProgress | None = None
     recorder: Recorder | NoRecorder = field(default_factory=NoRecorder)
     ranks: RankContext = field(default_factory=RankContext.alone)
@@ -69,8 +74,9 @@ class OnlineParts:
         """Engine first: it reads the backend's Parameters. One that fails to close does not keep the others
         from it."""
         with contextlib.ExitStack() as stack:
-            for part in (self.backend, self.rewards, self.engine):
-                stack.callback(part.close)
+            for part in (self.backend, self.rewards, self.transfer, self.engine):
+                if hasattr(part, "close"):
+                    stack.callback(part.close)
 
 
 def build_online(
@@ -79,18 +85,20 @@ def build_online(
     rewards: Sequence[Callable[..., Any]] = (),
     on_progress: OnProgress | None = None,
     ranks: RankContext | None = None,
+    work_dir: Path | None = None,
 ) -> OnlineParts:
     """Check, load and wire everything that `run` names.
 
     Args:
         rewards: Python callables instead of `run.rewards`, each f(prompt=, completion=, row=) -> float.
         ranks: the ranks of the run, every one of which makes this call; None: this process alone.
+        work_dir: for logs and files of an engine of its own; None: the system's folder for temporary files.
 
     Raises:
-        ConfigError, ModelError, DataError: before anything is trained.
+        ConfigError, ModelError, DataError, EngineError: before anything is trained.
     """
     options = run.algorithm.resolved()
-    engine, reward_set = ENGINES.load(run.engine.name), RewardSet(run.rewards, functions=rewards)
+    external, reward_set = is_external(run.engine.name), RewardSet(run.rewards, functions=rewards)
     ranks = ranks or RankContext.alone()
     with ranks.together("loading model and data"):
         axes, model = load_policy(run, engine=run.engine.name, ranks=ranks)
@@ -107,28 +115,97 @@ def build_online(
         temperature=run.rollout.sampling.temperature,
         ref=algorithm.needs_ref,
     )
+    plan = Planner(
+        train=run.train,
+        static_capacity=axes.static_capacity,
+        max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
+        max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
+        parts=data_parallel(run, ranks),
+    )
+    # Last: what can be wrong with the run is known before a server is started.
+    connect = _external_engine if external else _embedded_engine
+    engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
+    verifier = Verifier(
+        when=run.engine.verify,
+        backend=backend,
+        engine=engine,
+        transfer=transfer,
+        plan=plan,
+        vocab_size=text_config(model.module).vocab_size,
+        max_prompt_tokens=run.data.max_prompt_tokens,
+        max_tokens=run.rollout.sampling.max_tokens,
+        temperature=run.rollout.sampling.temperature,
+        dtype=axes.dtype,
+        ranks=ranks,
+    )
     return OnlineParts(
         run=run,
         axes=axes,
         model=model,
         backend=backend,
-        engine=engine(run.engine, model=engine_model(run, axes, model, backend)),
-        transfer=InProcessTransfer(),
+        engine=engine,
+        transfer=transfer,
         algorithm=algorithm,
         algorithm_options=options,
         prompts=prompts,
         eval_prompts=eval_prompts,
         rewards=reward_set,
-        plan=Planner(
-            train=run.train,
-            static_capacity=axes.static_capacity,
-            max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
-            max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
-            parts=data_parallel(run, ranks),
-        ),
+        plan=plan,
+        verifier=verifier if external else None,
         on_progress=on_progress,
         ranks=ranks,
     )
+
+
+def _embedded_engine(
+    run: GRPORun,
+    axes: Axes,
+    model: LoadedModel,
+    *,
+    backend: TrainBackend,
+    ranks: RankContext,
+    work_dir: Path | None,
+) -> tuple[InferenceEngine, WeightTransfer]:
+    engine = make_engine(run.engine, model=engine_model(run, axes, model, backend))
+    return engine, make_transfer(run.engine, engine, device=axes.device)
+
+
+def _external_engine(
+    run: GRPORun,
+    axes: Axes,
+    model: LoadedModel,
+    *,
+    backend: TrainBackend,
+    ranks: RankContext,
+    work_dir: Path | None,
+) -> tuple[InferenceEngine, WeightTransfer]:
+    """Every rank has one of its own; where that of one rank does not start, none is left running."""
+    work_dir = _rank_folder(work_dir or Path(tempfile.mkdtemp(prefix="lockstep-engine-")), ranks)
+    engine: InferenceEngine | None = None
+    try:
+        with ranks.together("starting the engine"):
+            _check_devices(run, ranks)
+            place = engine_place(run, axes, model, work_dir=work_dir)
+            engine = make_engine(run.engine, place=place)
+            transfer = make_transfer(run.engine, engine, device=axes.device, work_dir=work_dir)
+    except BaseException:
+        if engine is not None:
+            engine.close()
+        raise
+    return engine, transfer
+
+
+def _check_devices(run: GRPORun, ranks: RankContext) -> None:
+    if ranks.world_size > 1 and run.engine.cuda_devices:
+        raise ConfigError(
+            f"engine.cuda_devices = {list(run.engine.cuda_devices)} with {ranks.world_size} ranks: each "
+            "has an engine of its own, on its own GPU; leave engine.cuda_devices out"
+        )
+
+
+def _rank_folder(work_dir: Path, ranks: RankContext) -> Path:
+    """Every rank has an engine of its own."""
+    return work_dir / f"rank-{ranks.rank}" if ranks.world_size > 1 else work_dir
 
 
 def load_policy(

@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online, recording_header
+from lockstep.loop.engines import EngineMeter, engine_report, naming_memory, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.joining import joined
 from lockstep.loop.metrics import rollout_metrics, shape_metrics
@@ -56,12 +57,22 @@ def train_online(
     with contextlib.ExitStack() as cleanup:
         ranks = cleanup.enter_context(joined(run, ranks))
         session = cleanup.enter_context(Session(run, resume=resume, ranks=ranks))
-        parts = build_online(run, rewards=rewards, on_progress=session.display.progress, ranks=ranks)
+        parts = build_online(
+            run,
+            rewards=rewards,
+            on_progress=session.display.progress,
+            ranks=ranks,
+            work_dir=session.dir.path / "engine",
+        )
         cleanup.callback(parts.close)
         prompts = parts.prompts
         session.describe(
             axes=parts.axes, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
         )
+        report = engine_report(parts.engine, parts.transfer)
+        session.dir.update_manifest({"engine": report})
+        for line in report_lines(report):
+            session.display.note(line)
         first_step = session.restore(parts.backend, checkpoint)
         parts = _recorded(parts, session, first_step)
         trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
@@ -146,6 +157,9 @@ class OnlineTrainer:
         self.parts = parts
         self.spans = spans or Spans()
         self.cancelled = cancelled
+        self._meter = EngineMeter(parts.engine, ranks=parts.ranks)
+        self._asleep = False
+        self._verified: dict[str, float] = {}
 
     def sample(self, step: int) -> SampledStep:
         """Rollouts of step `step` with their rewards: a pure function of (run, step, weights)."""
@@ -163,11 +177,26 @@ class OnlineTrainer:
             ranks=parts.ranks,
         )
         draw = Draw(run_seed=run.seed, step=step)
-        with self.spans("generate"):
-            return sampler.step(parts.prompts, draw, rollout=run.rollout, resampling=resampling)
+        self._meter.start()
+        with self.spans("generate"), self._naming_memory("engine"):
+            sampled = sampler.step(parts.prompts, draw, rollout=run.rollout, resampling=resampling)
+        if sampled.aborted:
+            return sampled
+        counts = sampled.counts | self._meter.metrics() | self._verified
+        self._verified = {}
+        return dataclasses.replace(sampled, counts=counts)
 
     def update(self, groups: Sequence[RolloutGroup]) -> StepResult:
-        """Every optimizer step of one rollout batch."""
+        """Every optimizer step of one rollout batch. With engine.sleep the engine sleeps from here to the
+        next `push`."""
+        if self.parts.run.engine.sleep and not self._asleep:
+            with self.spans("sleep"), self.parts.ranks.together("putting the engine to sleep"):
+                self.parts.engine.sleep()
+            self._asleep = True
+        with self._naming_memory("trainer"):
+            return self._update(groups)
+
+    def _update(self, groups: Sequence[RolloutGroup]) -> StepResult:
         parts, train = self.parts, self.parts.run.train
         ref_logprobs = self._ref_logprobs(groups) if parts.algorithm.ref_in_reward else None
         groups = parts.algorithm.shape(groups, ref_logprobs=ref_logprobs)
@@ -189,8 +218,22 @@ class OnlineTrainer:
 
     def push(self, *, policy_version: int) -> None:
         """The engine samples from the trainer's current weights from here on."""
-        with self.spans("weights"):
-            self.parts.transfer.push(self.parts.backend, self.parts.engine, policy_version=policy_version)
+        parts = self.parts
+        with self._naming_memory("engine"):
+            if self._asleep:
+                with self.spans("sleep"), parts.ranks.together("waking the engine"):
+                    parts.engine.wake()
+                self._asleep = False
+            # Every rank goes through all weights, whatever becomes of its own engine.
+            with self.spans("weights"), parts.ranks.together("the weight update"):
+                parts.transfer.push(parts.backend, parts.engine, policy_version=policy_version)
+            if parts.verifier is not None:
+                with self.spans("verify"):
+                    self._verified |= parts.verifier()
+
+    def _naming_memory(self, side: Literal["engine", "trainer"]) -> contextlib.AbstractContextManager[None]:
+        parts = self.parts
+        return naming_memory(side, engine=parts.engine, transfer=parts.transfer, device=parts.axes.device)
 
     def evaluate(self, *, max_tokens_factor: int = 1) -> Evaluation | None:
         """Held-out accuracy and mean reward; None when generation was aborted."""

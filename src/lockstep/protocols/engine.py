@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lockstep.schema.rollout import Completion, GenerationRequest
-from lockstep.schema.weights import WeightUpdate
+from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
 
 OnCompletion = Callable[[int, int, Completion], None]
 """Called with (request index, sample index, completion) as soon as a sample finishes."""
@@ -24,19 +24,34 @@ class EngineStats:
     generate_seconds: float
     kv_cache_bytes: int
     """High-water mark."""
+    queued: int = 0
+    """Samples that are accepted and not finished."""
+    kv_cache_use: float | None = None
+    """Share of the KV cache in use now; None: the engine does not say."""
+    restarts: int = 0
+    """Times that a server died and was started again."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens per second of `generate`; 0 before the first."""
+        return self.completion_tokens / self.generate_seconds if self.generate_seconds else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompt tokens that was not computed; 0 before the first."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class InferenceEngine(Protocol):
-    """Token ids in, token ids and logprobs out."""
+    """Token ids in, token ids and logprobs out.
+
+    How it gets weights is one of the two protocols below; lockstep.transfer knows both.
+    """
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
         """One list per request, in request order, its samples in seed order. Raises EngineError."""
-        ...
-
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Take this version of the weights and drop every cache made with an older one."""
         ...
 
     def sleep(self) -> None:
@@ -52,3 +67,41 @@ class InferenceEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
+
+
+class SharesWeights(InferenceEngine, Protocol):
+    """An engine over the trainer's modules, or over modules in the same process."""
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take this version of the weights and drop every cache made with an older one. Raises EngineError
+        before anything was changed."""
+        ...
+
+
+class ReceivesWeights(InferenceEngine, Protocol):
+    """An engine whose weights are its own: they come in buckets, all of them in one session.
+
+    It is *dirty* before its first update, and again from the first bucket of a session to its `finish`: a
+    dirty engine refuses to generate, and only a whole session makes it clean.
+    """
+
+    transports: tuple[Transport, ...]
+    """What it can receive by here and now, best first."""
+    dirty: bool
+
+    def begin_update(self, session: UpdateSession) -> None:
+        """Refuse new requests, wait for running ones, open a session. Raises EngineError when samples are
+        running that do not end in time."""
+        ...
+
+    def receive(self, bucket: WeightBucket) -> None:
+        """Load the tensors of one bucket; returns when its memory may be reused."""
+        ...
+
+    def finish_update(self, session: UpdateSession) -> None:
+        """Close the session, flush the prefix cache and check that it is flushed, take over the version."""
+        ...
+
+    def fail_update(self, reason: str) -> None:
+        """The session ended early: leave what is half loaded, stay dirty. Does not raise."""
+        ...

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
+
+from lockstep.wire.buckets import TensorSpec as TensorSpec
+
+Transport = Literal["memory", "ipc", "collective", "disk"]
+"""How a bucket gets to an engine: the same process, CUDA IPC, NCCL or gloo, or a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,3 +32,30 @@ class WeightUpdate:
 
 class TensorSource(Protocol):
     def __call__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateSession:
+    """One update of an engine's weights: all tensors, between `begin_update` and `finish_update`."""
+
+    policy_version: int
+    run_id: str
+    """Of the trainer's process: version 3 of a restarted trainer is not that of the earlier one."""
+    deadline: float
+    """time.monotonic() by which the whole update must be done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightBucket:
+    """Some tensors, packed one after the other."""
+
+    index: int
+    specs: tuple[TensorSpec, ...]
+    num_bytes: int
+    transport: Transport
+    data: Tensor | None = None
+    """transport "memory": [num_bytes] uint8, valid until `receive` returns."""
+    handle: Mapping[str, Any] | None = None
+    """Plain JSON; "disk": {"path": a safetensors file with the tensors by name}; "ipc": {"key": names the
+    buffer, "memory": what lockstep.wire.ipc.export_handle gives}; "collective": {"group": its name,
+    "address", "port", "world_size", "first_rank", "backend", "number"}, see lockstep.wire.receive."""

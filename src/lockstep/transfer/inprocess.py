@@ -3,7 +3,9 @@ no rank has them whole, it takes over what the trainer gathers."""
 
 from __future__ import annotations
 
-from lockstep.protocols.engine import InferenceEngine
+from typing import cast
+
+from lockstep.protocols.engine import InferenceEngine, SharesWeights
 from lockstep.protocols.train import TrainBackend
 
 
@@ -19,4 +21,4 @@ class InProcessTransfer:
         Raises:
             EngineError: the engine refused the weights; it kept its own.
         """
-        target.update_weights(source.weights(policy_version=policy_version))
+        cast(SharesWeights, target).update_weights(source.weights(policy_version=policy_version))

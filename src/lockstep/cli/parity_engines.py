@@ -1,0 +1,286 @@
+"""`lockstep parity engines`: the same requests to several engines, held to the trainer's answers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli import arguments
+from lockstep.cli.parity import console, device_of, toml_value
+from lockstep.errors import ConfigError, unknown_name
+
+if TYPE_CHECKING:
+    from lockstep.config.engine import EngineConfig
+    from lockstep.lab.engines import EngineChoice, EnginesOptions
+
+DEFAULT_ENGINES = "hf,vllm"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag."""
+    made = argparse.ArgumentParser(
+        prog="lockstep parity engines",
+        description="Ask several inference engines the same, each in a process of its own beside a trainer, "
+        "and compare:\ngreedy tokens with the first engine's, logprobs with the trainer's, ids, stops, seeds "
+        "and n; then\nonce more after an update of the weights.\n\nAn engine is hf, vllm, sglang or "
+        "module:Class; NAME=ENGINE gives it a name, so that one can come twice.",
+        epilog="Exit status 1: an engine failed or differs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _engine_flags(made.add_argument_group("which engines"))
+    _work_flags(made.add_argument_group("on what"))
+    _output_flags(made.add_argument_group("verdict and output"))
+    return made
+
+
+def _engine_flags(group: Any) -> None:
+    group.add_argument(
+        "--engines",
+        default=DEFAULT_ENGINES,
+        metavar="LIST",
+        help=f"joined by commas; the first is the reference ({DEFAULT_ENGINES})",
+    )
+    for flag, what in (
+        ("--python", "engine.python: the interpreter that starts its server"),
+        ("--url", "engine.url: a server that is running already"),
+    ):
+        group.add_argument(
+            flag, action="append", default=[], metavar="NAME=VALUE", help=f"{what}; repeatable"
+        )
+    group.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="a setting of engine (such as vllm.batch_invariant=true), or, where engine has none of that "
+        "name, one of the engine's own, which goes into engine.options; repeatable",
+    )
+
+
+def _work_flags(group: Any) -> None:
+    group.add_argument(
+        "--model", default="bundled:smollm2-135m", metavar="NAME", help="(bundled:smollm2-135m)"
+    )
+    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
+    group.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: float32 on a CPU, bfloat16 on a GPU",
+    )
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
+    group.add_argument("--attention", default="auto", metavar="KERNEL", help="the trainer's (auto)")
+    group.add_argument(
+        "--data",
+        metavar="NAME",
+        help="a recipe or .toml file, whose [data] is taken, or what data.source is "
+        "(reasoning_gym:chain_sum; shape: models: ids)",
+    )
+    group.add_argument(
+        "--max-prompts",
+        type=arguments.positive,
+        default=8,
+        metavar="N",
+        help="half of them longer than a cache block (8)",
+    )
+    group.add_argument(
+        "--max-tokens", type=arguments.positive, default=32, metavar="N", help="of a completion (32)"
+    )
+    group.add_argument(
+        "--samples", type=arguments.positive, default=4, metavar="N", help="of each prompt (4)"
+    )
+    group.add_argument(
+        "--temperature", type=arguments.above_zero, default=0.7, metavar="T", help="of samples (0.7)"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="completions do not end by themselves")
+    group.add_argument(
+        "--weights",
+        choices=["pushed", "folder"],
+        help="the engine's first ones: pushed by the trainer, or read by itself (pushed; folder without "
+        "an update)",
+    )
+    group.add_argument(
+        "--update",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="change the weights, push them, ask everything again (on)",
+    )
+    group.add_argument(
+        "--update-scale",
+        type=arguments.above_zero,
+        metavar="X",
+        help="of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
+    )
+    group.add_argument("--seed", type=arguments.count, default=0, metavar="N", help="(0)")
+
+
+def _output_flags(group: Any) -> None:
+    group.add_argument(
+        "--threshold",
+        type=arguments.above_zero,
+        metavar="NATS",
+        help="largest mean logprob gap; one token, and the margin of a tie: ten times that (float32 1e-4, "
+        "float16 0.02, bfloat16 0.05, divided by a temperature below 1)",
+    )
+    group.add_argument(
+        "--timeout", type=arguments.above_zero, default=900.0, metavar="S", help="seconds per engine (900)"
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/engines-TIME)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="the result once more")
+    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: all engines agree; 1: one does not, or failed; 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: a wrong setting, before anything is started.
+    """
+    args = parser().parse_args(list(argv))
+    options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    from lockstep.lab.engines import run_engines
+    from lockstep.lab.engines_report import brief, show, write_reports
+    from lockstep.observe.files import write_json
+
+    say = arguments.nothing if args.quiet else _say
+    say(f"parity engines: {options.out}")
+    result = run_engines(options, progress=lambda *news: say(brief(*news)))
+    write_reports(result, options.out)
+    if not args.quiet:
+        show(result, console())
+        print(f"{options.out}/engines.html, engines.md, engines.json")
+    if args.json is not None:
+        write_json(args.json, result.as_dict())
+    print(result.verdict)
+    return 0 if result.ok else 1 if result.complete else 130
+
+
+def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptions:
+    """What the flags say, prompts included.
+
+    Raises:
+        ConfigError, DataError, ModelError: a value that cannot be right.
+    """
+    from lockstep.config.model import ModelConfig
+    from lockstep.lab.engines import EnginesOptions
+    from lockstep.lab.engines_judge import default_threshold
+    from lockstep.lab.engines_prompts import make_prompts, read_data
+
+    engines = parse_engines(args.engines, python=args.python, url=args.url, option=args.option)
+    if args.max_prompts < 2:
+        raise ConfigError("--max-prompts 1: one short and one long prompt are the least; set 2 or more")
+    device = device_of(args.device)[0]
+    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if args.dtype == "auto" else args.dtype
+    settings = {"name": args.model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
+    model = ModelConfig.model_validate(settings)
+    prompts = make_prompts(
+        model,
+        read_data(args.data, model=args.model),
+        max_prompts=args.max_prompts,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
+    return EnginesOptions(
+        engines=engines,
+        prompts=prompts,
+        model=model,
+        out=args.out or arguments.default_out("engines"),
+        device=device,  # type: ignore[arg-type]
+        attention=args.attention,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        num_samples=args.samples,
+        ignore_eos=args.ignore_eos,
+        seed=args.seed,
+        weights=args.weights or ("pushed" if args.update else "folder"),
+        update=args.update,
+        update_scale=args.update_scale or (0.1 if dtype == "float32" else 0.3),
+        threshold=args.threshold or default_threshold(dtype, args.temperature),
+        timeout=args.timeout,
+        command=command,
+    )
+
+
+def parse_engines(
+    text: str, *, python: Sequence[str] = (), url: Sequence[str] = (), option: Sequence[str] = ()
+) -> list[EngineChoice]:
+    """The engines of `--engines`, with what the other flags say about them.
+
+    Raises:
+        ConfigError: an engine or a setting that cannot be, named with its flag.
+    """
+    from lockstep.engine import ENGINES
+    from lockstep.lab.engines import EngineChoice
+
+    settings: dict[str, dict[str, Any]] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, engine = word.partition("=")
+        engine = engine if equals else word
+        name = name if equals else word.rpartition(":")[2]
+        if not name or not engine or (engine not in ENGINES and ":" not in engine):
+            raise ConfigError(f"--engines: {unknown_name('inference engine', engine or word, ENGINES)}")
+        if name in settings:
+            raise ConfigError(f"--engines names {name} twice; give each a name, such as {name}-2={engine}")
+        settings[name] = {"name": engine}
+    if not settings:
+        raise ConfigError("--engines is empty; name at least one, such as hf,vllm")
+    for flag, words in (("python", python), ("url", url)):
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not equals or not value:
+                raise ConfigError(f"--{flag} {word!r}: write NAME=VALUE, such as {_example(flag)}")
+            # not resolved: an environment's interpreter is a link, and what it links to is another one
+            settings[_known(name, settings, flag)][flag] = value if flag == "url" else os.path.abspath(value)
+    for word in option:
+        _take_option(word, settings)
+    return [EngineChoice(name=name, config=_checked(name, values)) for name, values in settings.items()]
+
+
+def _example(flag: str) -> str:
+    return "vllm=.venv-vllm/bin/python" if flag == "python" else "sglang=http://127.0.0.1:30000"
+
+
+def _known(name: str, settings: dict[str, dict[str, Any]], flag: str) -> str:
+    if name not in settings:
+        raise ConfigError(f"--{flag}: {unknown_name('engine of --engines', name, settings)}")
+    return name
+
+
+def _take_option(word: str, settings: dict[str, dict[str, Any]]) -> None:
+    from lockstep.config.engine import EngineConfig
+
+    where, equals, text = word.partition("=")
+    name, dot, key = where.rpartition(".")
+    if not equals or not dot or not key:
+        raise ConfigError(f"--option {word!r}: write NAME.KEY=VALUE, such as vllm.batch_invariant=true")
+    own = settings[_known(name, settings, "option")]
+    if key in ("name", "options"):
+        raise ConfigError(f"--option {word!r}: {key} cannot be set here; name a single setting")
+    if key in EngineConfig.model_fields:
+        own[key] = toml_value(text)
+    else:
+        own.setdefault("options", {})[key] = toml_value(text)
+
+
+def _checked(name: str, values: dict[str, Any]) -> EngineConfig:
+    from pydantic import ValidationError
+
+    from lockstep.config.engine import EngineConfig
+
+    try:
+        return EngineConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"engine {name}: {where + ': ' if where else ''}{first['msg']}") from error
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,102 @@
+"""Settings of the commands that work on files of samples: `lockstep generate` and `lockstep score`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt, model_validator
+
+from lockstep.config.base import Config
+from lockstep.config.data import DataConfig
+from lockstep.config.engine import EngineConfig
+from lockstep.config.model import Dtype, ModelConfig
+from lockstep.config.rollout import RewardConfig, SamplingConfig
+
+Column = Literal["prompt_token_ids", "token_ids", "logprobs"]
+
+
+class GenerateConfig(Config):
+    """Samples of many prompts, into a file."""
+
+    seed: int = 0
+    """Another seed gives other samples, and another order when data.shuffle is on."""
+    n: PositiveInt = 1
+    """Samples of each prompt: the n of best-of-n."""
+    max_samples: PositiveInt | None = None
+    """Prompts to take at most, from the first on; needed for data without an end."""
+    rollout_batch_size: PositiveInt = 64
+    """Prompts that are in the engine at a time."""
+    iteration: NonNegativeInt | None = None
+    """Take only rollout batch number ITERATION (from 0; it goes round the data), as iterated rejection
+    sampling does between two updates of the model. None: all prompts."""
+    columns: tuple[Column, ...] = ("token_ids",)
+    """Numbers to keep besides the texts, of prompt_token_ids, token_ids (of the completion) and logprobs."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig(shuffle=False)
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateConfig:
+        if self.sampling.temperature == 0 and self.n > 1:
+            raise ValueError(
+                f"n = {self.n} with sampling.temperature = 0 would sample one and the same completion "
+                f"{self.n} times; set sampling.temperature above 0, or n = 1"
+            )
+        if self.model.lora is not None:
+            raise ValueError(
+                "model.lora is for training: fresh adapters change nothing; name a run directory whose "
+                "adapters were trained, or leave model.lora out"
+            )
+        if self.iteration is not None and self.max_samples is not None:
+            raise ValueError(
+                f"iteration = {self.iteration} takes rollout_batch_size = {self.rollout_batch_size} prompts; "
+                "leave max_samples out (data.size bounds the data)"
+            )
+        if self.iteration is None and self.max_samples is None and self.data.generated and not self.data.size:
+            raise ValueError(
+                f"data.source = {self.data.source!r} has no end; set max_samples, iteration or data.size"
+            )
+        return self
+
+
+class RewardModelConfig(Config):
+    """A sequence classifier with one label, whose logit is the reward."""
+
+    name: str
+    """A hub name or a folder that AutoModelForSequenceClassification reads; code that comes with a model is
+    never run."""
+    revision: str | None = None
+    """Hub revision: branch, tag or commit."""
+    dtype: Dtype | Literal["auto"] = "auto"
+    """auto: bfloat16 where the device has fast bfloat16, else float32."""
+    token_budget: PositiveInt = 8192
+    """Tokens of one forward pass, pads included."""
+    max_length: PositiveInt | None = None
+    """Longest prompt and completion together, in tokens; none: what the model was made for."""
+    overlong: Literal["error", "truncate_left"] = "error"
+    """What happens to a longer one; truncations are counted."""
+    chat_template: Literal["auto", "none"] | str = "auto"
+    """auto: the reward model's own template when it has one; none: prompt and completion as plain text; or a
+    jinja template."""
+    weight: float = 1.0
+    """Times the logit, in the total."""
+
+
+class ScoreConfig(Config):
+    """Rewards of samples in a file."""
+
+    rewards: tuple[RewardConfig, ...] = ()
+    """Reward functions and verifiers, as in a training run."""
+    reward_model: RewardModelConfig | None = None
+    window: PositiveInt = 512
+    """Rows that are scored and written together; within a window a reward model sorts them by length."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScoreConfig:
+        if not self.rewards and self.reward_model is None:
+            raise ValueError(
+                "nothing to score with: set rewards (--reward math) or reward_model.name (--reward-model "
+                "NAME)"
+            )
+        return self

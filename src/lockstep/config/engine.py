@@ -1,0 +1,68 @@
+"""Which inference engine samples, where it lives, and how it gets the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from lockstep.config.base import Config
+from lockstep.config.engines import check_engine
+
+
+class EngineConfig(Config):
+    """Which inference engine samples."""
+
+    name: str = "hf"
+    """hf, vllm, sglang, or `module:Class` for your own; native comes with a later version."""
+    max_batch: PositiveInt = 256
+    """Samples decoded together."""
+    python: Path | None = None
+    """Interpreter of an environment that has vLLM or SGLang: that project's own server is started with it."""
+    url: str | None = None
+    """A server that is already running, such as http://127.0.0.1:8000; it is never stopped."""
+    replicas: PositiveInt = 1
+    """Engines behind one dispatcher, each with the whole model."""
+    cuda_devices: tuple[NonNegativeInt, ...] = ()
+    """GPUs of started servers, tp of them for each replica; none: the trainer's own GPU."""
+    tp: PositiveInt = 1
+    """GPUs that share each matrix of one engine."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt and completion together, in tokens; none: the longest that the run can have."""
+    memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
+    """Of the GPU's memory for one engine; vLLM counts everything, SGLang weights and KV cache. None: 0.45 of
+    a GPU that the trainer uses too, else the engine's own default."""
+    prefix_caching: bool = True
+    """Keep keys and values of prompts that come again."""
+    eager: bool = False
+    """No CUDA graphs and no compilation in the engine."""
+    batch_invariant: bool = False
+    """The engine's own mode in which a sample does not depend on its batch, to the bit."""
+    unseeded: bool = False
+    """Accept samples that no seed decides: of sglang without batch_invariant."""
+    sleep: bool = False
+    """Give the engine's memory back while the trainer trains."""
+    transfer: Literal["auto", "memory", "ipc", "collective", "disk"] = "auto"
+    """How weights reach the engine: in the same process, CUDA IPC, NCCL or gloo, or files."""
+    bucket_mb: PositiveInt = 512
+    """Weights are packed into buffers of this size on their way."""
+    verify: Literal["off", "first", "always"] = "first"
+    """After which updates it is checked that the engine holds the trained weights."""
+    start_seconds: PositiveFloat = 600.0
+    """Deadline of an engine's start."""
+    request_seconds: PositiveFloat = 600.0
+    """Deadline of anything new from an engine that generates: a finished sample, or progress."""
+    update_seconds: PositiveFloat = 300.0
+    """Deadline of one weight update."""
+    max_restarts: NonNegativeInt = 2
+    """How often a started server that died is started again, in one run."""
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """More arguments for the engine's constructor, under its own names, such as attention_backend."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """More environment variables for a started server, such as LD_LIBRARY_PATH or NCCL_SOCKET_IFNAME."""
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        check_engine(self)
+        return self

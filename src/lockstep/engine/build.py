@@ -1,0 +1,112 @@
+"""The engine of a config, and several of them behind a dispatcher."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine import ENGINES
+from lockstep.engine.dispatch import Dispatcher, DispatcherOfOwnWeights
+from lockstep.engine.place import EnginePlace
+from lockstep.errors import ConfigError, EngineError
+from lockstep.models.load import LoadedModel
+from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWeights
+
+
+def is_external(name: str) -> bool:
+    """Whether the engine has weights of its own, which must be sent to it."""
+    return bool(getattr(ENGINES.load(name), "external", False))
+
+
+def make_engine(
+    config: EngineConfig, *, model: LoadedModel | None = None, place: EnginePlace | None = None
+) -> InferenceEngine:
+    """The engine that `config` names; a Dispatcher when `config.replicas` is above 1.
+
+    Args:
+        model: what an embedded engine samples with.
+        place: of an external engine: the model that it serves, and where.
+
+    Raises:
+        ConfigError: unknown engine, or one that cannot run like this here.
+        EngineError: it did not start. Those that did are closed.
+    """
+    factory = ENGINES.load(config.name)
+    if not getattr(factory, "external", False):
+        if model is None:
+            raise ConfigError(f"engine {config.name!r} samples with the trainer's modules and got no model")
+        return _together(config, lambda _: factory(one_of(config, 0), model=model), external=False)
+    if place is None:
+        raise ConfigError(f"engine {config.name!r} has weights of its own and was not told which model")
+    if config.max_model_len is not None:
+        place = dataclasses.replace(place, max_model_len=config.max_model_len)
+    _check_devices(config, place)
+    return _together(
+        config,
+        lambda i: factory(one_of(config, i), place=place_of(config, place, i)),
+        external=True,
+    )
+
+
+def one_of(config: EngineConfig, index: int) -> EngineConfig:
+    """The config of one replica: its own GPUs."""
+    if config.replicas == 1:
+        return config
+    devices = config.cuda_devices[index * config.tp : (index + 1) * config.tp]
+    return config.model_copy(update={"replicas": 1, "cuda_devices": devices})
+
+
+def place_of(config: EngineConfig, place: EnginePlace, index: int) -> EnginePlace:
+    """The place of one replica: a folder of its own, and whether the trainer has its GPU."""
+    devices = one_of(config, index).cuda_devices
+    shares = place.shares_device and (not devices or cuda_index(place.device) in devices)
+    work_dir = place.work_dir / f"replica-{index}" if config.replicas > 1 else place.work_dir
+    return dataclasses.replace(place, shares_device=shares, work_dir=work_dir)
+
+
+def cuda_index(device: str) -> int:
+    """N of "cuda:N"; 0 for "cuda"."""
+    return int(device.partition(":")[2] or 0)
+
+
+def _check_devices(config: EngineConfig, place: EnginePlace) -> None:
+    if place.device == "cpu" and config.cuda_devices:
+        raise ConfigError(
+            f"engine.cuda_devices = {list(config.cuda_devices)} with a model on the CPU; leave it out, or "
+            "set train.device = 'cuda'"
+        )
+    wanted = config.replicas * config.tp
+    if place.device != "cpu" and config.url is None and wanted > 1 and not config.cuda_devices:
+        raise ConfigError(
+            f"engine.replicas * engine.tp = {config.replicas} * {config.tp} engines' worth of GPUs would all "
+            f"be {place.device}; set engine.cuda_devices to {wanted} GPUs"
+        )
+    if place.device == "cpu" and config.tp > 1:
+        raise ConfigError(
+            f"engine.tp = {config.tp} on a CPU has no GPUs to split matrices over; set engine.tp = 1"
+        )
+
+
+def _together(
+    config: EngineConfig, make: Callable[[int], InferenceEngine], *, external: bool
+) -> InferenceEngine:
+    """The engine, or a dispatcher over all replicas. Servers start at the same time, a minute each."""
+    if config.replicas == 1:
+        return make(0)
+    if not external:
+        return Dispatcher([cast(SharesWeights, make(index)) for index in range(config.replicas)])
+    with ThreadPoolExecutor(config.replicas, thread_name_prefix="lockstep-start") as pool:
+        starts = [pool.submit(make, index) for index in range(config.replicas)]
+    failed = [start.exception() for start in starts]
+    if any(failed):
+        for start, error in zip(starts, failed, strict=True):
+            if error is None:
+                start.result().close()
+        where, first = next((i, error) for i, error in enumerate(failed) if error is not None)
+        if isinstance(first, EngineError):
+            raise EngineError(f"replica {where} of {config.replicas}: {first}") from first
+        raise first
+    return DispatcherOfOwnWeights([cast(ReceivesWeights, start.result()) for start in starts])

@@ -1,0 +1,373 @@
+"""Several engines with the whole model each, behind the interface of one.
+
+requests ──► groups of one prompt ──► the replica with the fewest outstanding tokens ──► a thread each
+                                                                                            │
+calling thread: on_completion, results in request order ◄── queue of completions ◄──────────┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import EngineError
+from lockstep.protocols.engine import (
+    EngineStats,
+    InferenceEngine,
+    OnCompletion,
+    ReceivesWeights,
+    SharesWeights,
+)
+from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
+
+ABORT_SECONDS = 60.0
+"""How long replicas may take to stop after one of them failed."""
+POLL_SECONDS = 0.2
+
+E = TypeVar("E", bound=InferenceEngine)
+
+
+def assign(requests: Sequence[GenerationRequest], replicas: int) -> list[list[int]]:
+    """Which requests each replica gets: indices in request order.
+
+    Requests with the same prompt stay together, for the prefix cache. The largest group goes first, each to
+    the replica with the fewest outstanding tokens: prompt and max_tokens of every sample that it has.
+
+    Example:
+        Prompts a, b, a, c with 100, 90, 100 and 30 tokens on 2 replicas: a and a (200) to the first, b and c
+        (120) to the second: [[0, 2], [1, 3]].
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(request.prompt_token_ids, []).append(index)
+    costs = {p: sum(outstanding_tokens(requests[i]) for i in members) for p, members in groups.items()}
+    loads = [0] * replicas
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for prompt in sorted(groups, key=lambda p: (-costs[p], groups[p][0])):
+        replica = loads.index(min(loads))
+        loads[replica] += costs[prompt]
+        shares[replica] += groups[prompt]
+    return [sorted(share) for share in shares]
+
+
+def outstanding_tokens(request: GenerationRequest) -> int:
+    """Tokens that its samples may still cost: a prompt is counted for each of them."""
+    return len(request.seeds) * (len(request.prompt_token_ids) + request.sampling.max_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """A replica's call has ended."""
+
+    replica: int
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Finished:
+    """A sample has finished."""
+
+    request: int
+    sample: int
+    completion: Completion
+
+
+class _Replicas(Generic[E]):
+    """What both kinds of dispatcher share: everything but the weights."""
+
+    def __init__(self, engines: Sequence[E]) -> None:
+        self.engines: tuple[E, ...] = tuple(engines)
+        self._aborted = threading.Event()
+        self._seconds = 0.0
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """As InferenceEngine; `on_completion` is called in this thread.
+
+        Raises:
+            EngineError: of the first replica that failed, with its number; the others are aborted.
+        """
+        shares = assign(requests, len(self.engines))
+        events: queue.SimpleQueue[_Done | _Finished] = queue.SimpleQueue()
+        self._aborted.clear()
+        started = time.perf_counter()
+        busy = {replica for replica, share in enumerate(shares) if share}
+        for replica in busy:
+            share = shares[replica]
+
+            def generate(replica: int = replica, share: list[int] = share) -> list[list[Completion]]:
+                return self.engines[replica].generate(
+                    [requests[i] for i in share],
+                    on_completion=lambda i, sample, completion: events.put(
+                        _Finished(request=share[i], sample=sample, completion=completion)
+                    ),
+                )
+
+            _in_thread(generate, replica=replica, events=events)
+        results: list[list[Completion]] = [[] for _ in requests]
+        try:
+            while busy:
+                event = self._next(events, busy)
+                if isinstance(event, _Finished):
+                    if on_completion is not None:
+                        on_completion(event.request, event.sample, event.completion)
+                    continue
+                busy.discard(event.replica)
+                if event.error is not None:
+                    self._raise(event.replica, event.error)
+                for index, completions in zip(shares[event.replica], event.result, strict=True):
+                    results[index] = completions
+        except BaseException as error:
+            self._stop(events, busy, error)
+            raise
+        finally:
+            self._seconds += time.perf_counter() - started
+        return results
+
+    def sleep(self) -> None:
+        self._all(lambda _, engine: engine.sleep())
+
+    def wake(self) -> None:
+        self._all(lambda _, engine: engine.wake())
+
+    def abort(self) -> None:
+        """Safe from another thread."""
+        self._aborted.set()
+        for engine in self.engines:
+            engine.abort()
+
+    def stats(self) -> EngineStats:
+        """Sums; the seconds are those of this dispatcher, so that tokens per second are of all replicas."""
+        every = [engine.stats() for engine in self.engines]
+        used = [s.kv_cache_use for s in every if s.kv_cache_use is not None]
+        return EngineStats(
+            policy_version=min(s.policy_version for s in every),
+            requests=sum(s.requests for s in every),
+            prompt_tokens=sum(s.prompt_tokens for s in every),
+            cached_tokens=sum(s.cached_tokens for s in every),
+            completion_tokens=sum(s.completion_tokens for s in every),
+            generate_seconds=self._seconds,
+            kv_cache_bytes=sum(s.kv_cache_bytes for s in every),
+            queued=sum(s.queued for s in every),
+            kv_cache_use=sum(used) / len(used) if used else None,
+            restarts=sum(s.restarts for s in every),
+        )
+
+    def close(self) -> None:
+        """Closes every replica, also when one of them raises."""
+        self._all(lambda _, engine: engine.close())
+
+    def _next(self, events: queue.SimpleQueue[_Done | _Finished], busy: set[int]) -> _Done | _Finished:
+        while True:
+            try:
+                return events.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                # A replica that had not begun when abort() came would not have heard it.
+                if self._aborted.is_set():
+                    for replica in busy:
+                        self.engines[replica].abort()
+
+    def _stop(
+        self, events: queue.SimpleQueue[_Done | _Finished], busy: set[int], error: BaseException
+    ) -> None:
+        """Abort what still runs and wait for it: an engine that generates cannot be called again."""
+        deadline = time.monotonic() + ABORT_SECONDS
+        self._aborted.set()
+        for replica in busy:
+            self.engines[replica].abort()
+        while busy and time.monotonic() < deadline:
+            try:
+                event = events.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                for replica in busy:
+                    self.engines[replica].abort()
+                continue
+            if isinstance(event, _Done):
+                busy.discard(event.replica)
+                if event.error is not None:
+                    error.add_note(f"after that, replica {event.replica} failed too: {event.error}")
+        if busy:
+            error.add_note(
+                f"replicas {sorted(busy)} did not stop within {ABORT_SECONDS:g} s of being aborted"
+            )
+
+    def _all(self, call: Callable[[int, E], Any]) -> list[Any]:
+        """`call` on every replica at the same time, with its number.
+
+        Raises:
+            EngineError: the first error in replica order, after all have ended.
+        """
+        replicas = range(len(self.engines))
+        events: queue.SimpleQueue[_Done | _Finished] = queue.SimpleQueue()
+        for replica, engine in enumerate(self.engines):
+
+            def run(replica: int = replica, engine: E = engine) -> Any:
+                return call(replica, engine)
+
+            _in_thread(run, replica=replica, events=events)
+        done: dict[int, _Done] = {}
+        while len(done) < len(replicas):
+            event = events.get()  # each engine keeps its own deadline
+            assert isinstance(event, _Done)
+            done[event.replica] = event
+        failed = [done[replica] for replica in replicas if done[replica].error is not None]
+        if failed:
+            first, *others = failed
+            assert first.error is not None
+            for other in others:
+                first.error.add_note(f"replica {other.replica} failed too: {other.error}")
+            self._raise(first.replica, first.error)
+        return [done[replica].result for replica in replicas]
+
+    def _raise(self, replica: int, error: BaseException) -> NoReturn:
+        where = f"replica {replica} of {len(self.engines)}"
+        if isinstance(error, EngineError):
+            raise EngineError(f"{where}: {error}") from error
+        error.add_note(f"in {where}")
+        raise error
+
+
+class Dispatcher(_Replicas[SharesWeights]):
+    """Replicas over the trainer's modules, or over modules in this process."""
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """As SharesWeights; one after the other, since `update.tensors` may only be read in this thread."""
+        for replica, engine in enumerate(self.engines):
+            try:
+                engine.update_weights(update)
+            except EngineError as error:
+                self._raise(replica, error)
+
+
+class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
+    """Replicas that receive their weights: every bucket goes to all of them."""
+
+    external = True
+
+    def __init__(self, engines: Sequence[ReceivesWeights]) -> None:
+        super().__init__(engines)
+        self._recover: Callable[..., None] | None = None
+        self._one_recovery = threading.Lock()
+
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        """What every replica can receive by, in the first one's order."""
+        first, *others = (engine.transports for engine in self.engines)
+        return tuple(t for t in first if all(t in other for other in others))
+
+    @property
+    def dirty(self) -> bool:
+        """Whether any replica is."""
+        return any(engine.dirty for engine in self.engines)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """As InferenceEngine; refuses while any replica is dirty."""
+        dirty = [replica for replica, engine in enumerate(self.engines) if engine.dirty]
+        if dirty:
+            raise EngineError(
+                f"replicas {dirty} of {len(self.engines)} do not hold the trained weights: their last update "
+                "did not finish, or there was none; push the weights before generate"
+            )
+        return super().generate(requests, on_completion=on_completion)
+
+    @property
+    def receivers(self) -> int:
+        """Worker processes of all replicas: ranks of a collective besides the trainer's."""
+        return sum(self._receivers())
+
+    def begin_update(self, session: UpdateSession) -> None:
+        self._all(lambda _, engine: engine.begin_update(session))
+
+    def receive(self, bucket: WeightBucket) -> None:
+        """To all replicas at the same time: a broadcast waits for every one of them."""
+        self._all(lambda replica, engine: engine.receive(self._bucket_of(bucket, replica)))
+
+    def finish_update(self, session: UpdateSession) -> None:
+        self._all(lambda _, engine: engine.finish_update(session))
+
+    def fail_update(self, reason: str) -> None:
+        self._all(lambda _, engine: engine.fail_update(reason))
+
+    def _receivers(self) -> list[int]:
+        return [int(getattr(engine, "receivers", 1)) for engine in self.engines]
+
+    def _bucket_of(self, bucket: WeightBucket, replica: int) -> WeightBucket:
+        """`bucket` for one replica: in a collective its workers have ranks of their own."""
+        if bucket.transport != "collective" or bucket.handle is None:
+            return bucket
+        first = int(bucket.handle["first_rank"]) + sum(self._receivers()[:replica])
+        return dataclasses.replace(bucket, handle={**bucket.handle, "first_rank": first})
+
+    def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        """Of the first replica; None when one of them cannot tell.
+
+        Raises:
+            EngineError: two replicas hold different values.
+        """
+        first: dict[str, Tensor] | None
+        first, *others = self._all(lambda _, engine: _read_back(engine, names))
+        if first is None or any(other is None for other in others):
+            return None
+        for replica, other in enumerate(others, start=1):
+            for name, values in first.items():
+                if name not in other or not torch.equal(values, other[name]):
+                    raise EngineError(f"replicas 0 and {replica} hold different values of {name!r}")
+        return first
+
+    def memory(self) -> dict[str, float]:
+        """Bytes that each replica tells of, under "replica N, NAME"."""
+        told = self._all(lambda _, engine: getattr(engine, "memory", dict)())
+        return {f"replica {i}, {name}": value for i, each in enumerate(told) for name, value in each.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """What the first replica says of itself, and what each of them does."""
+        told = [dict(getattr(engine, "describe", dict)()) for engine in self.engines]
+        return {**told[0], "replicas": told}
+
+    @property
+    def recover(self) -> Callable[..., None] | None:
+        """Called with a replica that was started again: sends it the current weights, and it alone: the
+        others are generating."""
+        return self._recover
+
+    @recover.setter
+    def recover(self, push: Callable[..., None] | None) -> None:
+        self._recover = push
+        for engine in self.engines:
+
+            def push_to_one(engine: ReceivesWeights = engine) -> None:
+                assert push is not None
+                with self._one_recovery:
+                    push(engine)
+
+            cast(Any, engine).recover = None if push is None else push_to_one
+
+
+def _read_back(engine: Any, names: Sequence[str]) -> dict[str, Tensor] | None:
+    read = getattr(engine, "read_back", None)
+    return None if read is None else read(names)
+
+
+def _in_thread(
+    call: Callable[[], Any], *, replica: int, events: queue.SimpleQueue[_Done | _Finished]
+) -> None:
+    def run() -> None:
+        try:
+            events.put(_Done(replica=replica, result=call()))
+        except BaseException as error:  # handed to the waiting thread, which raises it
+            events.put(_Done(replica=replica, error=error))
+
+    threading.Thread(target=run, name=f"lockstep-replica-{replica}", daemon=True).start()

@@ -1,0 +1,377 @@
+"""A small HTTP client for an engine's server: JSON, deadlines, many requests at once in one thread.
+
+    client = HttpClient("http://127.0.0.1:8000", name="vllm")
+    client.get("/version", seconds=5).json()
+    with client.batch(limit=256) as batch:
+        batch.submit("a", "/generate", body)
+        while batch.waiting:
+            for key, reply in batch.poll(0.1): ...
+
+    EngineError
+    └── HttpError
+        ├── Unreachable    nothing listens, or the connection broke: the server may be dead
+        ├── Silent         the deadline passed without an answer
+        └── BadReply       the answer is not HTTP, not JSON, or larger than agreed
+
+One connection for one request: loopback connections are cheap next to a sample, and none can be stale.
+Closing a batch closes its connections, at which servers end the work that they were for. Replies are not
+trusted: each has a largest size, and JSON is checked by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import pydantic_core
+
+from lockstep.errors import ConfigError, EngineError
+
+CONNECT_SECONDS = 10.0
+MAX_REPLY_BYTES = 256 * 1024 * 1024
+_MAX_HEAD_BYTES = 64 * 1024
+_READ_BYTES = 256 * 1024
+_SHOWN_CHARS = 400
+_TRIES = 3
+_RETRY_SECONDS = 0.2
+
+
+class HttpError(EngineError):
+    """No usable answer."""
+
+
+class Unreachable(HttpError):
+    """Nothing listens, or the connection broke."""
+
+
+class Silent(HttpError):
+    """No answer within the deadline."""
+
+
+class BadReply(HttpError):
+    """An answer that is not what it must be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """A complete answer."""
+
+    status: int
+    body: bytes
+    what: str
+    """The request, for messages: "vllm: GET http://127.0.0.1:8000/version"."""
+
+    def json(self) -> Any:
+        """Raises BadReply unless the status is 2xx and the body is JSON without NaN and infinity."""
+        if not 200 <= self.status < 300:
+            raise BadReply(f"{self.what} answered {self.status}: {self.error_text()}")
+        try:
+            # half the time of the standard library's, which counts with 100,000 logprobs
+            return pydantic_core.from_json(self.body, allow_inf_nan=False, cache_strings="keys")
+        except ValueError as error:
+            raise BadReply(
+                f"{self.what} answered something that is not JSON ({error}): {_shown(self.body)}"
+            ) from error
+
+    def object(self) -> dict[str, Any]:
+        """As `json`; raises BadReply unless it is an object."""
+        value = self.json()
+        if not isinstance(value, dict):
+            raise BadReply(
+                f"{self.what} answered a JSON {type(value).__name__}, not an object: {_shown(self.body)}"
+            )
+        return value
+
+    def error_text(self) -> str:
+        """What the server says is wrong, without the JSON around it where that is known."""
+        try:
+            value = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return _shown(self.body)
+        for key in ("error", "message", "detail"):
+            while isinstance(value, dict) and key in value:
+                value = value[key]
+        return value[:_SHOWN_CHARS] if isinstance(value, str) else _shown(self.body)
+
+
+def _shown(body: bytes) -> str:
+    text = body[: _SHOWN_CHARS + 1].decode("utf-8", errors="replace")
+    return repr(text[:_SHOWN_CHARS]) + (f" ... ({len(body)} bytes)" if len(text) > _SHOWN_CHARS else "")
+
+
+class HttpClient:
+    """Requests to one server. May be used from several threads."""
+
+    def __init__(self, url: str, *, name: str, headers: Mapping[str, str] | None = None) -> None:
+        """Raises ConfigError for a url that is not http://host[:port][/path]."""
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"url {url!r} has no valid port ({error}); give http://host:port") from error
+        if parts.scheme != "http" or not parts.hostname or parts.query or parts.username:
+            raise ConfigError(
+                f"url {url!r} is not of the form http://host:port; the engine's own servers speak plain http"
+            )
+        self.name = name
+        self.url = url.rstrip("/")
+        self._address = (parts.hostname, port or 80)
+        self._path = parts.path.rstrip("/")
+        self._headers = "".join(f"{k}: {v}\r\n" for k, v in (headers or {}).items())
+
+    def get(self, path: str, *, seconds: float) -> Reply:
+        """Asked again when the connection broke: a GET changes nothing."""
+        deadline, tries = time.monotonic() + seconds, 0
+        while True:
+            try:
+                return self._one("GET", path, None, deadline)
+            except Unreachable:
+                tries += 1
+                if tries == _TRIES or time.monotonic() + _RETRY_SECONDS > deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def post(self, path: str, body: Any = None, *, seconds: float) -> Reply:
+        """Never asked again: it may have been done."""
+        return self._one("POST", path, body, time.monotonic() + seconds)
+
+    def batch(self, *, limit: int) -> HttpBatch:
+        """POSTs at the same time, at most `limit` of them."""
+        return HttpBatch(self, limit=limit)
+
+    def describe(self, method: str, path: str) -> str:
+        return f"{self.name}: {method} {self.url}{path}"
+
+    def connect(self) -> socket.socket:
+        """A connection that is being made."""
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[
+                0
+            ]
+        except OSError as error:
+            raise Unreachable(f"{self.name}: host {self._address[0]!r} is not known ({error})") from error
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        code = sock.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            sock.close()
+            raise Unreachable(
+                f"{self.name}: cannot connect to {self.url} ({errno.errorcode.get(code, code)})"
+            )
+        return sock
+
+    def request(self, method: str, path: str, body: Any) -> bytes:
+        """The bytes of a request; `body` is made JSON unless it is bytes or None."""
+        host, port = self._address
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body, separators=(",", ":")).encode()
+        lines = f"{method} {self._path}{path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+        lines += f"Accept: application/json\r\n{self._headers}"
+        if method == "POST":
+            lines += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
+        return f"{lines}\r\n".encode("latin-1") + (body or b"")
+
+    def _one(self, method: str, path: str, body: Any, deadline: float) -> Reply:
+        with HttpBatch(self, limit=1) as batch:
+            batch.submit(None, path, body, method=method)
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Silent(f"{self.describe(method, path)} was not answered in time")
+                for _, reply in batch.poll(left):
+                    if isinstance(reply, HttpError):
+                        raise reply
+                    return reply
+
+
+class _Exchange:
+    """One request and its answer, over one connection."""
+
+    def __init__(self, key: Hashable, sock: socket.socket, what: str, request: bytes) -> None:
+        self.key, self.sock, self.what = key, sock, what
+        self.to_send = memoryview(request)
+        self.began = time.monotonic()
+        self.connected = False
+        self._buffer = bytearray()
+        self._head: tuple[int, int, int | None, bool] | None = None
+
+    def send(self) -> bool:
+        """True when all is sent."""
+        if not self.connected:
+            code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+            self.connected = True
+        try:
+            self.to_send = self.to_send[self.sock.send(self.to_send) :]
+        except BlockingIOError:
+            return False
+        return not self.to_send
+
+    def receive(self) -> Reply | None:
+        """The answer once it is complete."""
+        try:
+            data = self.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return None
+        self._buffer += data
+        if len(self._buffer) > MAX_REPLY_BYTES + _MAX_HEAD_BYTES:
+            raise BadReply(f"{self.what} answered more than {MAX_REPLY_BYTES} bytes")
+        if self._head is None:
+            self._head = self._read_head()
+        if self._head is not None:
+            status, start, length, chunked = self._head
+            body = self._body(start, length, chunked, ended=not data)
+            if body is not None:
+                return Reply(status=status, body=body, what=self.what)
+        if not data:
+            raise ConnectionError("the server closed the connection in the middle of its answer")
+        return None
+
+    def _read_head(self) -> tuple[int, int, int | None, bool] | None:
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._buffer) > _MAX_HEAD_BYTES:
+                raise BadReply(f"{self.what} did not answer in HTTP: {_shown(bytes(self._buffer[:500]))}")
+            return None
+        first, *rest = self._buffer[:end].decode("latin-1").split("\r\n")
+        fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
+        version, _, tail = first.partition(" ")
+        if not (version.startswith("HTTP/1.") and tail[:3].isdigit()):
+            raise BadReply(f"{self.what} did not answer in HTTP: {first[:_SHOWN_CHARS]!r}")
+        length = fields.get("content-length")
+        if length is not None and not (length.isdigit() and int(length) <= MAX_REPLY_BYTES):
+            raise BadReply(
+                f"{self.what} announced an answer of {length[:40]} bytes; at most {MAX_REPLY_BYTES}"
+            )
+        chunked = fields.get("transfer-encoding", "").lower() == "chunked"
+        return int(tail[:3]), end + 4, int(length) if length is not None else None, chunked
+
+    def _body(self, start: int, length: int | None, chunked: bool, *, ended: bool) -> bytes | None:
+        if chunked:
+            return _join_chunks(memoryview(self._buffer)[start:], self.what)
+        if length is None:
+            return bytes(self._buffer[start:]) if ended else None
+        if len(self._buffer) - start < length:
+            return None
+        return bytes(self._buffer[start : start + length])
+
+
+def _join_chunks(data: memoryview, what: str) -> bytes | None:
+    """The body of a chunked answer; None while chunks are missing."""
+    parts: list[bytes] = []
+    at, raw = 0, bytes(data)
+    data.release()
+    while (end := raw.find(b"\r\n", at)) >= 0:
+        try:
+            size = int(raw[at:end].partition(b";")[0], 16)
+        except ValueError:
+            raise BadReply(f"{what} sent a chunk without a size: {_shown(raw[at : at + 40])}") from None
+        if size == 0:
+            return b"".join(parts)
+        if size < 0 or len(raw) < end + 2 + size + 2:
+            return None
+        parts.append(raw[end + 2 : end + 2 + size])
+        at = end + 2 + size + 2
+    return None
+
+
+class HttpBatch:
+    """POSTs at the same time over connections of their own; not for several threads."""
+
+    def __init__(self, client: HttpClient, *, limit: int) -> None:
+        self._client = client
+        self._limit = limit
+        self._queue: deque[tuple[Hashable, str, Any, str]] = deque()
+        self._open: set[_Exchange] = set()
+        self._failed: list[tuple[Hashable, Reply | HttpError]] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an answer."""
+        return len(self._queue) + len(self._open) + len(self._failed)
+
+    def submit(self, key: Hashable, path: str, body: Any, *, method: str = "POST") -> None:
+        """Queue a request; sent by `poll` as soon as fewer than `limit` are open, in this order."""
+        self._queue.append((key, path, body, method))
+
+    def drop_unsent(self) -> Sequence[Hashable]:
+        """Takes back what was not sent yet; its keys."""
+        keys = [key for key, *_ in self._queue]
+        self._queue.clear()
+        return keys
+
+    def poll(self, seconds: float) -> list[tuple[Hashable, Reply | HttpError]]:
+        """What was answered, or failed, by now; waits up to `seconds` for the first."""
+        self._fill()
+        done, self._failed = self._failed, []
+        for key, events in self._selector.select(0.0 if done else max(seconds, 0.0)):
+            exchange: _Exchange = key.data
+            result = self._step(exchange, events)
+            if result is not None:
+                self._drop(exchange)
+                done.append((exchange.key, result))
+        if not done:
+            done += self._overdue()
+        self._fill()
+        return done
+
+    def close(self) -> None:
+        """Closes every connection: the server drops what was not answered."""
+        for exchange in list(self._open):
+            self._drop(exchange)
+        self._queue.clear()
+        self._selector.close()
+
+    def _fill(self) -> None:
+        while self._queue and len(self._open) < self._limit:
+            key, path, body, method = self._queue.popleft()
+            try:
+                sock = self._client.connect()
+            except HttpError as error:
+                self._failed.append((key, error))
+                continue
+            what = self._client.describe(method, path)
+            exchange = _Exchange(key, sock, what, self._client.request(method, path, body))
+            self._open.add(exchange)
+            self._selector.register(sock, selectors.EVENT_WRITE, exchange)
+
+    def _step(self, exchange: _Exchange, events: int) -> Reply | HttpError | None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                if exchange.send():
+                    self._selector.modify(exchange.sock, selectors.EVENT_READ, exchange)
+                return None
+            return exchange.receive()
+        except HttpError as error:
+            return error
+        except OSError as error:
+            return Unreachable(f"{exchange.what}: the connection failed ({error})")
+
+    def _overdue(self) -> list[tuple[Hashable, Reply | HttpError]]:
+        late = [e for e in self._open if not e.connected and time.monotonic() - e.began > CONNECT_SECONDS]
+        for exchange in late:
+            self._drop(exchange)
+        return [(e.key, Unreachable(f"{e.what}: no connection within {CONNECT_SECONDS:g} s")) for e in late]
+
+    def _drop(self, exchange: _Exchange) -> None:
+        self._open.discard(exchange)
+        self._selector.unregister(exchange.sock)
+        exchange.sock.close()

@@ -1,0 +1,96 @@
+"""What the RL loop says about its engine: to the manifest, to the metrics, and when memory runs out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from lockstep.errors import EngineError, LockstepError, TrainError
+from lockstep.protocols.engine import EngineStats, InferenceEngine
+from lockstep.protocols.transfer import WeightTransfer
+from lockstep.ranks.context import RankContext
+from lockstep.transfer import ledger
+
+
+def engine_report(engine: InferenceEngine, transfer: WeightTransfer) -> dict[str, Any]:
+    """For the manifest: how weights travel and, of an engine of another project, its version, command and
+    environment."""
+    described: Mapping[str, Any] = getattr(engine, "describe", dict)()
+    return {"transport": getattr(transfer, "transport", "shared"), **described}
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """The same for the display; nothing for an engine that is part of this process."""
+    if set(report) == {"transport"}:
+        return []
+    shown = [f"{key} {value}" for key, value in report.items() if not isinstance(value, Mapping | list)]
+    lines = ["engine: " + ", ".join(shown)]
+    environment = report.get("environment")
+    if isinstance(environment, Mapping) and environment:
+        lines.append("engine environment: " + " ".join(f"{k}={v}" for k, v in sorted(environment.items())))
+    return lines
+
+
+class EngineMeter:
+    """What the engines of all ranks did between two readings."""
+
+    def __init__(self, engine: InferenceEngine, *, ranks: RankContext) -> None:
+        self._engine, self._ranks = engine, ranks
+        self._before = engine.stats()
+
+    def start(self) -> None:
+        """What was done up to now does not count."""
+        self._before = self._engine.stats()
+
+    def metrics(self) -> dict[str, float]:
+        """engine/* since `start`. Collective."""
+        now = self._engine.stats()
+        everyone = self._ranks.gather((self._before, now), what="the engines' figures")
+        values = _rates(everyone)
+        if any(stats.kv_cache_use is not None for _, stats in everyone):
+            values["engine/kv_cache_use"] = max(stats.kv_cache_use or 0.0 for _, stats in everyone)
+        if hasattr(self._engine, "begin_update"):
+            values["engine/restarts"] = float(sum(stats.restarts for _, stats in everyone))
+        return values
+
+
+def _rates(readings: list[tuple[EngineStats, EngineStats]]) -> dict[str, float]:
+    """Ranks sample side by side, so tokens add up and the slowest one's seconds count."""
+
+    def added(name: str) -> list[float]:
+        return [getattr(after, name) - getattr(before, name) for before, after in readings]
+
+    seconds, prompts = max(added("generate_seconds")), sum(added("prompt_tokens"))
+    return {
+        "engine/tokens_per_second": sum(added("completion_tokens")) / seconds if seconds > 0 else 0.0,
+        "engine/cache_hit_rate": sum(added("cached_tokens")) / prompts if prompts > 0 else 0.0,
+    }
+
+
+@contextlib.contextmanager
+def naming_memory(
+    side: Literal["engine", "trainer"],
+    *,
+    engine: InferenceEngine,
+    transfer: WeightTransfer,
+    device: str,
+) -> Iterator[None]:
+    """Inside, an error of memory that ran out says whose it was, and what both sides held around the last
+    weight update; for an engine that shares a GPU with the trainer."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        others = isinstance(error, LockstepError) and not isinstance(error, EngineError | TrainError)
+        if others or not hasattr(transfer, "before") or not ledger.ran_out_of_memory(error):
+            raise
+        text = ledger.explain(
+            side,
+            before=getattr(transfer, "before", None),
+            after=getattr(transfer, "after", None),
+            now=ledger.take(engine, device=torch.device(device)),
+        )
+        kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
+        raise kind(f"{error}\n{text}") from error

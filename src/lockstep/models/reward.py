@@ -1,0 +1,210 @@
+"""Reward models: transformers' sequence classifiers with one label, whose logit is the reward.
+
+Which token's logit counts is the model's own business: decoders of transformers take the last one that is
+not the config's pad_token_id. Pads are added on the right, with that id, so a document scores the same alone
+and in a batch, but for rounding. A model without a pad id takes the last token; it is given an id that no
+document of the batch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from lockstep.config.batch import RewardModelConfig
+from lockstep.config.model import ModelConfig
+from lockstep.errors import DataError, ModelError
+from lockstep.models.causal_lm import text_config
+from lockstep.models.dtypes import resolve_dtype
+from lockstep.models.load import load_tokenizer, model_folder
+from lockstep.models.quiet import quiet_transformers
+
+Talk = str | Sequence[Mapping[str, Any]]
+"""A prompt: plain text, or messages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A prompt and its completion, as the reward model reads them."""
+
+    ids: tuple[int, ...]
+    truncated: bool
+
+
+class RewardModel:
+    """Scores (prompt, completion).
+
+    Raises:
+        ModelError: the model cannot be found or read, is no classifier with one label, has weights missing,
+            or comes with code of its own.
+    """
+
+    def __init__(self, config: RewardModelConfig, *, device: torch.device) -> None:
+        self.config = config
+        self._device = device
+        folder = model_folder(ModelConfig(name=config.name, revision=config.revision))
+        tokenizer = load_tokenizer(ModelConfig(name=config.name, revision=config.revision))
+        if tokenizer is None:
+            raise ModelError(f"reward model {config.name!r} comes without a tokenizer; add its files")
+        self.tokenizer: Tokenizer = tokenizer
+        module: nn.Module = _load(folder, config, dtype=resolve_dtype(config.dtype, device))
+        self._module = module.to(device).eval()
+        self._text_config: Any = text_config(module)
+        text = self._text_config
+        self._pad_id: int | None = text.pad_token_id
+        self._vocab_size = int(text.vocab_size)
+        positions = int(getattr(text, "max_position_embeddings", 0)) or None
+        wanted = config.max_length or positions
+        if wanted is None:
+            raise ModelError(f"reward model {config.name!r} does not say its longest text; set max_length")
+        if positions is not None and wanted > positions:
+            raise ModelError(
+                f"reward_model.max_length = {wanted} exceeds the {positions} positions of {config.name!r}"
+            )
+        self.max_length = wanted
+        self.template = _template(config, tokenizer)
+
+    def document(self, prompt: Talk, completion: str, where: str) -> Document:
+        """What the model reads: the chat template around both, else the texts one after the other.
+
+        Raises:
+            DataError: it is too long under overlong = "error", empty, or messages that nothing can render.
+        """
+        if self.template is None:
+            text = _plain_text(prompt, where) + completion
+            ids: list[int] = self.tokenizer(text)["input_ids"]
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    [*messages, {"role": "assistant", "content": completion}],
+                    chat_template=self.template,
+                    tokenize=False,
+                )
+            )
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise DataError(f"{where}: prompt and completion are empty")
+        if len(ids) <= self.max_length:
+            return Document(ids=tuple(ids), truncated=False)
+        if self.config.overlong == "error":
+            raise DataError(
+                f"{where}: prompt and completion have {len(ids)} tokens, the reward model takes "
+                f"{self.max_length}; leave the row out, or set reward_model.overlong = 'truncate_left'"
+            )
+        return Document(ids=tuple(ids[-self.max_length :]), truncated=True)
+
+    def score(self, documents: Sequence[Document]) -> list[float]:
+        """The logit of each, in float32; batched by length under `token_budget`."""
+        scores = [0.0] * len(documents)
+        for batch in length_batches([len(d.ids) for d in documents], budget=self.config.token_budget):
+            logits = self._forward([documents[i].ids for i in batch])
+            for i, value in zip(batch, logits.tolist(), strict=True):
+                scores[i] = value
+        return scores
+
+    def _forward(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """[B] float32."""
+        pad = self._pad_id if self._pad_id is not None else _absent(rows, self._vocab_size)
+        longest = max(map(len, rows))
+        ids_BL = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
+        mask_BL = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        text = self._text_config
+        text.pad_token_id = pad
+        try:
+            with torch.inference_mode():
+                logits_BC = self._module(
+                    input_ids=ids_BL.to(self._device), attention_mask=mask_BL.to(self._device)
+                ).logits
+        finally:
+            text.pad_token_id = self._pad_id
+        scores_B: Tensor = logits_BC[:, 0].float().cpu()
+        return scores_B
+
+
+def length_batches(lengths: Sequence[int], *, budget: int) -> list[list[int]]:
+    """Positions of documents in batches of similar length: longest first, pads included at most `budget`
+    tokens, at least one document.
+
+    Example:
+        >>> length_batches([2, 5, 3, 2], budget=6)
+        [[1], [2, 0], [3]]
+    """
+    batches: list[list[int]] = []
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
+            batches.append([])
+        batches[-1].append(position)
+    return batches
+
+
+def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The module, every weight from the files: a fresh head would score at random."""
+    name = config.name
+    try:
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if found.num_labels != 1:
+            raise ModelError(
+                f"reward model {name!r} has {found.num_labels} labels, expected 1: it is no reward model "
+                "(a causal LM has no head that scores); choose a sequence classifier with num_labels = 1"
+            )
+        with quiet_transformers():
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                config=found,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, with the names
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ModelError(
+            f"reward model {name!r} cannot be read: {error}. It needs safetensors weights and an "
+            "architecture that transformers has as a sequence classifier (its own code is not run)"
+        ) from error
+    info: dict[str, Any] = loaded[1]
+    wrong = {k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]}
+    if wrong:
+        raise ModelError(
+            f"reward model {name!r}: the weight files do not fit the config: "
+            + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items())
+        )
+    module: PreTrainedModel = loaded[0]
+    return module
+
+
+def _template(config: RewardModelConfig, tokenizer: Tokenizer) -> str | None:
+    if config.chat_template == "none":
+        return None
+    if config.chat_template == "auto":
+        return None if tokenizer.chat_template is None else str(tokenizer.get_chat_template())
+    return config.chat_template
+
+
+def _plain_text(prompt: Talk, where: str) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0].get("role") == "user":
+        return str(prompt[0]["content"])
+    raise DataError(
+        f"{where}: a conversation of {len(prompt)} messages needs a chat template, and the reward model has "
+        "none; set reward_model.chat_template to a jinja template"
+    )
+
+
+def _absent(rows: Sequence[tuple[int, ...]], vocab_size: int) -> int:
+    """An id that is in no row."""
+    present = {i for row in rows for i in row}
+    return next((i for i in range(vocab_size) if i not in present), 0)

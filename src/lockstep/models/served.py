@@ -1,0 +1,156 @@
+"""A model as an engine of another process serves it: a plain Hugging Face folder, and facts about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from lockstep.config.model import ModelConfig
+from lockstep.models.dtypes import resolve_dtype
+from lockstep.models.export import export_hf
+from lockstep.models.load import (
+    LoadedModel,
+    keep_layers,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    read_config,
+)
+from lockstep.models.shapes import PREFIX, shape_config
+
+_PIECES = 64
+_PIECE_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What prompts must fit, known without the weights."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_positions: int
+    """Longest prompt and completion together, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A folder with config, weights and, if there is one, tokenizer."""
+
+    folder: Path
+    dtype: str
+    """Without "torch."."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+
+
+def model_facts(config: ModelConfig) -> ModelFacts:
+    """Reads config and tokenizer.
+
+    Raises:
+        ModelError: the model cannot be found.
+    """
+    found = (
+        shape_config(config.name.removeprefix(PREFIX))
+        if config.name.startswith(PREFIX)
+        else read_config(model_folder(config), config)
+    )
+    if config.num_layers is not None:
+        keep_layers(found, config.num_layers)
+    text = found.get_text_config()
+    return ModelFacts(
+        tokenizer=load_tokenizer(config),
+        vocab_size=int(text.vocab_size),
+        max_positions=int(text.max_position_embeddings),
+    )
+
+
+def served_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) -> ServedModel:
+    """The folder of a model: its own if it has one that can be served as it is, else one that is written to
+    `work_dir`/model: random weights (`shape:`) and models of which only some layers are kept.
+
+    Raises:
+        ModelError: see lockstep.models.load.load_model.
+    """
+    if config.name.startswith(PREFIX) or config.num_layers is not None:
+        return export_served(
+            load_model(config, attention="sdpa", device=torch.device("cpu")), work_dir=work_dir
+        )
+    folder = model_folder(config)
+    text = read_config(folder, config).get_text_config()
+    tokenizer = load_tokenizer(config)
+    file = folder / "generation_config.json"
+    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    sources = (
+        generation.get("eos_token_id"),
+        getattr(text, "eos_token_id", None),
+        None if tokenizer is None else tokenizer.eos_token_id,
+    )
+    return ServedModel(
+        folder=folder,
+        dtype=str(resolve_dtype(config.dtype, device)).removeprefix("torch."),
+        vocab_size=int(text.vocab_size),
+        eos_token_ids=tuple(sorted({i for source in sources for i in _ids(source)})),
+        tokenizer=tokenizer,
+    )
+
+
+def export_served(model: LoadedModel, *, work_dir: Path) -> ServedModel:
+    """Write a loaded model to `work_dir`/model, LoRA merged in."""
+    folder = work_dir / "model"
+    export_hf(model.module, model.tokenizer, folder)
+    text = read_config(folder, ModelConfig(name=str(folder))).get_text_config()
+    return ServedModel(
+        folder=folder,
+        dtype=str(model.dtype).removeprefix("torch."),
+        vocab_size=int(text.vocab_size),
+        eos_token_ids=model.eos_token_ids,
+        tokenizer=model.tokenizer,
+    )
+
+
+def weights_fingerprint(config: ModelConfig, *, more: Path | None = None) -> str:
+    """A hash by which other weights under the same name are told apart: of the files' names and sizes, and of
+    64 pieces of each, spread over it. Trained weights differ everywhere, so pieces will do.
+
+    Args:
+        more: a folder of weights that are loaded over the model's own.
+
+    Raises:
+        ModelError: the model cannot be found.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    if config.name.startswith(PREFIX):
+        found.update(f"{config.name} {config.seed} {config.dtype}".encode())
+    else:
+        _add_folder(found, model_folder(config))
+    if more is not None:
+        _add_folder(found, more)
+    return found.hexdigest()
+
+
+def _add_folder(found: Any, folder: Path) -> None:
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.suffix in (".safetensors", ".json", ".jinja", ".model"):
+            found.update(f"{file.relative_to(folder)} {file.stat().st_size}".encode())
+            for piece in _pieces(file):
+                found.update(piece)
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    with file.open("rb") as data:
+        for number in range(_PIECES):
+            data.seek(number * max(size - _PIECE_BYTES, 0) // (_PIECES - 1))
+            yield data.read(_PIECE_BYTES)
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else value

@@ -1,0 +1,354 @@
+"""Files of samples: rows that are appended whole or not at all, and that a later command goes on with.
+
+    F               the rows, one JSON object per line, in the order in which they were finished
+    F.meta.json     what the rows were made from, and whether all are there; written before the first row
+    F.part.jsonl    of a Parquet F: its rows until all are there; then F is written from it, sorted, at once
+
+A row is named by (index, sample): the number of its prompt in the data, and of the sample among the prompt's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.observe.files import sync_folder, write_json
+from lockstep.rollout.rows_parquet import read_parquet, write_parquet
+
+Row = Mapping[str, Any]
+Key = tuple[int, int]
+SUFFIXES = (".jsonl", ".parquet")
+FORMAT = 1
+
+
+def meta_path(path: Path) -> Path:
+    """The file beside `path` that says what is in it."""
+    return path.with_name(path.name + ".meta.json")
+
+
+def check_out(path: Path, *, flag: str = "--out") -> None:
+    """Raises ConfigError when rows cannot be written to `path`; leaves no trace."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one")
+    if path.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first")
+    # Asked of the system, not of mode bits: they are not all there is to it.
+    if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise ConfigError(f"{flag} {str(path)!r} cannot be written (permission denied); choose another file")
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"{flag} {str(path)!r} needs pyarrow; pip install pyarrow") from error
+
+
+class RowFile:
+    """Appends rows to `path`, or to what is there of an earlier, equal command. One process at a time.
+
+    Args:
+        command: who writes it, for messages: "generate".
+        identity: JSON values that decide every row; an earlier file's must be equal, but for `may_differ`.
+        expected: rows of the whole file.
+        overwrite: begin anew, whatever is there.
+        may_differ: dotted names in `identity` that do not change what a row is.
+
+    Raises:
+        ConfigError: `path` cannot be written, another process writes it, it was made from something else
+            (every difference is named), or it is no file of ours.
+        DataError: a row in it is damaged.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        command: str,
+        identity: Mapping[str, Any],
+        expected: int,
+        overwrite: bool = False,
+        may_differ: Sequence[str] = (),
+    ) -> None:
+        check_out(path)
+        self.path = path
+        self.command = command
+        self.expected = expected
+        self.done: set[Key] = set()
+        """Rows that are there."""
+        self.complete = False
+        """All rows are there, and `path` is in its last form."""
+        self._identity = _plain(identity)
+        self._journal = path if path.suffix == ".jsonl" else path.with_name(path.name + ".part.jsonl")
+        self._writing = threading.Lock()
+        self._offsets: dict[Key, int] = {}
+        # Opened before anything is looked at: the lock is on it.
+        self._fd = _open_locked(self._journal)
+        try:
+            if overwrite:
+                self._clear()
+            self._take_over(may_differ)
+        except BaseException:
+            if self._journal != path and not os.fstat(self._fd).st_size:
+                self._journal.unlink(missing_ok=True)
+            self.close()
+            raise
+
+    @property
+    def resumed(self) -> bool:
+        """Whether rows of an earlier command are there."""
+        return bool(self.done)
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Write rows, each whole; may be called from several threads.
+
+        Raises:
+            DataError: the disk is full, or the file cannot be written; what was there stays.
+        """
+        lines = [(_key(row, str(self.path)), _line(row)) for row in rows]
+        with self._writing:
+            size = os.fstat(self._fd).st_size
+            try:
+                _write_all(self._fd, b"".join(line for _, line in lines))
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, size)
+                raise DataError(
+                    f"cannot write to {self._journal}: {error.strerror}; {len(self.done)} of {self.expected} "
+                    "rows are kept. Make room, then run the same command again: it goes on there"
+                ) from error
+            for key, line in lines:
+                self.done.add(key)
+                self._offsets[key] = size
+                size += len(line)
+
+    def sync(self) -> None:
+        """What was appended survives a power cut."""
+        os.fsync(self._fd)
+
+    def finish(self, summary: Mapping[str, Any] | None = None) -> None:
+        """All rows are there: a Parquet file is written now.
+
+        Raises:
+            DataError: rows are missing (a mistake of the caller), or the file cannot be written.
+        """
+        if len(self.done) != self.expected:
+            raise DataError(f"{self.path}: {len(self.done)} rows, expected {self.expected}")
+        self.sync()
+        if self._journal != self.path:
+            write_parquet(self.path, self._sorted_rows())
+            sync_folder(self.path.parent)
+        self._write_meta(complete=True, summary=summary)
+        if self._journal != self.path:
+            self._journal.unlink()
+        self.complete = True
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _clear(self) -> None:
+        """Make it as if nothing had been there."""
+        os.ftruncate(self._fd, 0)
+        meta_path(self.path).unlink(missing_ok=True)
+        if self._journal != self.path:
+            self.path.unlink(missing_ok=True)
+
+    def _take_over(self, may_differ: Sequence[str]) -> None:
+        meta = read_meta(self.path)
+        if meta is None:
+            if os.fstat(self._fd).st_size or (self._journal != self.path and self.path.exists()):
+                raise ConfigError(
+                    f"--out {str(self.path)!r} exists, and {meta_path(self.path).name} does not, which would "
+                    "say what it is made from; choose another file, or begin anew with --overwrite"
+                )
+            self._write_meta(complete=False)
+            return
+        if not os.fstat(self._fd).st_size and (self._journal == self.path or not self.path.exists()):
+            self._write_meta(complete=False)  # nothing was made of those settings
+            return
+        self._compare(meta, may_differ)
+        if self._journal != self.path and self.path.exists() and meta["complete"]:
+            self.complete = True
+            self.done = {_key(row, str(self.path)) for row in read_parquet(self.path)}
+            self._journal.unlink(missing_ok=True)
+            return
+        self._offsets = _scan(self._fd, self._journal)
+        self.done = set(self._offsets)
+        self.complete = bool(meta["complete"]) and len(self.done) == self.expected
+        if not self.complete:
+            self._write_meta(complete=False)
+
+    def _compare(self, meta: Mapping[str, Any], may_differ: Sequence[str]) -> None:
+        old = {"command": meta["command"], "rows": meta["rows"], **_flat(meta["identity"])}
+        new = {"command": self.command, "rows": self.expected, **_flat(self._identity)}
+        lines = [
+            f"  {name}: the file has {old.get(name)!r}, now {new.get(name)!r}"
+            for name in dict.fromkeys([*old, *new])
+            if old.get(name) != new.get(name) and not _covers(may_differ, name)
+        ]
+        if lines:
+            raise ConfigError(
+                f"--out {str(self.path)!r} was made with other settings or data; go on with the same ones, "
+                "choose another file, or begin anew with --overwrite:\n" + "\n".join(lines)
+            )
+
+    def _write_meta(self, *, complete: bool, summary: Mapping[str, Any] | None = None) -> None:
+        meta = {"format": FORMAT, "command": self.command, "identity": self._identity, "rows": self.expected}
+        more = {} if summary is None else {"summary": summary}
+        try:
+            write_json(meta_path(self.path), {**meta, "complete": complete, **more})
+        except OSError as error:
+            raise DataError(f"cannot write {meta_path(self.path)}: {error.strerror}; make room") from error
+
+    def _sorted_rows(self) -> Iterator[dict[str, Any]]:
+        with self._journal.open("rb") as file:
+            for key in sorted(self._offsets):
+                file.seek(self._offsets[key])
+                yield json.loads(file.readline())
+
+
+def read_meta(path: Path) -> dict[str, Any] | None:
+    """What is said beside `path`; None: nothing.
+
+    Raises:
+        ConfigError: it is damaged, or of a later version.
+    """
+    file = meta_path(path)
+    try:
+        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        known = meta["format"] == FORMAT and {"command", "identity", "rows", "complete"} <= meta.keys()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{file} is damaged ({error}); begin anew with --overwrite") from error
+    if not known:
+        raise ConfigError(f"{file}: format {meta['format']!r} is not {FORMAT}; it is of another version")
+    return meta
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .jsonl or .parquet file of ours or of anybody's.
+
+    Raises:
+        ConfigError: of another kind.
+        DataError: there is no such file, it is damaged, or a command has not finished it.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--data {str(path)!r} is neither {' nor '.join(SUFFIXES)}; name a file of samples")
+    meta = read_meta(path)
+    if meta is not None and not meta["complete"]:
+        raise DataError(
+            f"{path} is not complete: `lockstep {meta['command']}` was stopped before all {meta['rows']} "
+            "rows were there; run that command again, it goes on where it stopped"
+        )
+    if not path.is_file():
+        raise DataError(f"--data {str(path)!r}: no such file")
+    return read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _parsed(line, f"{path}, line {number}")
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
+        raise DataError(f"{where}: not valid JSON ({error}): {line[:80]!r}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be a JSON object, got {line[:80]!r}")
+    return row
+
+
+def _scan(fd: int, path: Path) -> dict[Key, int]:
+    """Where each row of the journal begins. A last line that was cut off is removed."""
+    offsets: dict[Key, int] = {}
+    end = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                os.ftruncate(fd, end)
+                break
+            where = f"{path}, line {number}"
+            key = _key(_parsed(line, where), where)
+            if key in offsets:
+                raise DataError(f"{where}: sample {key[1]} of prompt {key[0]} is there twice; remove one")
+            offsets[key] = end
+            end += len(line)
+    return offsets
+
+
+def _key(row: Row, where: str) -> Key:
+    index, sample = row.get("index"), row.get("sample")
+    if type(index) is not int or type(sample) is not int:
+        raise DataError(f"{where}: index = {index!r} and sample = {sample!r} are no whole numbers")
+    return index, sample
+
+
+def _line(row: Row) -> bytes:
+    try:
+        return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON may hold and UTF-8 may not
+        return (json.dumps(row, allow_nan=False) + "\n").encode()
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _open_locked(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise ConfigError(f"--out {str(path)!r} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(f"--out {str(path)!r} is being written by another process; wait for it") from error
+    return fd
+
+
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """As it will be read again from JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(value, default=str))
+    return plain
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings by dotted name."""
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        if isinstance(item, Mapping) and item:
+            found |= _flat(item, f"{prefix}{name}.")
+        elif isinstance(item, list) and item and isinstance(item[0], Mapping):
+            for number, entry in enumerate(item):
+                found |= _flat(entry, f"{prefix}{name}[{number}].")
+        else:
+            found[f"{prefix}{name}"] = item
+    return found
+
+
+def _covers(names: Sequence[str], name: str) -> bool:
+    return any(name == covered or name.startswith(f"{covered}.") for covered in names)

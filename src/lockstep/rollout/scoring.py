@@ -1,0 +1,194 @@
+"""Rewards for rows of samples: functions and verifiers as in training, or a reward model.
+
+Rows are scored a window at a time and in their order. A window that a crash cut short is scored again as a
+whole, and only rows that are missing are added: a reward model rounds by what is beside a document.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from lockstep.config.batch import ScoreConfig
+from lockstep.errors import ConfigError, DataError
+from lockstep.models.reward import RewardModel
+from lockstep.protocols.reward import RewardInput
+from lockstep.rollout.batch import Hooks
+from lockstep.rollout.rewards import RewardSet
+from lockstep.rollout.row_values import decoded
+from lockstep.rollout.rows import RowFile
+
+MODEL = "model"
+"""The reward model's name in `rewards`."""
+_KEY = ("index", "sample")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToScore:
+    """One sample, and the row that it comes from."""
+
+    row: Mapping[str, Any]
+    """As it is written again, with a reward."""
+    prompt: Any
+    """Text or messages."""
+    given: RewardInput
+    where: str
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoreTotals:
+    """Of the rows that this call added."""
+
+    rows: int = 0
+    failed: int = 0
+    """Rows whose reward failed under on_error = "drop": their reward is null."""
+    truncated: int = 0
+    sum: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judges:
+    """What gives rewards; at least one of the two."""
+
+    rewards: RewardSet | None
+    model: RewardModel | None
+    model_weight: float = 1.0
+
+    def close(self) -> None:
+        """End the verifiers' process."""
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]:
+    """Rows of `lockstep generate`, or of anybody: they need `prompt` (text or messages) and `completion`.
+    Rows without `index` and `sample` are numbered by their prompts, in order.
+
+    Raises:
+        DataError: a column is missing or of the wrong kind, or a sample is there twice.
+    """
+    numbers: dict[str, int] = {}
+    counts: Counter[int] = Counter()
+    seen: set[tuple[int, int]] = set()
+    for position, row in enumerate(rows):
+        where = f"{source}, row {position}"
+        prompt, completion = _texts(row, where)
+        index, sample = row.get("index"), row.get("sample")
+        if index is None:
+            index = numbers.setdefault(repr(prompt), len(numbers))
+        if sample is None:
+            sample = counts[index]
+            counts[index] += 1
+        if type(index) is not int or type(sample) is not int or (index, sample) in seen:
+            raise DataError(
+                f"{where}: index = {index!r} and sample = {sample!r} must be whole numbers that no other row "
+                "has; correct them, or leave both columns out"
+            )
+        seen.add((index, sample))
+        data = decoded(row["row"]) if isinstance(row.get("row"), dict) else row
+        yield ToScore(
+            row={"index": index, "sample": sample, **{k: v for k, v in row.items() if k not in _KEY}},
+            prompt=prompt,
+            where=where,
+            given=RewardInput(
+                prompt=str(row.get("prompt_text") or (prompt if isinstance(prompt, str) else "")),
+                completion=completion,
+                row=data,
+                prompt_token_ids=tuple(row.get("prompt_token_ids") or ()),
+                completion_token_ids=tuple(row.get("token_ids") or ()),
+                finish_reason=row.get("finish_reason") or "stop",
+                index=index,
+            ),
+        )
+
+
+def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
+    for name in ("prompt", "completion"):
+        if name not in row:
+            raise DataError(
+                f"{where} has no column {name!r}; columns: {', '.join(row)}. Rows of `lockstep generate` "
+                "have it; of other files, rename the column"
+            )
+    prompt, completion = row["prompt"], row["completion"]
+    if completion is None and row.get("token_ids") is not None:
+        completion = ""  # of a model without a tokenizer
+    if not isinstance(completion, str) or not isinstance(prompt, str | list) or not prompt:
+        raise DataError(
+            f"{where}: prompt must be text or messages and completion text, got {str(prompt)[:60]!r} and "
+            f"{str(completion)[:60]!r}"
+        )
+    return prompt, completion
+
+
+def check_columns(config: ScoreConfig, first: ToScore) -> None:
+    """Raises ConfigError when the rows lack what a reward looks at in principle."""
+    for reward in config.rewards:
+        if reward.name in ("ids", "length") and "token_ids" not in first.row:
+            raise ConfigError(
+                f"reward {reward.name!r} looks at token ids, and the rows have no column token_ids; keep it "
+                "when they are sampled (lockstep generate --columns token_ids)"
+            )
+    if config.reward_model is not None and first.row["completion"] is None:
+        raise ConfigError(
+            "a reward model reads text, and the rows have none: they are of a model without a "
+            "tokenizer; use --reward ids or length"
+        )
+
+
+def score_rows(
+    items: Iterable[ToScore], judges: Judges, *, window: int, sink: RowFile, hooks: Hooks
+) -> ScoreTotals:
+    """Write every row that `sink` does not have yet, with `reward` and `rewards` added.
+
+    Raises:
+        RewardError: a reward failed under on_error = "fail". What was written before stays.
+        DataError: a row cannot be scored or written.
+    """
+    totals = ScoreTotals()
+    source = iter(items)
+    while chunk := list(islice(source, window)):
+        missing = {_key(item) for item in chunk} - sink.done
+        if not missing or hooks.cancelled():
+            continue
+        rewards = judge(chunk, judges, totals)
+        rows = []
+        for item, (total, by_name) in zip(chunk, rewards, strict=True):
+            if _key(item) in missing:
+                rows.append({**item.row, "reward": total, "rewards": by_name})
+                totals.rows += 1
+                totals.failed += total is None
+                totals.sum += total or 0.0
+        sink.append(rows)
+        sink.sync()
+        hooks.on_row(len(sink.done), sink.expected)
+    return totals
+
+
+def judge(
+    items: Sequence[ToScore], judges: Judges, totals: ScoreTotals
+) -> list[tuple[float | None, Mapping[str, float] | None]]:
+    """(total, by name) of each; None where a reward failed under on_error = "drop"."""
+    found: list[tuple[float | None, Mapping[str, float] | None]] = [(0.0, {})] * len(items)
+    if judges.rewards is not None:
+        scored = judges.rewards.score([item.given for item in items])
+        totals.counts.update(judges.rewards.take_counts())
+        found = [(None, None) if s is None else (s.total, s.by_name) for s in scored]
+    if judges.model is not None:
+        documents = [judges.model.document(i.prompt, i.given.completion, i.where) for i in items]
+        totals.truncated += sum(document.truncated for document in documents)
+        logits = judges.model.score(documents)
+        found = [
+            (total, by_name)
+            if total is None or by_name is None
+            else (total + judges.model_weight * logit, {**by_name, MODEL: logit})
+            for (total, by_name), logit in zip(found, logits, strict=True)
+        ]
+    return found
+
+
+def _key(item: ToScore) -> tuple[int, int]:
+    return item.row["index"], item.row["sample"]

@@ -1,0 +1,126 @@
+"""Rejection sampling and best-of-n: which scored samples become training documents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import ConfigError, DataError
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Which samples are kept. `min_reward` and what is unusable first, then the best of each prompt."""
+
+    top_k: int | None = None
+    """Samples of each prompt, the best ones; 1 is best-of-n. None: all that are left."""
+    min_reward: float | None = None
+    """Samples below it are left out (rejection sampling)."""
+    finished: bool = False
+    """Leave out samples that max_tokens or the context cut off."""
+    unique: bool = False
+    """Of samples of a prompt with the same completion, only the first."""
+
+    def __post_init__(self) -> None:
+        if self.top_k is None and self.min_reward is None:
+            raise ConfigError("nothing to select by: give --best-of-n, --top-k K or --min-reward X")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"--top-k {self.top_k} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What was kept, best first within a prompt, prompts in order of their index."""
+
+    rows: tuple[Row, ...]
+    prompts: int
+    """Prompts of the scored file."""
+    chosen_prompts: int
+    """Prompts of which something was kept."""
+    left_out: Mapping[str, int]
+    """Samples by the first reason: failed (no reward), empty, cut_off, below_min_reward, duplicate,
+    not_best."""
+
+
+def select(rows: Iterable[Row], choice: Choice, *, source: str) -> Selection:
+    """Choose among scored rows. Equal rewards are ordered by sample number.
+
+    Raises:
+        DataError: a row has no `reward`, `index`, `sample` or text.
+
+    Example:
+        >>> rows = [dict(index=0, sample=i, prompt="1+1?", completion=str(i), reward=float(i == 2))
+        ...         for i in range(4)]
+        >>> [row["completion"] for row in select(rows, Choice(top_k=1), source="rows").rows]
+        ['2']
+    """
+    left_out: Counter[str] = Counter()
+    groups: dict[int, list[Row]] = {}
+    for position, row in enumerate(rows):
+        index = _checked(row, f"{source}, row {position}")
+        group = groups.setdefault(index, [])
+        if (reason := _unusable(row, choice)) is not None:
+            left_out[reason] += 1
+        else:
+            group.append(row)
+    kept: list[Row] = []
+    chosen = 0
+    for index in sorted(groups):
+        best = sorted(groups[index], key=lambda row: (-row["reward"], row["sample"]))
+        if choice.unique:
+            found: dict[str, Row] = {}
+            for row in best:
+                found.setdefault(row["completion"], row)
+            left_out["duplicate"] += len(best) - len(found)
+            best = list(found.values())
+        left_out["not_best"] += len(best) - len(best[: choice.top_k])
+        kept += best[: choice.top_k]
+        chosen += bool(best)
+    return Selection(
+        rows=tuple(kept),
+        prompts=len(groups),
+        chosen_prompts=chosen,
+        left_out={reason: count for reason, count in sorted(left_out.items()) if count},
+    )
+
+
+def _unusable(row: Row, choice: Choice) -> str | None:
+    if row["reward"] is None:
+        return "failed"
+    if not row["completion"].strip():
+        return "empty"
+    if choice.finished and row.get("finish_reason") == "length":
+        return "cut_off"
+    if choice.min_reward is not None and row["reward"] < choice.min_reward:
+        return "below_min_reward"
+    return None
+
+
+def _checked(row: Row, where: str) -> int:
+    if "reward" not in row:
+        raise DataError(f"{where} has no column 'reward'; run `lockstep score` first")
+    index, reward = row.get("index"), row["reward"]
+    if type(index) is not int or type(row.get("sample")) is not int:
+        raise DataError(f"{where}: index and sample must be whole numbers; run `lockstep score` first")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        raise DataError(f"{where}: reward = {reward!r} is no number")
+    if not isinstance(row.get("completion"), str) or not row.get("prompt"):
+        raise DataError(
+            f"{where} has no text: SFT trains on prompt and completion, and samples of a model without a "
+            "tokenizer have none"
+        )
+    return index
+
+
+def sft_row(row: Row) -> dict[str, Any]:
+    """The row as `lockstep train sft` reads it: `messages` where a chat template was applied to messages,
+    else `prompt` and `completion`; and where it comes from."""
+    origin = {name: row[name] for name in ("index", "sample", "reward")}
+    if isinstance(row["prompt"], str):
+        return {"prompt": row["prompt"], "completion": row["completion"], **origin}
+    answer = {"role": "assistant", "content": row["completion"]}
+    return {"messages": [*row["prompt"], answer], **origin}

@@ -1,0 +1,203 @@
+"""Weights to an engine that has its own: all of them, in buckets, in one session.
+
+begin_update ─► receive ─► receive ─► ... ─► finish_update ─► the engine is clean and has this version
+     │             │                              │
+     └─────────────┴───────── an error ───────────┴─► fail_update: dirty until a whole session succeeds
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lockstep.config.engine import EngineConfig
+from lockstep.errors import EngineError
+from lockstep.observe.memory import is_out_of_memory
+from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
+from lockstep.protocols.train import TrainBackend
+from lockstep.schema.weights import Transport, UpdateSession
+from lockstep.transfer.carriers import Carrier
+from lockstep.transfer.ledger import Ledger, take
+from lockstep.transfer.pack import MIB, Packed, Packer
+from lockstep.transfer.verify import compare_heads
+from lockstep.wire.buckets import TensorSpec, WireError, split_heads
+
+
+class BucketTransfer:
+    """Implements lockstep.protocols.WeightTransfer for engines with weights of their own.
+
+    On several ranks each pushes to its own engine, all together: gathering weights is collective, so every
+    rank goes through all of them, also when its engine failed.
+    """
+
+    def __init__(self, config: EngineConfig, carrier: Carrier, *, device: torch.device) -> None:
+        self.before: Ledger | None = None
+        """Before the last push, and after it."""
+        self.after: Ledger | None = None
+        self.run_id = uuid.uuid4().hex
+        self._config, self._carrier, self._device = config, carrier, device
+        host = carrier.packs_on_host or device.type != "cuda"
+        self._packer = Packer(
+            bucket_bytes=config.bucket_mb * MIB, device=torch.device("cpu") if host else device
+        )
+        self._heads: list[tuple[tuple[TensorSpec, ...], Tensor]] = []
+        self._keep_heads = config.verify != "off"
+        self._restarts = 0
+        self._last: tuple[TrainBackend, InferenceEngine, int] | None = None
+
+    @property
+    def transport(self) -> Transport:
+        """How the buckets travel."""
+        return self._carrier.transport
+
+    def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
+        """Afterwards `target` samples from `source`'s weights and stamps `policy_version` on completions.
+
+        Raises:
+            EngineError: the update failed at some point; the engine is dirty, and the next push is a whole
+                one.
+        """
+        receiver = cast(ReceivesWeights, target)
+        self.before, self.after = take(target, device=self._device), None
+        if receiver.dirty:  # new, or started again: it knows nothing of what was shared with it before
+            self._carrier.reset()
+        self._last = (source, target, policy_version)
+        cast(Any, target).recover = self._recover
+        self._send(source, receiver, policy_version=policy_version)
+        self.after = take(target, device=self._device)
+
+    def check(self, target: InferenceEngine) -> bool:
+        """Compare the first values of every weight of the last push with what the engine has.
+
+        Returns:
+            False: the engine cannot be read back, or the last push kept nothing to compare (config.verify).
+
+        Raises:
+            EngineError: it holds something else; it is dirty now.
+        """
+        if not hasattr(target, "read_back"):
+            return False
+        if not self._heads:
+            return False
+        sent: dict[str, Tensor] = {}
+        for specs, values in self._heads:
+            sent |= split_heads(values.cpu(), specs)
+        held = cast(Any, target).read_back(list(sent))
+        if not held:
+            return False
+        complaint = compare_heads(sent, held)
+        if complaint is not None:
+            text = f"after the weight update the engine does not hold the trainer's weights: {complaint}"
+            cast(ReceivesWeights, target).fail_update(text)
+            raise EngineError(text)
+        self._keep_heads = self._config.verify == "always"
+        return True
+
+    def close(self) -> None:
+        """Give memory, files and groups back."""
+        self._carrier.close()
+        self._packer.free()
+        self._heads.clear()
+        self._last = None
+
+    def _send(self, source: TrainBackend, target: ReceivesWeights, *, policy_version: int) -> None:
+        session = UpdateSession(
+            policy_version=policy_version,
+            run_id=self.run_id,
+            deadline=time.monotonic() + self._config.update_seconds,
+        )
+        tensors = source.weights(policy_version=policy_version).tensors()
+        self._heads.clear()
+        try:
+            with _as_engine_error(self._config):
+                target.begin_update(session)
+                self._meet(target)
+                for packed in _one_ahead(self._packer.fill(_once_each(tensors))):
+                    if time.monotonic() > session.deadline:
+                        raise EngineError(
+                            f"the weight update is not done after engine.update_seconds = "
+                            f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it"
+                        )
+                    if self._keep_heads:
+                        self._heads.append((packed.specs, packed.heads()))
+                    self._carrier.send(target, packed, session)
+                target.finish_update(session)
+        except BaseException as error:
+            target.fail_update(f"{type(error).__name__}: {error}")
+            self._carrier.reset()
+            self._heads.clear()
+            if isinstance(error, Exception):
+                for _ in tensors:  # collective: other ranks still gather
+                    pass
+            raise
+
+    def _meet(self, target: ReceivesWeights) -> None:
+        """A server that was started again, perhaps by `begin_update`, shares nothing with the trainer yet."""
+        restarts = target.stats().restarts
+        if restarts != self._restarts:
+            self._carrier.reset()
+            self._restarts = restarts
+
+    def _recover(self, target: InferenceEngine | None = None) -> None:
+        """The weights of the last push once more, into an engine that was started again.
+
+        Raises:
+            EngineError: there was no push, or no rank has these weights whole.
+        """
+        if self._last is None:
+            raise EngineError("the engine was started again before any weights were sent to it")
+        source, known, policy_version = self._last
+        if source.weights(policy_version=policy_version).shared_module is None:
+            raise EngineError(
+                "an engine that was started again cannot get its weights back in mid-step: they are spread "
+                "over ranks, and gathering them needs all. Resume the run from its last checkpoint"
+            )
+        self._carrier.reset()
+        self._keep_heads = self._config.verify != "off"
+        target = known if target is None else target
+        self._send(source, cast(ReceivesWeights, target), policy_version=policy_version)
+        if target is not known:
+            self._carrier.reset()  # what was shared with one replica is no good for all
+        self.check(target)
+
+
+def _once_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Raises EngineError when a name comes again."""
+    seen = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise EngineError(f"the weight update brings {name!r} twice")
+        seen.add(name)
+        yield name, tensor
+
+
+def _one_ahead(buckets: Iterator[Packed]) -> Iterator[Packed]:
+    """Each bucket when the next one's copies have been launched: they run while an engine reads this one."""
+    previous: Packed | None = None
+    for packed in buckets:
+        if previous is not None:
+            yield previous
+        previous = packed
+    if previous is not None:
+        yield previous
+
+
+@contextlib.contextmanager
+def _as_engine_error(config: EngineConfig) -> Iterator[None]:
+    try:
+        yield
+    except WireError as error:
+        raise EngineError(f"the weight update failed: {error}") from error
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise EngineError(
+            f"the trainer ran out of memory while it packed weights for the engine into buffers of "
+            f"engine.bucket_mb = {config.bucket_mb}; lower it, or set engine.transfer = 'disk'"
+        ) from error

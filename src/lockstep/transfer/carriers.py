@@ -1,0 +1,308 @@
+"""Ways from a packed bucket to an engine, one class each."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from safetensors.torch import save_file
+
+from lockstep.errors import EngineError
+from lockstep.protocols.engine import ReceivesWeights
+from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
+from lockstep.transfer.pack import Packed
+from lockstep.wire.buckets import unpack
+from lockstep.wire.groups import Group, GroupError, Meeting, host_store, join
+from lockstep.wire.ipc import export_handle
+
+SHARED_MEMORY = Path("/dev/shm")
+_GRACE_SECONDS = 2.0
+"""For the trainer's side of a collective to end, once the engine's side has failed."""
+
+
+class Carrier(Protocol):
+    """Carries one bucket at a time."""
+
+    transport: Transport
+    packs_on_host: bool
+    """Whether buckets are packed in host memory, whatever the device of the weights."""
+
+    def send(self, target: ReceivesWeights, packed: Packed, session: UpdateSession) -> None:
+        """Returns when the bucket's memory may be used again. Raises EngineError."""
+        ...
+
+    def reset(self) -> None:
+        """The other side is, or may be, another process now: make anew what both sides share."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryCarrier:
+    """The engine is in this process and reads the buffer itself."""
+
+    transport: Transport = "memory"
+    packs_on_host = False
+
+    def send(self, target: ReceivesWeights, packed: Packed, session: UpdateSession) -> None:
+        packed.wait()
+        target.receive(
+            WeightBucket(
+                index=packed.index,
+                specs=packed.specs,
+                num_bytes=packed.num_bytes,
+                transport="memory",
+                data=packed.data,
+            )
+        )
+
+    def reset(self) -> None:
+        """Nothing is shared but for the time of a call."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class IpcCarrier:
+    """The engine is another process on the same GPU: it opens each of the two buffers once."""
+
+    transport: Transport = "ipc"
+    packs_on_host = False
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex[:12]
+        self._versions = itertools.count()
+        self._exported: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def send(self, target: ReceivesWeights, packed: Packed, session: UpdateSession) -> None:
+        known = self._exported.get(packed.slot)
+        if known is None or known[0] is not packed.buffer:
+            handle = {
+                "key": f"{self._id}/{packed.slot}/{next(self._versions)}",
+                "memory": export_handle(packed.buffer),
+            }
+            self._exported[packed.slot] = known = (packed.buffer, handle)
+        packed.wait()
+        target.receive(
+            WeightBucket(
+                index=packed.index,
+                specs=packed.specs,
+                num_bytes=packed.num_bytes,
+                transport="ipc",
+                handle=known[1],
+            )
+        )
+
+    def reset(self) -> None:
+        """Export anew: a handle is good for one opening by each worker."""
+        self._exported.clear()
+
+    def close(self) -> None:
+        self._exported.clear()
+
+
+class DiskCarrier:
+    """Through files of safetensors, in shared memory where they fit; each is removed when it is read.
+
+    Args:
+        work_dir: where they go else.
+    """
+
+    transport: Transport = "disk"
+    packs_on_host = True
+
+    def __init__(self, work_dir: Path) -> None:
+        self._work_dir = work_dir
+        self._folders: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+
+    def send(self, target: ReceivesWeights, packed: Packed, session: UpdateSession) -> None:
+        packed.wait()
+        with self._file(packed) as path:
+            target.receive(
+                WeightBucket(
+                    index=packed.index,
+                    specs=packed.specs,
+                    num_bytes=packed.num_bytes,
+                    transport="disk",
+                    handle={"path": str(path)},
+                )
+            )
+
+    @contextlib.contextmanager
+    def _file(self, packed: Packed) -> Iterator[Path]:
+        path = self._folder(packed.num_bytes) / f"bucket-{packed.index}.safetensors"
+        try:
+            try:
+                save_file(dict(unpack(packed.data, packed.specs)), path)
+            except OSError as error:
+                raise EngineError(
+                    f"weights cannot be written to {path}: {error}; free {packed.num_bytes} bytes there, "
+                    "lower engine.bucket_mb, or set another run_dir"
+                ) from error
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _folder(self, num_bytes: int) -> Path:
+        parent = SHARED_MEMORY
+        # As much again stays free: others use shared memory too, and running out of it is a bus error.
+        if not parent.is_dir() or shutil.disk_usage(parent).free < 2 * num_bytes:
+            parent = self._work_dir
+        if parent not in self._folders:
+            parent.mkdir(parents=True, exist_ok=True)
+            # Goes with this object, or at the process's exit, if nobody calls `close`.
+            self._folders[parent] = tempfile.TemporaryDirectory(prefix="lockstep-weights-", dir=parent)
+        return Path(self._folders[parent].name)
+
+    def reset(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for folder in self._folders.values():
+            folder.cleanup()
+        self._folders.clear()
+
+
+class CollectiveCarrier:
+    """A broadcast to every worker of the engine, beside the engine's own call: the trainer's half waits in a
+    thread, so that an engine that fails does not leave the trainer in a collective.
+
+    Args:
+        backend: "nccl" or "gloo".
+        receivers: worker processes of the engine, where it does not say so itself (`receivers`).
+        address: of this machine, as the engine's workers reach it.
+    """
+
+    transport: Transport = "collective"
+    packs_on_host = False
+
+    def __init__(self, *, backend: str, receivers: int, address: str = "127.0.0.1") -> None:
+        self.backend, self.address = backend, address
+        self._receivers = receivers
+        self._store: Any = None
+        self._group: Group | None = None
+        self._name, self._world_size, self._target = "", 0, 0
+
+    def send(self, target: ReceivesWeights, packed: Packed, session: UpdateSession) -> None:
+        self._name_group(target)
+        packed.wait()
+        bucket = WeightBucket(
+            index=packed.index,
+            specs=packed.specs,
+            num_bytes=packed.num_bytes,
+            transport="collective",
+            handle={
+                "group": self._name,
+                "address": self.address,
+                "port": self._store.port,
+                "world_size": self._world_size,
+                "first_rank": 1,
+                "backend": self.backend,
+                "number": 0 if self._group is None else self._group.count,
+            },
+        )
+        half = _Broadcast(self, packed, session)
+        half.start()
+        failed: EngineError | None = None
+        try:
+            target.receive(bucket)
+        except EngineError as error:
+            failed = error
+            half.cancel.set()
+        except BaseException:
+            half.cancel.set()
+            raise
+        left = _GRACE_SECONDS if failed else max(session.deadline - time.monotonic(), 0.0) + _GRACE_SECONDS
+        half.join(left)
+        if failed is None and half.error is None and not half.is_alive():
+            return
+        raise self._blame(packed.index, failed, half) from (failed or half.error)
+
+    def broadcast(self, packed: Packed, session: UpdateSession, cancel: threading.Event) -> None:
+        """The trainer's half. Raises GroupError."""
+        if self._group is None:
+            meeting = Meeting(
+                name=self._name,
+                address=self.address,
+                port=self._store.port,
+                world_size=self._world_size,
+                backend=self.backend,
+            )
+            left = session.deadline - time.monotonic()
+            self._group = join(meeting, rank=0, seconds=left, store=self._store)
+        self._group.broadcast(packed.data, deadline=session.deadline, cancel=cancel)
+
+    def _name_group(self, target: ReceivesWeights) -> None:
+        """A group is of one engine, as it was when the group was made."""
+        if self._target != id(target):
+            self.reset()
+            self._target = id(target)
+        if not self._name:
+            if self._store is None:
+                self._store = host_store(self.address)
+            self._name = f"lockstep-{uuid.uuid4().hex[:12]}"
+            self._world_size = 1 + int(getattr(target, "receivers", self._receivers))
+
+    def _blame(self, index: int, failed: EngineError | None, half: _Broadcast) -> EngineError:
+        """Which side is missing, and what each of them says."""
+        workers = self._world_size - 1
+        where = f"bucket {index} did not reach the engine's {workers} worker{'s' if workers > 1 else ''}"
+        trainer = half.error or "it still waits for the workers"
+        if failed is not None:
+            return EngineError(f"{where}: the engine's side failed: {failed}; the trainer's side: {trainer}")
+        return EngineError(
+            f"{where} in time: the engine's call came back, the trainer's side did not end: {trainer}; raise "
+            "engine.update_seconds, or set engine.transfer = 'disk'"
+        )
+
+    def reset(self) -> None:
+        """A group that lost a rank is of no more use."""
+        if self._group is not None:
+            self._group.abort()
+        self._group, self._name, self._target = None, "", 0
+
+    def close(self) -> None:
+        self.reset()
+        self._store = None
+
+
+class _Broadcast(threading.Thread):
+    def __init__(self, carrier: CollectiveCarrier, packed: Packed, session: UpdateSession) -> None:
+        super().__init__(name="weights broadcast", daemon=True)
+        self._carrier, self._packed, self._session = carrier, packed, session
+        self.cancel = threading.Event()
+        self.error: GroupError | None = None
+
+    def run(self) -> None:
+        if self._packed.buffer.is_cuda:
+            torch.cuda.set_device(self._packed.buffer.device)  # per thread
+        try:
+            self._carrier.broadcast(self._packed, self._session, self.cancel)
+        except GroupError as error:
+            self.error = error
+
+
+def own_address(url: str | None) -> str:
+    """Of this machine, as the machine of `url` reaches it; None: an engine on this machine."""
+    host = urlsplit(url).hostname if url else None
+    if host in (None, "localhost", "127.0.0.1", "::1"):
+        return "127.0.0.1"
+    assert host is not None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: only the route is looked up
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"engine.url = {url!r}: {host} cannot be reached: {error}") from error

@@ -1,0 +1,87 @@
+"""Which way weights take to an engine."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.engine import EngineConfig
+from lockstep.errors import EngineError
+from lockstep.protocols.engine import InferenceEngine
+from lockstep.protocols.transfer import WeightTransfer
+from lockstep.schema.weights import Transport
+from lockstep.transfer.buckets import BucketTransfer
+from lockstep.transfer.carriers import (
+    Carrier,
+    CollectiveCarrier,
+    DiskCarrier,
+    IpcCarrier,
+    MemoryCarrier,
+    own_address,
+)
+from lockstep.transfer.inprocess import InProcessTransfer
+
+
+def make_transfer(
+    config: EngineConfig,
+    engine: InferenceEngine,
+    *,
+    device: str | torch.device,
+    work_dir: Path | None = None,
+) -> WeightTransfer:
+    """The transfer that `engine` needs: it shares the trainer's weights, or they are sent to it.
+
+    Args:
+        device: of the trainer.
+        work_dir: for files of weights that do not fit in shared memory; None: the system's folder for
+            temporary files.
+
+    Raises:
+        EngineError: no way of config.transfer leads to the engine.
+    """
+    if not receives_weights(engine):
+        return InProcessTransfer()
+    device = torch.device(device)
+    transport = choose(config, engine, device=device)
+    carrier: Carrier
+    if transport == "memory":
+        carrier = MemoryCarrier()
+    elif transport == "ipc":
+        carrier = IpcCarrier()
+    elif transport == "disk":
+        carrier = DiskCarrier(work_dir or Path(tempfile.gettempdir()))
+    else:
+        carrier = CollectiveCarrier(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            receivers=config.tp * config.replicas,
+            address=own_address(config.url),
+        )
+    return BucketTransfer(config, carrier, device=device)
+
+
+def receives_weights(engine: InferenceEngine) -> bool:
+    """Whether it implements ReceivesWeights; else SharesWeights."""
+    return hasattr(engine, "begin_update")
+
+
+def choose(config: EngineConfig, engine: Any, *, device: torch.device) -> Transport:
+    """The best way that both sides can go, or the one that was asked for. Raises EngineError."""
+    offered: tuple[Transport, ...] = tuple(engine.transports)
+    possible = [way for way in offered if way != "ipc" or device.type == "cuda"]
+    if config.transfer == "auto":
+        if not possible:
+            raise EngineError(
+                f"engine {config.name} can receive weights by {', '.join(offered) or 'nothing'}, and the "
+                f"trainer on {device} cannot send them so; put both on GPUs, or both on the CPU"
+            )
+        return possible[0]
+    if config.transfer not in possible:
+        raise EngineError(
+            f"engine.transfer = {config.transfer!r} does not lead from the trainer on {device} to engine "
+            f"{config.name}, which can receive by {', '.join(offered)}; set 'auto', or one of "
+            f"{', '.join(possible) or 'none'}"
+        )
+    return config.transfer

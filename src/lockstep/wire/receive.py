@@ -1,0 +1,121 @@
+"""An engine's end: from the description of a bucket, plain JSON, to its tensors.
+
+receiver = Receiver(device, rank=tp_rank)
+model.load_weights(receiver.tensors(bucket, deadline=...))   # bucket: what `bucket_json` made
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.wire.buckets import TensorSpec, WireError, specs_from_json, specs_to_json, unpack
+from lockstep.wire.groups import Group, Meeting, join
+from lockstep.wire.ipc import import_handle
+
+
+def bucket_json(
+    specs: tuple[TensorSpec, ...], *, index: int, num_bytes: int, transport: str, handle: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is sent to an engine about a bucket whose bytes go another way."""
+    return {
+        "index": index,
+        "specs": specs_to_json(specs),
+        "num_bytes": num_bytes,
+        "transport": transport,
+        "handle": dict(handle),
+    }
+
+
+class Receiver:
+    """Opens buckets in one worker of an engine; keeps what is opened once: memory of others, groups.
+
+    Args:
+        device: where tensors are wanted.
+        rank: of this worker among those of its engine.
+    """
+
+    def __init__(self, device: torch.device | str, *, rank: int = 0) -> None:
+        self.device, self.rank = torch.device(device), rank
+        self._memory: dict[str, Tensor] = {}
+        self._group: Group | None = None
+        self._buffer: Tensor | None = None
+
+    def tensors(self, bucket: Mapping[str, Any], *, deadline: float) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) in order. A tensor is valid until the next bucket is asked for; of "ipc", until the
+        engine says that it is done with this one: synchronise the device before.
+
+        Args:
+            deadline: time.monotonic() of this process.
+
+        Raises:
+            WireError: the bytes cannot be had, or are not those that were announced.
+        """
+        transport, handle = bucket["transport"], bucket["handle"]
+        specs = specs_from_json(bucket["specs"])
+        if transport == "disk":
+            return self._from_file(handle["path"], specs)
+        if transport == "ipc":
+            return unpack(self._opened(handle), specs)
+        if transport == "collective":
+            return unpack(self._broadcast(handle, int(bucket["num_bytes"]), deadline), specs)
+        raise WireError(f"a worker cannot receive by {transport!r}; it can by ipc, collective and disk")
+
+    def close(self) -> None:
+        """Let go of the trainer's memory, of the group and of the buffer."""
+        self._memory.clear()
+        self._buffer = None
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def _opened(self, handle: Mapping[str, Any]) -> Tensor:
+        key = str(handle["key"])
+        if key not in self._memory:
+            # The trainer's buffer `slot` is another one now: what it had there before may be freed.
+            for old in [k for k in self._memory if k.split("/")[:2] == key.split("/")[:2]]:
+                del self._memory[old]
+            self._memory[key] = import_handle(handle["memory"])
+        return self._memory[key]
+
+    def _broadcast(self, handle: Mapping[str, Any], num_bytes: int, deadline: float) -> Tensor:
+        if self._group is None or self._group.name != handle["group"]:
+            if self._group is not None:
+                self._group.abort()
+                self._group = None
+            meeting = Meeting(
+                name=str(handle["group"]),
+                address=str(handle["address"]),
+                port=int(handle["port"]),
+                world_size=int(handle["world_size"]),
+                backend=str(handle["backend"]),
+            )
+            rank = int(handle["first_rank"]) + self.rank
+            self._group = join(meeting, rank=rank, seconds=deadline - time.monotonic())
+        if self._buffer is None or self._buffer.numel() < num_bytes:
+            self._buffer = None
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        data = self._buffer[:num_bytes]
+        self._group.broadcast(data, deadline=deadline)
+        return data
+
+    def _from_file(self, path: str, specs: tuple[TensorSpec, ...]) -> Iterator[tuple[str, Tensor]]:
+        try:
+            with safe_open(path, framework="pt", device=str(self.device)) as file:
+                if set(file.keys()) != {spec.name for spec in specs}:
+                    raise WireError(f"{path} does not hold the {len(specs)} tensors that were announced")
+                for spec in specs:
+                    tensor = file.get_tensor(spec.name)
+                    if tuple(tensor.shape) != spec.shape or f"torch.{spec.dtype}" != str(tensor.dtype):
+                        raise WireError(
+                            f"{path}: {spec.name} is {tensor.dtype} {list(tensor.shape)}, announced was "
+                            f"{spec.dtype} {list(spec.shape)}"
+                        )
+                    yield spec.name, tensor
+        except (OSError, SafetensorError) as error:
+            raise WireError(f"{path} cannot be read: {error}; both sides must see the same folder") from error

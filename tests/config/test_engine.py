@@ -1,0 +1,126 @@
+import pytest
+
+from lockstep.config.engine import EngineConfig
+from lockstep.config.engines import HAS_EFFECT, kind
+from lockstep.config.run import GRPORun
+
+PYTHON, URL = "/envs/vllm/bin/python", "http://127.0.0.1:8000"
+WHERE = {
+    "hf": {"name": "hf"},
+    "vllm, in process": {"name": "vllm"},
+    "vllm, started": {"name": "vllm", "python": PYTHON},
+    "vllm, at a url": {"name": "vllm", "url": URL},
+    "sglang, started": {"name": "sglang", "unseeded": True},
+    "sglang, at a url": {"name": "sglang", "unseeded": True, "url": URL},
+}
+OTHER = {
+    "replicas": 2,
+    "cuda_devices": (0,),
+    "tp": 2,
+    "max_model_len": 128,
+    "memory_fraction": 0.3,
+    "prefix_caching": False,
+    "eager": True,
+    "batch_invariant": True,
+    "unseeded": True,
+    "sleep": True,
+    "bucket_mb": 64,
+    "start_seconds": 5.0,
+    "request_seconds": 5.0,
+    "update_seconds": 5.0,
+    "max_restarts": 0,
+    "options": {"block_size": 32},
+    "env": {"NCCL_DEBUG": "INFO"},
+    "python": PYTHON,
+    "url": URL,
+}
+
+
+def test_every_setting_is_one_that_always_counts_or_is_in_the_table():
+    always = {"name", "max_batch", "transfer", "verify"}
+    assert set(HAS_EFFECT) | always == set(EngineConfig.model_fields)
+    assert set(OTHER) == set(HAS_EFFECT)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", [name for name in OTHER if name not in ("python", "url")])
+def test_a_setting_without_an_effect_is_refused(where, name):
+    settings = WHERE[where] | {name: OTHER[name]}
+    if name == "batch_invariant":
+        settings.pop("unseeded", None)
+    if where in HAS_EFFECT[name][0]:
+        config = EngineConfig(**settings)
+        assert kind(config) == where and getattr(config, name) == OTHER[name]
+        return
+    engine = settings["name"]
+    with pytest.raises(ValueError, match=f"engine.{name} = .* has no effect with engine.name = '{engine}'"):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["python", "url"])
+def test_the_trainers_own_modules_are_no_server(name):
+    with pytest.raises(ValueError, match=f"engine.{name} = .* has no effect with engine.name = 'hf'"):
+        EngineConfig(**{name: OTHER[name]})
+
+
+def test_a_default_that_is_written_down_is_no_error():
+    defaults = {
+        name: f.get_default(call_default_factory=True) for name, f in EngineConfig.model_fields.items()
+    }
+    assert EngineConfig(**defaults) == EngineConfig()
+
+
+def test_an_engine_of_somebody_else_may_read_every_setting():
+    settings = {name: value for name, value in OTHER.items() if name != "url"}
+    assert EngineConfig(name="their.module:Engine", **settings).tp == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "vllm", "python": PYTHON, "url": URL}, "leave one of them out"),
+        ({"name": "sglang"}, "set engine.batch_invariant = true .*, or engine.unseeded = true"),
+        ({"name": "sglang", "unseeded": True, "batch_invariant": True}, "unseeded = true has no effect"),
+        ({"name": "vllm", "python": PYTHON, "cuda_devices": (0, 1)}, "names 2 GPUs, and .* 1 \\* 1 need 1"),
+        (
+            {"name": "vllm", "python": PYTHON, "replicas": 2, "tp": 2, "cuda_devices": (0, 1)},
+            "names 2 GPUs, and .* 2 \\* 2 need 4",
+        ),
+        ({"name": "vllm", "python": PYTHON, "tp": 2, "cuda_devices": (1, 1)}, "one of them twice"),
+        (
+            {"name": "vllm", "python": PYTHON, "replicas": 2, "cuda_devices": (1, 1)},
+            "several replicas on one GPU; set engine.memory_fraction",
+        ),
+        ({"name": "vllm", "url": "localhost:8000"}, "does not start with http"),
+        ({"name": "hf", "transfer": "disk"}, "shares or copies its weights"),
+        ({"name": "vllm", "python": PYTHON, "transfer": "memory"}, "this one is a server"),
+        ({"name": "vllm", "url": URL, "transfer": "ipc"}, "'collective' or 'disk'"),
+        ({"name": "vllm", "memory_fraction": 1.0}, "memory_fraction"),
+        ({"name": "vllm", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "vllm", "python": PYTHON, "replicas": 2, "tp": 2, "cuda_devices": (0, 1, 2, 3)},
+        {"name": "vllm", "python": PYTHON, "replicas": 2, "cuda_devices": (1, 1), "memory_fraction": 0.3},
+        {"name": "sglang", "python": PYTHON, "batch_invariant": True},
+        {"name": "sglang", "url": URL, "batch_invariant": True},
+        {"name": "vllm", "transfer": "memory"},
+        {"name": "hf", "transfer": "memory", "replicas": 4, "sleep": True},
+    ],
+)
+def test_what_goes_together_is_accepted(settings):
+    EngineConfig(**settings)
+
+
+def test_a_run_takes_engines_that_exist_and_names_the_one_that_will():
+    assert GRPORun(engine={"name": "vllm"}).engine.name == "vllm"
+    assert GRPORun(engine={"name": "sglang", "batch_invariant": True}).engine.name == "sglang"
+    with pytest.raises(ValueError, match=r"engine.name = 'native' is not supported: comes with a later"):
+        GRPORun(engine={"name": "native"})

@@ -1,0 +1,465 @@
+"""What every engine must do, as tests over a fixture `subject`: an engine and the slow reference for it.
+
+An engine's own test file says which engine, and takes everything else from here:
+
+    sys.path.insert(0, str(Path(__file__).parent))  # where this file is
+    from conformance import *
+
+    @pytest.fixture(scope="module")
+    def subject(): yield Subject(...)
+
+The reference is transformers' own eager attention over the whole sequence, one sample at a time, with the
+weights that the engine must hold. Nothing here compares an engine with itself alone.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from conformance_parts import (
+    EOS,
+    LONG,
+    MAX_MODEL_LEN,
+    TEMPERATURES,
+    VOCAB,
+    Subject,
+    gaps,
+    prompt,
+    reference_greedy,
+    reference_logits,
+    request,
+    sharpen,
+)
+from conformance_parts import conformance_model as conformance_model  # for those who import this
+
+from lockstep.errors import EngineError
+from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.schema.weights import UpdateSession
+
+
+def check_shape(completion: Completion, asked: GenerationRequest, seed: int, subject: Subject) -> None:
+    assert completion.prompt_token_ids == asked.prompt_token_ids
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert all(0 <= token < VOCAB for token in completion.token_ids)
+    assert all(isinstance(token, int) for token in completion.token_ids)
+    assert completion.seed == seed and completion.policy_version == subject.version
+
+
+# what is sampled
+
+
+@pytest.mark.parametrize("length", [1, 17, LONG])
+def test_greedy_is_the_argmax_of_full_forwards(subject, length):
+    asked = request(prompt(length), temperature=0.0, max_tokens=10)
+    ((completion,),) = subject.generate(asked)
+    check_shape(completion, asked, 0, subject)
+    assert completion.finish_reason == "length" and completion.stop_reason is None
+    assert gaps(subject.model, completion, 0.0).max() <= subject.tolerance
+    if subject.exact:
+        assert list(completion.token_ids) == reference_greedy(subject.model, asked.prompt_token_ids, 10)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_logprobs_are_those_of_logits_over_temperature(subject, temperature):
+    if temperature not in subject.temperatures:
+        with pytest.raises(EngineError, match="temperature"):
+            subject.generate(request(prompt(5), temperature=temperature))
+        return
+    asked = [request(prompt(n), range(3), temperature=temperature) for n in (3, 40, LONG)]
+    for one, completions in zip(asked, subject.generate(*asked), strict=True):
+        for seed, completion in enumerate(completions):
+            check_shape(completion, one, seed, subject)
+            assert gaps(subject.model, completion, temperature).max() <= subject.tolerance
+
+
+def test_temperatures_may_be_mixed_in_one_batch(subject):
+    asked = [request(prompt(20 + i), (i,), temperature=t) for i, t in enumerate(subject.temperatures)]
+    for one, (completion,) in zip(asked, subject.generate(*asked), strict=True):
+        assert gaps(subject.model, completion, one.sampling.temperature).max() <= subject.tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("top_k", {"top_k": 5}), ("top_p", {"top_p": 0.6}), ("min_p", {"min_p": 0.2})],
+)
+def test_truncation_takes_tokens_away_and_leaves_logprobs_alone(subject, name, changes):
+    asked = request(prompt(30), range(12), temperature=subject.hottest(), **changes)
+    if name in subject.refuses:
+        with pytest.raises(EngineError, match=name):
+            subject.generate(asked)
+        return
+    for completion in subject.generate(asked)[0]:
+        assert gaps(subject.model, completion, subject.hottest()).max() <= subject.tolerance
+        assert all(_allowed(subject, completion, **changes))
+
+
+def _allowed(
+    subject: Subject,
+    completion: Completion,
+    top_k: int = VOCAB,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> list[bool]:
+    """Whether each token is among those that truncation leaves, with room for rounding."""
+    model, temperature, room = subject.model, subject.hottest(), max(1e-3, 2 * subject.tolerance)
+    start = len(completion.prompt_token_ids)
+    logits = reference_logits(model, completion.prompt_token_ids + completion.token_ids)
+    found = []
+    for position, token in enumerate(completion.token_ids):
+        chances = (logits[start + position - 1] / temperature).softmax(-1)
+        larger = chances[chances > chances[token] * (1 + room)]
+        kept = len(larger) < top_k and float(larger.sum()) <= top_p + room / 10
+        found.append(kept and bool(chances[token] >= min_p * chances.max() * (1 - room)))
+    return found
+
+
+def test_a_repetition_penalty_counts_prompt_and_completion(subject):
+    asked = request(prompt(8), temperature=0.0, repetition_penalty=1.5, max_tokens=16)
+    if "penalties" in subject.refuses:
+        with pytest.raises(EngineError, match="repetition_penalty"):
+            subject.generate(asked)
+        return
+    ((completion,),) = subject.generate(asked)
+    ids, wanted = list(asked.prompt_token_ids), []
+    for _ in range(16):
+        logits = reference_logits(subject.model, ids)[-1]
+        seen = torch.tensor(sorted(set(ids)))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.5, logits[seen] * 1.5)
+        wanted.append(int(logits.argmax()))
+        ids.append(wanted[-1])
+    if subject.exact:
+        assert list(completion.token_ids) == wanted
+    assert gaps(subject.model, completion, 0.0).max() <= subject.tolerance  # logprobs are without penalties
+
+
+@pytest.mark.parametrize("changes", [{"presence_penalty": 1.5}, {"frequency_penalty": 1.5}])
+def test_presence_and_frequency_count_the_completion(subject, changes):
+    asked = request(prompt(8), temperature=0.0, max_tokens=16, **changes)
+    if "penalties" in subject.refuses:
+        with pytest.raises(EngineError, match=next(iter(changes))):
+            subject.generate(asked)
+        return
+    ((completion,),) = subject.generate(asked)
+    wanted: list[int] = []
+    for _ in range(16):
+        logits = reference_logits(subject.model, [*asked.prompt_token_ids, *wanted])[-1]
+        counts = torch.bincount(torch.tensor(wanted, dtype=torch.long), minlength=VOCAB).float()
+        logits -= 1.5 * (counts if "frequency_penalty" in changes else (counts > 0).float())
+        wanted.append(int(logits.argmax()))
+    if subject.exact:
+        assert list(completion.token_ids) == wanted
+    assert gaps(subject.model, completion, 0.0).max() <= subject.tolerance
+
+
+# seeds
+
+
+def test_a_seed_decides_a_sample_whatever_is_in_its_batch(subject):
+    if not subject.seeded:
+        pytest.skip("the engine has no seeds")
+    hot = subject.hottest()
+    alone = subject.generate(request(prompt(25), (11, 2**62 + 5), temperature=hot))[0]
+    others = [request(prompt(10 + i, 1), range(3), temperature=hot) for i in range(6)]
+    batch = subject.generate(*others[:3], request(prompt(25), (2**62 + 5, 11), temperature=hot), *others[3:])
+    if subject.exact:
+        assert [c.token_ids for c in batch[3]] == [alone[1].token_ids, alone[0].token_ids]
+    assert alone[0].token_ids != alone[1].token_ids
+
+
+def test_n_samples_are_n_different_ones_in_seed_order(subject):
+    asked = request(prompt(12), range(40, 56), temperature=subject.hottest())
+    (completions,) = subject.generate(asked)
+    assert [c.seed for c in completions] == list(range(40, 56))
+    assert len({c.token_ids for c in completions}) == 16
+
+
+def test_greedy_samples_of_one_prompt_are_one_and_the_same(subject):
+    (completions,) = subject.generate(request(prompt(12), range(4), temperature=0.0))
+    assert len(completions) == 4
+    if subject.exact:
+        assert len({c.token_ids for c in completions}) == 1
+
+
+def test_sampling_follows_the_distribution(subject):
+    """256 first tokens of one prompt against the reference's probabilities: a chi-squared test of the five
+    largest and the rest, far from its limit for a right sampler."""
+    hot = subject.hottest()
+    (completions,) = subject.generate(request(prompt(9), range(256), temperature=hot, max_tokens=1))
+    chances = (reference_logits(subject.model, prompt(9))[-1] / hot).softmax(-1)
+    top = chances.topk(5).indices.tolist()
+    wanted = [256 * float(chances[i]) for i in top]
+    wanted.append(256 - sum(wanted))
+    seen = [sum(c.token_ids[0] == i for c in completions) for i in top]
+    seen.append(256 - sum(seen))
+    assert sum((s - w) ** 2 / w for s, w in zip(seen, wanted, strict=True)) < 25  # p = 1e-4 at 5 degrees
+
+
+# where a sample ends
+
+
+def greedy(subject: Subject, count: int) -> tuple[tuple[int, ...], list[int]]:
+    """A prompt, and the reference's tokens behind it without end of sequence; those of the engine itself
+    where it rounds in another way."""
+    for seed in range(20):
+        ids = prompt(14, seed)
+        if subject.exact:
+            tokens = reference_greedy(subject.model, ids, count)
+        else:
+            ((completion,),) = subject.generate(request(ids, temperature=0.0, max_tokens=count))
+            tokens = list(completion.token_ids)
+        if EOS not in tokens and len(set(tokens)) == count:
+            return ids, tokens
+    raise AssertionError("no prompt suits the tests of stops")
+
+
+def test_eos_ends_a_sample_and_stays_in_it(subject):
+    asked = request(prompt(6), range(64), temperature=subject.hottest(), ignore_eos=False, max_tokens=48)
+    (completions,) = subject.generate(asked)
+    ended = [c for c in completions if c.finish_reason == "stop"]
+    assert ended, "no sample reached the end-of-sequence id: the test shows nothing"
+    for completion in ended:
+        assert completion.stop_reason == EOS and completion.token_ids[-1] == EOS
+        assert EOS not in completion.token_ids[:-1]
+    for completion in completions:
+        if completion.finish_reason == "length":
+            assert len(completion.token_ids) == 48 and EOS not in completion.token_ids
+    assert "<eos>" not in (ended[0].text or "")
+    longer = subject.generate(
+        request(prompt(6), [c.seed for c in ended], temperature=subject.hottest(), max_tokens=48)
+    )[0]
+    assert all(len(c.token_ids) == 48 and c.finish_reason == "length" for c in longer)
+    if subject.seeded and subject.exact:
+        for before, after in zip(ended, longer, strict=True):
+            assert after.token_ids[: len(before.token_ids)] == before.token_ids
+
+
+def test_a_stop_id_ends_a_sample_and_stays_in_it(subject):
+    ids, wanted = greedy(subject, 8)
+    stop = wanted[5]
+    asked = request(ids, temperature=0.0, stop_token_ids=(stop,), ignore_eos=False)
+    ((completion,),) = subject.generate(asked)
+    assert list(completion.token_ids) == wanted[: wanted.index(stop) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids[-1] == stop and len(completion.logprobs) == len(completion.token_ids)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_stop_string_ends_a_sample_and_only_its_text_may_lose_it(subject, keep):
+    ids, wanted = greedy(subject, 10)
+    text = subject.model.tokenizer.decode(wanted, skip_special_tokens=True)
+    stop = text[9:12]  # the end of token 4, token 5: found when token 5 is there
+    asked = request(ids, temperature=0.0, stop=(stop,), keep_stop=keep)
+    if "stop" in subject.refuses:
+        with pytest.raises(EngineError, match="stop"):
+            subject.generate(asked)
+        return
+    ((completion,),) = subject.generate(asked)
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    cut = text.find(stop)
+    assert completion.text == text[: cut + len(stop) if keep else cut]
+    assert list(completion.token_ids) == wanted[: (cut + len(stop) + 1) // 2]
+    assert len(completion.logprobs) == len(completion.token_ids)
+
+
+def test_min_tokens_holds_stop_ids_back(subject):
+    ids, wanted = greedy(subject, 3)
+    stop = wanted[2]
+    asked = request(ids, temperature=0.0, stop_token_ids=(stop,), min_tokens=6, ignore_eos=False)
+    if "min_tokens" in subject.refuses:
+        with pytest.raises(EngineError, match="min_tokens"):
+            subject.generate(asked)
+        return
+    ((completion,),) = subject.generate(asked)
+    assert len(completion.token_ids) >= 6
+    assert not {stop, EOS} & set(completion.token_ids[:6])
+    assert gaps(subject.model, completion, 0.0).max() <= subject.tolerance
+
+
+@pytest.mark.parametrize(("at", "ends"), [(3, 12), (6, 6)])
+def test_min_tokens_holds_stop_strings_back(subject, at, ends):
+    """A stop string that is there with token `at`, and min_tokens = 6."""
+    ids, wanted = greedy(subject, 12)
+    texts = [subject.model.tokenizer.decode(wanted[:n], skip_special_tokens=True) for n in range(13)]
+    stop = texts[at][-3:]
+    assert [n for n in range(1, 13) if stop in texts[n] and stop not in texts[n - 1]] == [at]
+    assert texts[12].count(stop) == 1, "the prompt does not suit the test"
+    asked = request(ids, temperature=0.0, stop=(stop,), min_tokens=6, max_tokens=12)
+    if subject.refuses & {"min_tokens", "min_tokens with stop", "stop"}:
+        with pytest.raises(EngineError, match=r"min_tokens|stop"):
+            subject.generate(asked)
+        return
+    ((completion,),) = subject.generate(asked)
+    assert list(completion.token_ids) == wanted[:ends]
+    assert completion.stop_reason == (stop if ends < 12 else None)
+
+
+def test_max_tokens_and_the_context_end_a_sample_by_length(subject):
+    short, full = subject.generate(
+        request(prompt(5), temperature=0.0, max_tokens=1),
+        request(prompt(MAX_MODEL_LEN - 6), temperature=0.0, max_tokens=40),
+    )
+    assert (short[0].finish_reason, len(short[0].token_ids)) == ("length", 1)
+    assert (full[0].finish_reason, len(full[0].token_ids)) == ("length", 6)
+
+
+# the interface
+
+
+def test_every_sample_is_reported_once_as_it_finishes(subject):
+    seen: dict[tuple[int, int], Completion] = {}
+
+    def note(index: int, sample: int, completion: Completion) -> None:
+        assert (index, sample) not in seen
+        seen[index, sample] = completion
+
+    asked = [
+        request(prompt(4 + i), range(3), temperature=subject.hottest(), max_tokens=2 + 3 * i)
+        for i in range(3)
+    ]
+    results = subject.generate(*asked, on_completion=note)
+    assert seen == {(i, j): c for i, row in enumerate(results) for j, c in enumerate(row)}
+    assert [[len(c.token_ids) for c in row] for row in results] == [[2] * 3, [5] * 3, [8] * 3]
+    assert results[1][0].text == subject.model.tokenizer.decode(
+        list(results[1][0].token_ids), skip_special_tokens=True
+    )
+
+
+def test_no_requests_are_no_work(subject):
+    assert subject.generate() == []
+
+
+def test_the_trainers_random_numbers_are_left_alone(subject):
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    wanted = torch.rand(3).tolist(), random.random(), np.random.rand()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    subject.generate(request(prompt(7), range(4), temperature=subject.hottest()))
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("ids", "changes", "message"),
+    [
+        ((), {}, "empty prompt"),
+        ((1, VOCAB), {}, "outside the vocabulary"),
+        ((1, -1), {}, "outside the vocabulary"),
+        (prompt(MAX_MODEL_LEN), {}, f"{MAX_MODEL_LEN} tokens"),
+        ((1, 2), {"max_tokens": 0}, "max_tokens"),
+        ((1, 2), {"top_p": 0.0}, "top_p"),
+        ((1, 2), {"top_k": 0}, "top_k"),
+        ((1, 2), {"min_tokens": 20}, "min_tokens"),
+        ((1, 2), {"temperature": -1.0}, "temperature"),
+        ((1, 2), {"stop_token_ids": (VOCAB,), "ignore_eos": False}, "stop_token_ids"),
+        ((1, 2), {"stop": ("",)}, "empty string"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_else_is_lost(subject, ids, changes, message):
+    seeds = (0,)
+    with pytest.raises(EngineError, match=message):
+        subject.generate(request(prompt(4), temperature=0.0), request(ids, seeds, **changes))
+    assert len(subject.generate(request(prompt(4), temperature=0.0))[0][0].token_ids) == 12
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 63])
+def test_a_seed_has_63_bits(subject, seed):
+    with pytest.raises(EngineError, match="63-bit"):
+        subject.generate(request(prompt(4), (seed,)))
+
+
+def test_abort_ends_what_runs_and_the_engine_goes_on(subject):
+    """Many samples to the end of the context; aborted from another thread once some tokens are there."""
+    hot = subject.hottest()
+    asked = [request(prompt(3), (9,), max_tokens=2, temperature=hot)]
+    asked += [request(prompt(5 + i), range(16), max_tokens=480, temperature=hot) for i in range(4)]
+    started = threading.Event()
+
+    def abort() -> None:
+        started.wait(60)
+        for _ in range(3):
+            time.sleep(0.02)
+            subject.engine.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    results = subject.generate(*asked, on_completion=lambda *_: started.set())
+    thread.join()
+    reasons = {c.finish_reason for row in results for c in row}
+    assert "abort" in reasons and [len(row) for row in results] == [1, 16, 16, 16, 16]
+    assert results[0][0].finish_reason == "length"
+    for one, row in zip(asked, results, strict=True):
+        for completion in row:
+            assert completion.prompt_token_ids == one.prompt_token_ids
+            assert len(completion.logprobs) == len(completion.token_ids)
+            assert completion.stop_reason is None
+    assert len(subject.generate(request(prompt(4), temperature=0.0))[0][0].token_ids) == 12
+
+
+def test_stats_count_what_was_done(subject):
+    before = subject.engine.stats()
+    subject.generate(request(prompt(10), range(3), max_tokens=4, temperature=subject.hottest()))
+    after = subject.engine.stats()
+    assert after.requests - before.requests == 1
+    assert after.prompt_tokens - before.prompt_tokens == 30
+    assert after.completion_tokens - before.completion_tokens == 12
+    assert after.generate_seconds > before.generate_seconds and after.queued == 0
+    assert after.policy_version == subject.version
+    assert 0.0 <= after.cache_hit_rate <= 1.0
+
+
+# weights
+
+
+def test_an_update_is_seen_at_once_also_by_prompts_that_were_cached(subject):
+    """The same long prompts before and after: what a prefix cache kept of the old weights would show."""
+    asked = [request(prompt(LONG), range(2), temperature=0.0), request(prompt(LONG, 1), temperature=0.0)]
+    subject.generate(*asked)
+    before = subject.generate(*asked)
+    for version, seed in ((subject.version + 1, 21), (subject.version + 2, 22)):
+        sharpen(subject.model.module, seed=seed)
+        subject.push(version)
+        subject.version = version
+        after = subject.generate(*asked)
+        for row, old in zip(after, before, strict=True):
+            for completion, earlier in zip(row, old, strict=True):
+                assert gaps(subject.model, completion, 0.0).max() <= subject.tolerance
+                assert completion.policy_version == version
+                assert completion.token_ids != earlier.token_ids
+        if subject.exact:
+            wanted = reference_greedy(subject.model, prompt(LONG), 12)
+            assert [list(c.token_ids) for c in after[0]] == [wanted, wanted]
+        before = after
+
+
+def test_half_an_update_is_refused_until_a_whole_one(subject):
+    if not hasattr(subject.engine, "begin_update"):
+        pytest.skip("the engine shares the trainer's weights")
+    session = UpdateSession(policy_version=9, run_id="test", deadline=time.monotonic() + 60)
+    subject.engine.begin_update(session)
+    subject.engine.fail_update("the test stops here")
+    assert subject.engine.dirty
+    with pytest.raises(EngineError, match=r"weights|dirty"):
+        subject.generate(request(prompt(4), temperature=0.0))
+    subject.version += 1
+    subject.push(subject.version)
+    assert not subject.engine.dirty
+    ((completion,),) = subject.generate(request(prompt(LONG), temperature=0.0))
+    assert completion.policy_version == subject.version
+    assert gaps(subject.model, completion, 0.0).max() <= subject.tolerance
+
+
+def test_an_engine_that_sleeps_refuses_and_wakes_as_it_was(subject):
+    if not subject.sleeps:
+        pytest.skip("the engine was made without sleep")
+    subject.engine.sleep()
+    with pytest.raises(EngineError, match="sleep"):
+        subject.generate(request(prompt(4), temperature=0.0))
+    subject.engine.wake()
+    if getattr(subject.engine, "dirty", False):
+        subject.version += 1
+        subject.push(subject.version)
+    ((completion,),) = subject.generate(request(prompt(LONG), temperature=0.0))
+    assert gaps(subject.model, completion, 0.0).max() <= subject.tolerance

@@ -1,0 +1,119 @@
+"""Engines over fake servers, for the tests of this folder."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.http import HttpClient
+from lockstep.engine.place import EnginePlace
+from lockstep.engine.remote import RemoteEngine
+from lockstep.engine.server import ServerProcess, ServerSpec, free_port, server_environment
+from lockstep.engine.vllm_server import VLLMDriver
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
+
+FAKE = Path(__file__).with_name("fake_vllm.py")
+
+
+def write_plan(folder, *starts, **every):
+    path = Path(folder) / "plan.json"
+    path.write_text(json.dumps({"starts": list(starts) or [{}], "all": every}))
+    return path
+
+
+def process(folder, *, start_seconds=20.0, port=None, **environment):
+    port = free_port() if port is None else port
+    return ServerProcess(
+        ServerSpec(
+            name="fake",
+            command=(sys.executable, str(FAKE), str(port), str(Path(folder) / "plan.json")),
+            environment=server_environment(needed={}, extra=environment),
+            port=port,
+            log=Path(folder) / "fake.log",
+            start_seconds=start_seconds,
+            grace_seconds=1.0,
+        )
+    )
+
+
+def answers(server):
+    """A `ready` for ServerProcess.start."""
+    client = HttpClient(server.spec.url, name="fake")
+
+    def ready():
+        try:
+            return None if client.get("/health", seconds=1.0).status == 200 else "not healthy"
+        except Exception as error:
+            return str(error)
+
+    return ready
+
+
+def place_in(folder, **changes):
+    values = {
+        "folder": Path(folder),
+        "weights": "folder",
+        "model_name": "fake-model",
+        "dtype": "float32",
+        "vocab_size": 100,
+        "max_model_len": 64,
+        "eos_token_ids": (99,),
+        "tokenizer": None,
+        "device": "cpu",
+        "shares_device": False,
+        "temperatures": frozenset([1.0]),
+        "work_dir": Path(folder),
+    }
+    return EnginePlace(**(values | changes))
+
+
+def engine_in(folder, *, config=None, place=None, url=None):
+    """`vllm` over a fake server of its own, or over the one at `url`."""
+    where = {"url": url} if url else {"python": sys.executable}
+    settings = where | {"request_seconds": 20.0, "start_seconds": 20.0} | (config or {})
+    config = EngineConfig(name="vllm", **settings)
+    place = place_in(folder, **(place or {}))
+    server = None if url else process(folder, start_seconds=config.start_seconds)
+    client = HttpClient(url or server.spec.url, name="vllm")
+    driver = VLLMDriver(config, place, client=client, server=server)
+    return RemoteEngine(config, place=place, client=client, driver=driver, server=server)
+
+
+def requests_of(*seeds, prompt=(1, 2, 3), **sampling):
+    params = SamplingParams(**({"max_tokens": 4} | sampling))
+    return [GenerationRequest(prompt_token_ids=tuple(prompt), sampling=params, seeds=tuple(seeds))]
+
+
+def asked(folder, path="/inference/v1/generate"):
+    """Bodies that the fake was sent, in order."""
+    file = Path(folder) / "plan.asked"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [line["body"] for line in lines if line["path"].startswith(path)]
+
+
+def alive(pid):
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.02)
+
+
+def pids(folder):
+    """Of the fake and of its child, once both run."""
+    file = Path(folder) / "plan.pids"
+    until(lambda: file.exists() and len(file.read_text().split()) == 2)
+    return [int(p) for p in file.read_text().split()]
+
+
+def kill(pid, number):
+    os.kill(pid, number)

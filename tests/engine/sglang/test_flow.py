@@ -1,0 +1,296 @@
+"""SGLangServer against a FAKE SGLang server in a process of its own: no model, no SGLang."""
+
+import threading
+
+import pytest
+
+from lockstep.engine.sglang import SGLangServer
+from lockstep.errors import ConfigError, EngineError
+from lockstep.schema.rollout import SamplingParams
+
+from .fakes import EOS, LENGTH, asked, engine_in, place_in, request
+
+
+@pytest.fixture
+def engines(tmp_path):
+    """engines(plan of each start, ..., place={...}, config=...): closed after the test."""
+    made = []
+
+    def make(*starts, **settings):
+        made.append(engine_in(tmp_path, *starts, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+# samples
+
+
+def test_tokens_and_logprobs_come_in_order_and_in_their_place(engines):
+    engine = engines()
+    results = engine.generate([request(10, samples=2), request(20, max_tokens=3)])
+    assert [[c.token_ids for c in row] for row in results] == [
+        [(11, 12, 13, 14), (11, 12, 13, 14)],
+        [(21, 22, 23)],
+    ]
+    first = results[0][1]
+    assert first.logprobs == (-0.125, -0.25, -0.375, -0.5)
+    assert (first.finish_reason, first.stop_reason, first.seed) == ("length", None, 1)
+    assert (first.engine, first.policy_version, first.text) == ("sglang", 0, None)
+
+
+def test_a_long_completion_comes_in_chunks_and_is_put_together(engines, tmp_path):
+    engine = engines()
+    (row,) = engine.generate([request(0, max_tokens=300, ignore_eos=True)])
+    assert row[0].token_ids == tuple(i % 256 for i in range(1, 301))
+    assert row[0].logprobs == tuple(-(k + 1) / 8 for k in range(300))
+    (body,) = [body for _, body in asked(tmp_path, "/generate")]
+    assert body["sampling_params"][0]["stream_interval"] == 128
+
+
+def test_a_server_that_repeats_what_it_sent_is_asked_for_the_end_only(engines, tmp_path):
+    engine = engines({"cumulative": True})
+    (row,) = engine.generate([request(0, max_tokens=200)])
+    assert row[0].token_ids == tuple(range(1, 201)) and row[0].logprobs[-1] == -25.0
+    (body,) = [body for _, body in asked(tmp_path, "/generate")]
+    assert body["sampling_params"][0]["stream_interval"] == 1 << 30
+
+
+def test_a_server_at_a_url_is_used_and_left_alone(engines, tmp_path):
+    own = engines()
+    config = own._config.model_copy(update={"url": own._server.spec.url, "python": None, "env": {}})
+    other = SGLangServer(config, place=place_in(tmp_path))
+    assert other.generate([request(0, max_tokens=2)])[0][0].token_ids == (1, 2)
+    assert other.transports[0] == "disk"  # nobody knows its GPU
+    other.close()
+    assert own.generate([request(0, max_tokens=1)])[0][0].token_ids == (1,)
+
+
+def test_eos_and_stop_ids_stay_in_the_completion(engines):
+    engine = engines()
+    rows = engine.generate(
+        [
+            request(EOS - 3, max_tokens=50),
+            request(10, max_tokens=50, stop_token_ids=(12,)),
+            request(EOS - 3, max_tokens=5, ignore_eos=True),
+        ]
+    )
+    ends = [(r[0].token_ids[-1], r[0].finish_reason, r[0].stop_reason) for r in rows]
+    assert ends == [(EOS, "stop", EOS), (12, "stop", 12), (EOS + 2, "length", None)]
+
+
+def test_finished_samples_move_on_while_others_run(engines):
+    engine = engines({"token_seconds": 0.01})
+    seen = []
+    engine.generate(
+        [request(10, max_tokens=60), request(20, max_tokens=2), request(30, max_tokens=30)],
+        on_completion=lambda i, k, c: seen.append((i, engine.stats().queued)),
+    )
+    assert seen == [(1, 2), (2, 1), (0, 0)]
+
+
+def test_siblings_share_a_wave_and_each_has_its_seed(engines, tmp_path):
+    engine = engines(batch_invariant=True, unseeded=False)
+    engine.generate([request(10, samples=3)])
+    (body,) = [body for _, body in asked(tmp_path, "/generate")]
+    assert [p["sampling_seed"] for p in body["sampling_params"]] == [0, 1, 2]
+    assert len(set(body["rid"])) == 3 and body["input_ids"] == [[1, 2, 10]] * 3
+
+
+def test_many_samples_go_out_in_waves_within_the_limit(engines, tmp_path):
+    engine = engines({"token_seconds": 0.2}, max_batch=100)
+    rows = engine.generate([request(10, samples=300, max_tokens=2)])
+    assert len(rows[0]) == 300
+    sizes = [len(body["rid"]) for _, body in asked(tmp_path, "/generate")]
+    assert max(sizes) == 64 and sum(sizes) == 300
+    assert sorted(sizes[:3]) == [36, 64, 64]  # 100 that run and 64 that wait
+
+
+def test_a_sample_may_fill_the_whole_context(engines, tmp_path):
+    engine = engines()
+    longest = LENGTH - 8
+    (row,) = engine.generate([request(0, max_tokens=10_000, ignore_eos=True)])
+    assert len(row[0].token_ids) == longest - 3 and row[0].finish_reason == "length"
+    start = (tmp_path / "engine" / "sglang.log").read_text()
+    assert f"--context-length {longest + 8}" in start
+
+
+def test_stop_strings_are_found_here_and_the_sample_is_ended_there(engines, tmp_path):
+    engine = engines({"token_seconds": 0.005}, place={"tokenizer": Letters()})
+    (row,) = engine.generate([request(96, max_tokens=400, stop=("de",))])
+    assert row[0].text == "abcde" and row[0].stop_reason == "de"
+    assert len(row[0].token_ids) == len(row[0].logprobs) == 5  # of a chunk of 8
+    (abort,) = [body for _, body in asked(tmp_path, "/abort_request")]
+    assert abort["rid"].endswith("-0-0.") and not abort["abort_all"]
+
+
+class Letters:
+    """Token i is the character i."""
+
+    all_special_tokens = ()
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+
+# what the server may do
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_an_abort_ends_everything_with_what_it_has(engines, waiting):
+    engine = engines({"token_seconds": 0.02, "abort_waiting": waiting}, max_batch=4)
+    threading.Timer(0.5, engine.abort).start()
+    rows = engine.generate([request(0, samples=200, max_tokens=500, ignore_eos=True)])
+    assert {c.finish_reason for c in rows[0]} == {"abort"} and len(rows[0]) == 200
+    first = rows[0][0]
+    assert first.token_ids == tuple(range(1, len(first.token_ids) + 1)) and first.token_ids
+    assert len(first.logprobs) == len(first.token_ids)
+    assert rows[0][-1].token_ids == ()
+
+
+def test_a_server_that_dies_in_mid_batch_is_started_again_and_no_sample_is_lost(engines, tmp_path):
+    engine = engines({"die_at_token": 20, "token_seconds": 0.002}, {})
+    seen = []
+    rows = engine.generate(
+        [request(10, max_tokens=3), request(20, max_tokens=90)],
+        on_completion=lambda i, k, c: seen.append(i),
+    )
+    assert seen == [0, 1]  # the first had finished and is not asked again
+    assert rows[1][0].token_ids == tuple(range(21, 111))
+    assert engine.stats().restarts == 1
+    assert [len(body["rid"]) for _, body in asked(tmp_path, "/generate")] == [2, 1]
+
+
+def test_a_server_that_keeps_dying_is_an_error(engines):
+    engine = engines({"die_at_token": 2}, max_restarts=1)
+    with pytest.raises(EngineError, match=r"was ended by SIGKILL while it generated.*max_restarts = 1"):
+        engine.generate([request(10, max_tokens=50)])
+
+
+def test_a_server_that_hangs_is_an_error_within_its_deadline(engines):
+    engine = engines({"hang_at_token": 2}, request_seconds=2.0)
+    with pytest.raises(EngineError, match=r"made no progress for engine\.request_seconds = 2"):
+        engine.generate([request(10, max_tokens=50)])
+
+
+def test_broken_connections_are_made_again(engines):
+    engine = engines({"break_streams": 2})
+    assert engine.generate([request(10, max_tokens=20)])[0][0].token_ids == tuple(range(11, 31))
+    assert engine.stats().restarts == 0
+
+
+def test_connections_that_always_break_are_an_error(engines):
+    engine = engines({"break_streams": 99})
+    with pytest.raises(EngineError, match="broke the connection of one sample 3 times"):
+        engine.generate([request(10, max_tokens=20)])
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"nan_at_token": 3}, "are not finite; the weights have diverged"),
+        ({"abort_at_token": 3}, "was not asked to: somebody else uses the server"),
+        ({"weight_version": "other"}, "sampled with weights 'other' and must have 'default'"),
+    ],
+)
+def test_answers_that_are_not_what_was_asked_for(engines, plan, match):
+    engine = engines(plan)
+    with pytest.raises(EngineError, match=match):
+        engine.generate([request(10, max_tokens=9)])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "match"),
+    [
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"ignore_eos": True, "stop_token_ids": (9,)}, "ignore_eos"),
+    ],
+)
+def test_fields_that_sglang_cannot_honour_are_refused_before_anything_runs(
+    engines, tmp_path, sampling, match
+):
+    engine = engines()
+    with pytest.raises(EngineError, match=match):
+        engine.generate([request(10), request(11, **sampling)])
+    assert not asked(tmp_path, "/generate")
+
+
+def test_a_prompt_that_is_too_long_or_empty_is_refused(engines):
+    engine = engines()
+    long = request(5).__class__(
+        prompt_token_ids=(1,) * (LENGTH - 8), sampling=SamplingParams(max_tokens=1), seeds=(0,)
+    )
+    with pytest.raises(EngineError, match="leaves no room"):
+        engine.generate([long])
+
+
+def test_what_the_server_refuses_is_said_in_its_words(engines):
+    engine = engines()
+    body = engine._sglang.body
+    engine._sglang.body = lambda job: body(job) | {"no_such_field": 1}
+    with pytest.raises(EngineError, match=r"answered 400: the fake knows no sampling field"):
+        engine.generate([request(10)])
+    del engine._sglang.body
+    assert engine.generate([request(10)])[0][0].token_ids == (11, 12, 13, 14)
+
+
+# start
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"info": {"version": "0.5.9"}}, "0.5.9 is older than 0.5.16"),
+        ({"info": {"dtype": "float16"}}, "has dtype float16; start it with float32"),
+        ({"info": {"max_req_input_len": 100}}, "takes 106 tokens .* and needs 600"),
+        ({"info": {"allow_auto_truncate": True}}, "cuts prompts"),
+        ({"architectures": ["QwenForCausalLM"]}, "serves .*QwenForCausalLM"),
+        ({"fail_start": "no kernel image"}, "no kernel image"),
+    ],
+)
+def test_a_server_that_is_not_the_right_one(engines, plan, match):
+    with pytest.raises(EngineError, match=match):
+        engines(plan)
+
+
+def test_an_environment_without_sglang(engines):
+    with pytest.raises(ConfigError, match="has no sglang"):
+        engines(env={})
+
+
+def test_logprobs_before_the_temperature_are_refused(engines, tmp_path):
+    with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        engines(env={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})
+
+
+def test_a_url_where_nothing_listens(tmp_path, engines):
+    with pytest.raises(EngineError, match="cannot be used"):
+        engines(url="http://127.0.0.1:9", python=None, env={})
+
+
+def test_an_option_that_this_version_does_not_know(engines):
+    with pytest.raises(ConfigError, match="does not know --no-such-thing"):
+        engines(options={"no_such_thing": 1})
+
+
+def test_close_leaves_no_process_and_says_so(engines):
+    engine = engines()
+    server = engine._server
+    engine.close()
+    assert server.ended() is not None
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([request(1)])
+
+
+def test_stats_and_description(engines):
+    engine = engines()
+    engine.generate([request(10, samples=2)])
+    engine.generate([request(10)])
+    stats = engine.stats()
+    assert (stats.requests, stats.prompt_tokens, stats.completion_tokens) == (2, 9, 12)
+    assert stats.cached_tokens == 6  # siblings, and the second call
+    assert engine.describe()["version"] == "0.5.16" and engine.describe()["engine"] == "sglang"
+    assert engine.memory() == {"weights": 1 << 29, "kv_cache": 2 << 30}

@@ -1,0 +1,156 @@
+import dataclasses
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.build import cuda_index, is_external, make_engine
+from lockstep.engine.dispatch import Dispatcher, DispatcherOfOwnWeights
+from lockstep.engine.hf import HFEngine
+from lockstep.engine.place import EnginePlace
+from lockstep.engine.vllm_choice import VLLM
+from lockstep.errors import ConfigError, EngineError
+
+PLACE = EnginePlace(
+    folder=Path("/models/m"),
+    weights="pushed",
+    model_name="m",
+    dtype="float32",
+    vocab_size=100,
+    max_model_len=640,
+    eos_token_ids=(2,),
+    tokenizer=None,
+    device="cuda:1",
+    shares_device=True,
+    temperatures=frozenset({1.0}),
+    work_dir=Path("/run/engine"),
+)
+
+
+class External:
+    """Remembers how it was made."""
+
+    external = True
+    made: list["External"] = []  # noqa: RUF012
+    fails_at: int | None = None
+    barrier: threading.Barrier | None = None
+
+    def __init__(self, config, *, place):
+        self.config, self.place, self.closed = config, place, False
+        if External.barrier is not None:
+            External.barrier.wait(5)  # breaks unless all start at the same time
+        if External.fails_at is not None and place.work_dir.name == f"replica-{External.fails_at}":
+            raise EngineError("it does not start")
+        External.made.append(self)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "their_engine", types.SimpleNamespace(External=External))
+    monkeypatch.setattr(External, "made", [])
+    monkeypatch.setattr(External, "fails_at", None)
+    monkeypatch.setattr(External, "barrier", None)
+
+
+def config(**settings):
+    return EngineConfig(name="their_engine:External", **settings)
+
+
+def test_an_embedded_engine_gets_the_trainers_model(tiny):
+    engine = make_engine(EngineConfig(), model=tiny)
+    assert isinstance(engine, HFEngine) and not is_external("hf")
+    several = make_engine(EngineConfig(replicas=3), model=tiny)
+    assert isinstance(several, Dispatcher) and len(several.engines) == 3
+    with pytest.raises(ConfigError, match="'hf' samples with the trainer's modules and got no model"):
+        make_engine(EngineConfig(), place=PLACE)
+
+
+def test_an_external_engine_gets_a_place():
+    settings = config()
+    engine = make_engine(settings, place=PLACE)
+    assert engine.config is settings and engine.place == PLACE and is_external(settings.name)
+    with pytest.raises(ConfigError, match="was not told which model"):
+        make_engine(settings)
+
+
+def test_the_configs_longest_sequence_is_the_places():
+    assert make_engine(config(max_model_len=99), place=PLACE).place.max_model_len == 99
+
+
+def test_each_replica_has_its_gpus_and_its_folder():
+    engine = make_engine(config(replicas=3, tp=2, cuda_devices=(0, 1, 2, 3, 4, 5)), place=PLACE)
+    assert isinstance(engine, DispatcherOfOwnWeights)
+    assert [e.config.cuda_devices for e in engine.engines] == [(0, 1), (2, 3), (4, 5)]
+    assert [e.config.replicas for e in engine.engines] == [1, 1, 1]
+    folders = [str(e.place.work_dir) for e in engine.engines]
+    assert folders == [f"/run/engine/replica-{i}" for i in range(3)]
+    # the trainer is on GPU 1
+    assert [e.place.shares_device for e in engine.engines] == [True, False, False]
+
+
+def test_one_engine_with_a_gpu_of_its_own_does_not_share_the_trainers():
+    assert make_engine(config(cuda_devices=(0,)), place=PLACE).place.shares_device is False
+    assert make_engine(config(cuda_devices=(1,)), place=PLACE).place.shares_device is True
+    assert make_engine(config(), place=PLACE).place.work_dir == PLACE.work_dir
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "message"),
+    [
+        ({"replicas": 2}, "cuda:0", "set engine.cuda_devices to 2 GPUs"),
+        ({"tp": 4}, "cuda:0", "set engine.cuda_devices to 4 GPUs"),
+        ({"cuda_devices": (0,)}, "cpu", "with a model on the CPU"),
+        ({"tp": 2}, "cpu", "engine.tp = 2 on a CPU"),
+    ],
+)
+def test_engines_without_a_place_to_run_are_refused(settings, device, message):
+    with pytest.raises(ConfigError, match=message):
+        make_engine(config(**settings), place=dataclasses.replace(PLACE, device=device))
+    assert External.made == []
+
+
+def test_replicas_start_at_the_same_time_and_on_a_cpu_need_no_devices(monkeypatch):
+    monkeypatch.setattr(External, "barrier", threading.Barrier(2))
+    make_engine(config(replicas=2), place=dataclasses.replace(PLACE, device="cpu", shares_device=False))
+    assert len(External.made) == 2
+
+
+def test_when_one_does_not_start_the_others_are_closed(monkeypatch):
+    monkeypatch.setattr(External, "fails_at", 2)
+    with pytest.raises(EngineError, match="replica 2 of 4: it does not start"):
+        make_engine(config(replicas=4), place=dataclasses.replace(PLACE, device="cpu"))
+    assert len(External.made) == 3 and all(engine.closed for engine in External.made)
+
+
+def test_an_unknown_engine_is_refused(tiny):
+    with pytest.raises(ConfigError, match=r"unknown inference engine 'native'\. Known: hf, sglang, vllm"):
+        make_engine(EngineConfig(name="native"), model=tiny)
+
+
+@pytest.mark.parametrize(
+    ("settings", "module", "name"),
+    [
+        ({}, "lockstep.engine.vllm", "VLLMEngine"),
+        ({"python": "/p"}, "lockstep.engine.vllm_server", "VLLMServer"),
+        ({"url": "http://127.0.0.1:1"}, "lockstep.engine.vllm_server", "VLLMServer"),
+    ],
+)
+def test_vllm_is_in_process_or_a_server(settings, module, name, monkeypatch):
+    fake = types.SimpleNamespace(**{name: lambda config, *, place: (module, config.name, place)})
+    monkeypatch.setitem(sys.modules, module, fake)
+    assert VLLM.external and VLLM(EngineConfig(name="vllm", **settings), place=PLACE) == (
+        module,
+        "vllm",
+        PLACE,
+    )
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:3", 3), ("cuda", 0)])
+def test_the_index_of_a_device(device, index):
+    assert cuda_index(device) == index

@@ -1,0 +1,269 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.place import EnginePlace
+from lockstep.engine.translate import (
+    vllm_completion_body,
+    vllm_constructor,
+    vllm_environment,
+    vllm_logprobs_mode,
+    vllm_sampling,
+    vllm_server_command,
+)
+from lockstep.errors import ConfigError, EngineError
+from lockstep.schema.rollout import SamplingParams
+
+PLACE = EnginePlace(
+    folder=Path("/models/m"),
+    weights="pushed",
+    model_name="m",
+    dtype="bfloat16",
+    vocab_size=100,
+    max_model_len=640,
+    eos_token_ids=(2, 3),
+    tokenizer=object(),
+    device="cuda:0",
+    shares_device=True,
+    temperatures=frozenset({1.0}),
+    work_dir=Path("/run/engine"),
+    seed=17,
+)
+CPU = dataclasses.replace(PLACE, device="cpu", shares_device=False)
+NONE = SamplingParams(max_tokens=16)
+
+
+def config(**settings):
+    return EngineConfig(name="vllm", **settings)
+
+
+def sampling(mode="raw_logprobs", eos=(2, 3), **fields):
+    params = dataclasses.replace(NONE, **fields)
+    return vllm_sampling(params, seed=5, eos_token_ids=eos, logprobs_mode=mode)
+
+
+def test_nothing_is_left_to_the_constructors_defaults():
+    assert vllm_constructor(config(), PLACE) == {
+        "model": "/models/m",
+        "tokenizer": "/models/m",
+        "skip_tokenizer_init": False,
+        "dtype": "bfloat16",  # never "auto", which makes bfloat16 of a float32 checkpoint
+        "seed": 17,
+        "max_model_len": 640,
+        "max_num_seqs": 256,
+        "tensor_parallel_size": 1,
+        "enable_prefix_caching": True,
+        "enforce_eager": False,
+        "enable_sleep_mode": False,
+        "generation_config": "vllm",  # not the model's, whose penalties would be merged in
+        "logprobs_mode": "raw_logprobs",
+        "load_format": "dummy",
+        "trust_remote_code": False,
+        "worker_extension_cls": "lockstep.wire.vllm_worker.LockstepWorker",
+        "gpu_memory_utilization": 0.45,
+        "distributed_executor_backend": "uni",
+        "disable_log_stats": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "expected"),
+    [
+        ({"max_batch": 8}, {}, {"max_num_seqs": 8}),
+        ({"python": "/p", "tp": 2}, {}, {"tensor_parallel_size": 2}),
+        ({}, {"max_model_len": 99}, {"max_model_len": 99}),
+        ({"memory_fraction": 0.7}, {}, {"gpu_memory_utilization": 0.7}),
+        ({"prefix_caching": False}, {}, {"enable_prefix_caching": False}),
+        ({"eager": True}, {}, {"enforce_eager": True}),
+        ({"sleep": True}, {}, {"enable_sleep_mode": True}),
+        ({}, {"weights": "folder"}, {"load_format": "auto"}),
+        ({}, {"tokenizer": None}, {"skip_tokenizer_init": True}),
+        ({}, {"dtype": "float32"}, {"dtype": "float32"}),
+        ({}, {"temperatures": frozenset({0.0, 1.0})}, {"logprobs_mode": "raw_logprobs"}),
+        ({}, {"temperatures": frozenset({0.0, 0.7})}, {"logprobs_mode": "processed_logprobs"}),
+        ({"options": {"attention_backend": "FLASH_ATTN"}}, {}, {"attention_backend": "FLASH_ATTN"}),
+        ({"options": {"max-num-batched-tokens": 512}}, {}, {"max_num_batched_tokens": 512}),
+    ],
+)
+def test_each_field_of_the_constructor(settings, place, expected):
+    found = vllm_constructor(config(**settings), dataclasses.replace(PLACE, **place))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_the_memory_of_a_gpu_of_its_own_is_the_engines_to_decide():
+    own = dataclasses.replace(PLACE, shares_device=False)
+    assert "gpu_memory_utilization" not in vllm_constructor(config(), own)
+
+
+def test_the_kv_cache_on_a_cpu_is_not_most_of_all_memory():
+    found = vllm_constructor(config(), CPU)
+    assert found["kv_cache_memory_bytes"] == 1 << 30 and "gpu_memory_utilization" not in found
+    assert "kv_cache_memory_bytes" not in vllm_constructor(config(memory_fraction=0.1), CPU)
+    own = vllm_constructor(config(options={"kv_cache_memory_bytes": 4096}), CPU)
+    assert own["kv_cache_memory_bytes"] == 4096
+    assert found["enable_chunked_prefill"] is False and found["max_num_batched_tokens"] == 8192
+    assert "enable_chunked_prefill" not in vllm_constructor(config(), PLACE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float16"}, "engine.options.dtype = 'float16' would override"),
+        ({"max-model-len": 5}, "max_model_len = 640"),
+        ({"--enforce-eager": True}, "would override"),
+        ({"logprobs_mode": "raw_logits"}, "would override"),
+        ({"generation_config": "auto"}, "would override"),
+        ({"override_generation_config": "{}"}, "sent with each request"),
+        ({"data_parallel_size": 2}, "set engine.replicas"),
+        ({"quantization": "fp8"}, "set model.dtype"),
+        ({"block_size": 32, "block-size": 64}, "twice"),
+    ],
+)
+def test_options_may_not_change_what_requests_mean(options, message):
+    with pytest.raises(ConfigError, match=message):
+        vllm_constructor(config(options=options), PLACE)
+
+
+def test_what_vllm_cannot_do_on_a_cpu_is_refused():
+    with pytest.raises(ConfigError, match="batch_invariant = true is not available on a CPU"):
+        vllm_constructor(config(batch_invariant=True), CPU)
+    with pytest.raises(ConfigError, match="sleep = true is not available on a CPU"):
+        vllm_constructor(config(sleep=True), CPU)
+
+
+def test_the_server_gets_the_same_arguments():
+    command = vllm_server_command(
+        config(python="/p", eager=True, options={"block_size": 32, "async_scheduling": False}), CPU, port=8123
+    )
+    assert " ".join(command) == (
+        "-m vllm.entrypoints.openai.api_server --model /models/m --tokenizer /models/m "
+        "--no-skip-tokenizer-init --dtype bfloat16 --seed 17 --max-model-len 640 --max-num-seqs 256 "
+        "--tensor-parallel-size 1 --enable-prefix-caching --enforce-eager --no-enable-sleep-mode "
+        "--generation-config vllm --logprobs-mode raw_logprobs --load-format dummy --no-trust-remote-code "
+        "--worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
+        "--distributed-executor-backend uni --kv-cache-memory-bytes 1073741824 "
+        "--no-enable-chunked-prefill --max-num-batched-tokens 8192 --host 127.0.0.1 --port 8123 "
+        "--disable-uvicorn-access-log --block-size 32 --no-async-scheduling"
+    )
+    with pytest.raises(ConfigError, match="would override"):
+        vllm_server_command(config(python="/p", options={"host": "0.0.0.0"}), PLACE, port=1)
+
+
+def test_the_environment():
+    here = vllm_environment(config(batch_invariant=True), PLACE, in_process=True)
+    assert here["VLLM_BATCH_INVARIANT"] == "1" and here["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert here["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and here["HF_HUB_OFFLINE"] == "1"
+    server = vllm_environment(config(python="/p"), PLACE, in_process=False)
+    assert server["VLLM_BATCH_INVARIANT"] == "0" and server["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in server
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "mode"),
+    [
+        ({1.0}, "raw_logprobs"),
+        ({0.0}, "raw_logprobs"),
+        ({0.0, 1.0}, "raw_logprobs"),
+        ({0.7}, "processed_logprobs"),
+        ({0.0, 1.0, 0.7}, "processed_logprobs"),
+        (set(), "raw_logprobs"),
+    ],
+)
+def test_the_kind_of_logprobs_follows_from_the_temperatures(temperatures, mode):
+    assert vllm_logprobs_mode(frozenset(temperatures)) == mode
+
+
+def test_every_sampling_field_is_sent():
+    params = SamplingParams(
+        max_tokens=16,
+        min_tokens=2,
+        temperature=1.0,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        stop_token_ids=(9, 2),
+        keep_stop=False,
+    )
+    found = vllm_sampling(params, seed=2**62, eos_token_ids=(2, 3), logprobs_mode="raw_logprobs")
+    assert found == {
+        "n": 1,
+        "max_tokens": 16,
+        "min_tokens": 2,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "seed": 2**62,
+        "stop": [],
+        "stop_token_ids": [9, 2, 3],
+        "include_stop_str_in_output": False,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+        "skip_special_tokens": True,
+    }
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "max_tokens": 16}),  # off is said, not left out
+        ({"temperature": 0.0}, {"temperature": 0.0, "seed": 5}),
+        ({"stop": ("a", "b")}, {"stop": ["a", "b"], "detokenize": True, "include_stop_str_in_output": True}),
+        ({"keep_stop": False, "stop": ("a",)}, {"include_stop_str_in_output": False}),
+        ({"ignore_eos": True}, {"stop_token_ids": [], "ignore_eos": True}),
+        ({"ignore_eos": True, "stop_token_ids": (2,)}, {"stop_token_ids": [2]}),
+    ],
+)
+def test_single_sampling_fields(fields, expected):
+    found = sampling(**fields)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "message"),
+    [
+        ("processed_logprobs", {"temperature": 0.005}, "sample at 0.01 instead"),
+        ("processed_logprobs", {"temperature": 2.5}, "at most 2"),
+        ("raw_logprobs", {"temperature": 0.7}, "started for temperatures 0 and 1"),
+        ("processed_logprobs", {"temperature": 0.7, "top_p": 0.9}, "top_p = 0.9.*renormalised"),
+        ("processed_logprobs", {"temperature": 1.0, "top_k": 5}, "top_k = 5.*renormalised"),
+        ("processed_logprobs", {"temperature": 0.7, "min_p": 0.1}, "min_p = 0.1.*renormalised"),
+        ("processed_logprobs", {"repetition_penalty": 1.1}, "repetition_penalty = 1.1.*renormalised"),
+        ("processed_logprobs", {"temperature": 0.0, "presence_penalty": 0.5}, "presence_penalty"),
+        ("processed_logprobs", {"frequency_penalty": 0.5}, "frequency_penalty"),
+        ("processed_logprobs", {"min_tokens": 3}, "min_tokens = 3.*renormalised"),
+        ("raw_logprobs", {"min_tokens": 3, "stop": ("a",)}, "one token later"),
+        ("raw_logprobs", {"min_tokens": 3, "ignore_eos": True}, "suppresses the end-of-sequence ids"),
+        ("raw_logprobs", {"presence_penalty": 2.5}, r"range is \[-2, 2\]"),
+        ("raw_logprobs", {"frequency_penalty": -2.5}, r"range is \[-2, 2\]"),
+        ("raw_logprobs", {"logprob_kind": "raw"}, "only one kind"),
+    ],
+)
+def test_what_vllm_would_change_is_refused(mode, fields, message):
+    with pytest.raises(EngineError, match=f"engine vllm cannot honour sampling.*{message}"):
+        sampling(mode, **fields)
+
+
+def test_truncation_without_an_effect_is_no_reason_to_refuse():
+    found = sampling("processed_logprobs", temperature=0.0, top_p=0.9, top_k=5)
+    assert (found["temperature"], found["top_k"]) == (0.0, 5)
+    assert sampling(eos=(), ignore_eos=True, min_tokens=3)["min_tokens"] == 3
+
+
+def test_the_http_body_says_every_field_that_the_server_would_fill_in():
+    body = vllm_completion_body((4, 5), NONE, seed=5, eos_token_ids=(2,), logprobs_mode="raw_logprobs")
+    assert body["prompt"] == [4, 5] and body["return_token_ids"] is True
+    assert body["add_special_tokens"] is False and "detokenize" not in body
+    filled = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
+    assert all(body[name] is not None for name in (*filled, "frequency_penalty", "max_tokens", "seed"))

@@ -1,0 +1,197 @@
+"""GRPO with an engine that has weights of its own (a test's: tests/transfer/external.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_runs import TINY, metrics_of
+from safetensors.torch import load_file
+
+EXTERNAL = Path(__file__).parents[1] / "transfer"
+sys.path.insert(0, str(EXTERNAL))
+
+import external  # noqa: E402
+
+from lockstep.config.load import load_run  # noqa: E402
+from lockstep.config.run import GRPORun  # noqa: E402
+from lockstep.errors import ConfigError, EngineError  # noqa: E402
+from lockstep.loop.axes import resolve_axes  # noqa: E402
+from lockstep.loop.online import train_online  # noqa: E402
+from lockstep.loop.place import engine_place, max_model_len  # noqa: E402
+from lockstep.models.load import load_model  # noqa: E402
+
+
+def run_of(tmp_path: Path, name: str, **overrides: Any) -> GRPORun:
+    toml = tmp_path / "tiny.toml"
+    toml.write_text(TINY)
+    values = {"run_dir": str(tmp_path / name), "log.display": "plain", **overrides}
+    run = load_run(str(toml), overrides={key.replace("__", "."): value for key, value in values.items()})
+    assert isinstance(run, GRPORun)
+    return run
+
+
+def rollouts(run: Path) -> dict[str, Any]:
+    """Without what tells one engine from another."""
+    return {file.name: file.read_text() for file in sorted((run / "rollouts").iterdir())}
+
+
+def assert_same(run: Path, reference: Path) -> None:
+    assert rollouts(run) == rollouts(reference)
+    assert metrics_of(run) == metrics_of(reference)
+    ours, theirs = (load_file(r / "export/model.safetensors") for r in (run, reference))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["memory", "disk"])
+def test_it_trains_to_the_bit_as_with_hf(transport: str, tmp_path: Path) -> None:
+    train_online(run_of(tmp_path, "hf"))
+    chosen = {
+        "engine.name": "external:ExternalHF",
+        "engine.transfer": transport,
+        "engine.verify": "always",
+        "engine.sleep": True,
+    }
+    train_online(run_of(tmp_path, "external", **chosen))
+    assert_same(tmp_path / "external", tmp_path / "hf")
+    engine = external.MADE[-1]
+    assert engine.finished == 5  # before the first step, and after each
+    assert engine.log.count("sleep") == engine.log.count("wake") == 4
+    starts = [i for i, entry in enumerate(engine.log) if entry == "begin"]
+    assert all(engine.log[i - 2 : i] == ["sleep", "wake"] for i in starts[1:])
+    assert engine.place.max_model_len == 32 + 16 and engine.place.temperatures == {0.0, 1.0}
+    manifest = json.loads((tmp_path / "external/manifest.json").read_text())
+    assert manifest["engine"]["transport"] == transport
+    assert manifest["engine"]["environment"] == {"HF_HUB_OFFLINE": "1"}
+    steps = [
+        json.loads(line)
+        for line in (tmp_path / "external/metrics.jsonl").read_text().splitlines()
+        if "evaluation" not in line
+    ]
+    for step in steps:
+        assert step["engine/verify_gap"] < 1e-5 and step["engine/tokens_per_second"] > 0
+        assert step["engine/restarts"] == 0 and {"time/verify", "time/sleep", "time/weights"} <= step.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("OneWrong", "k_proj.weight"),
+        ("NoHead", "lm_head.weight"),
+        ("Stale", "answers from a cache of older ones"),
+        ("SaysCached", "prefix cache"),
+    ],
+)
+def test_verification_stops_the_run(kind: str, says: str, tmp_path: Path) -> None:
+    # A step must move the weights by more than rounding, or a stale answer is a right one.
+    chosen = {"engine.name": f"external:{kind}", "engine.verify": "always", "eval.before": False}
+    with pytest.raises(EngineError, match=says):
+        train_online(run_of(tmp_path, "run", **chosen, **{"train.lr": 0.1}))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["outcome"] == "failed" and says in summary["error"]
+
+
+def test_the_gate_of_the_first_step_stays_when_verification_is_off(tmp_path: Path) -> None:
+    chosen = {"engine.name": "external:OneWrong", "engine.verify": "off", "eval.before": False}
+    with pytest.raises(EngineError, match="at the first step the engine's logprobs differ"):
+        train_online(run_of(tmp_path, "run", **chosen))
+
+
+def test_an_engine_that_no_way_leads_to_is_closed_again(tmp_path: Path) -> None:
+    chosen = {"engine.name": "external:ExternalHF", "engine.transfer": "collective"}
+    with pytest.raises(EngineError, match=r"'collective' does not lead .* 'auto', or one of memory, disk"):
+        train_online(run_of(tmp_path, "run", **chosen))
+    assert external.MADE[-1]._state == "closed"
+
+
+def test_memory_that_runs_out_in_the_engine_is_the_engines(tmp_path: Path) -> None:
+    chosen = {"engine.name": "external:RunsOut", "eval.before": False, "eval.every": 0}
+    with pytest.raises(EngineError, match="It was the engine that ran out of memory") as caught:
+        train_online(run_of(tmp_path, "run", **chosen))
+    assert "before the last weight update: trainer rss_peak" in str(caught.value)
+    assert str(caught.value).count("engine weights 1.00 GiB") == 3
+
+
+def test_how_long_prompt_and_completion_may_be(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "run", **{"eval.before_max_tokens_factor": 3})
+    assert max_model_len(run, max_positions=512) == 32 + 3 * 16
+    assert max_model_len(run, max_positions=50) == 50
+    assert max_model_len(run_of(tmp_path, "run", **{"eval.max_tokens": 40}), max_positions=512) == 72
+    only_training = {"eval.before": False, "eval.after": False, "eval.every": 0, "eval.max_tokens": 400}
+    assert max_model_len(run_of(tmp_path, "run", **only_training), max_positions=512) == 48
+    named = {"engine.name": "external:ExternalHF"}
+    own = run_of(tmp_path, "run", **named, **{"engine.max_model_len": 60, "eval.before_max_tokens_factor": 3})
+    assert max_model_len(own, max_positions=512) == 60
+    short = run_of(tmp_path, "run", **named, **{"engine.max_model_len": 47})
+    with pytest.raises(ConfigError, match=r"engine.max_model_len = 47 is below .* = 48"):
+        max_model_len(short, max_positions=512)
+
+
+def test_the_place_of_a_model(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    run = run_of(tmp_path, "run")
+    model = load_model(run.model, attention="sdpa", device=torch.device("cpu"))
+    axes = resolve_axes(run, engine="vllm")
+    place = engine_place(run, axes, model, work_dir=tmp_path / "engine")
+    config = AutoConfig.from_pretrained(place.folder)
+    assert config.architectures == ["LlamaForCausalLM"] and config.vocab_size == place.vocab_size == 256
+    assert not list(place.folder.glob("*.safetensors"))
+    assert (place.device, place.shares_device, place.weights, place.dtype) == (
+        "cpu",
+        False,
+        "pushed",
+        "float32",
+    )
+    gpu = dataclasses.replace(axes, device="cuda:1")
+    for settings, shared in (({}, True), ({"cuda_devices": (0,)}, False), ({"cuda_devices": (0, 1)}, True)):
+        engine = run.engine.model_copy(update={"url": None, **settings})
+        there = engine_place(
+            run.model_copy(update={"engine": engine}), gpu, model, work_dir=tmp_path / "engine"
+        )
+        assert (there.device, there.shares_device) == ("cuda:1", shared)
+
+
+@pytest.mark.slow
+def test_each_of_two_ranks_pushes_to_its_own_engine(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+
+    def train(folder: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "train",
+            "tiny.toml",
+            "--run-dir",
+            folder,
+            "--ranks",
+            "2",
+        ]
+        return subprocess.run(
+            [*command, "--train.backend", "fsdp2", "--train.device", "cpu", *flags],
+            cwd=tmp_path,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXTERNAL)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    reference = train("hf")
+    assert reference.returncode == 0, reference.stderr
+    ended = train("own", "--engine.name", "external:ExternalHF", "--engine.verify", "always")
+    assert ended.returncode == 0, ended.stderr
+    assert_same(tmp_path / "own", tmp_path / "hf")
+    assert sorted(path.name for path in (tmp_path / "own/engine").iterdir()) == ["rank-0", "rank-1"]
+    # The engine of rank 1 alone is wrong: both end, with its error, and no rank is left in a collective.
+    broken = train("broken", "--engine.name", "external:WrongOnRank1")
+    assert broken.returncode != 0 and "the test's engine fails at receive 0" in broken.stdout + broken.stderr

@@ -1,0 +1,35 @@
+import datetime
+import json
+
+import numpy as np
+import pytest
+
+from lockstep.errors import DataError
+from lockstep.rollout.row_values import decoded, encoded
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [(0, 1), [2, None]], "b": {3: "x", (1, 2): True}, "c": 1.5},
+        {"$tuple": [1], "$items": 2},
+        {"nested": {"$tuple": ({"$items": ()},)}},
+        [],
+        {},
+        (),
+    ],
+)
+def test_values_come_back_as_they_were(value):
+    through = decoded(json.loads(json.dumps(encoded(value, "row"))))
+    assert through == value and repr(through) == repr(value)
+
+
+def test_scalars_of_numpy_become_pythons():
+    through = encoded({"s": np.str_("x"), "i": np.int64(3), "f": np.float64(0.5), "b": np.bool_(True)}, "row")
+    assert through == {"s": "x", "i": 3, "f": 0.5, "b": True}
+    assert [type(item) for item in through.values()] == [str, int, float, bool]
+
+
+def test_what_json_cannot_hold_is_told_with_its_place():
+    with pytest.raises(DataError, match=r"row 3\.when: datetime\.date.*\(date\) cannot be kept"):
+        encoded({"when": datetime.date(2026, 1, 1)}, "row 3")

@@ -1,0 +1,75 @@
+"""Whose memory ran out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.errors import EngineError, RewardError, TrainError
+from lockstep.loop.engines import naming_memory
+from lockstep.transfer.ledger import Ledger, ran_out_of_memory, take
+
+GIB = 1024.0**3
+CPU = torch.device("cpu")
+
+
+def test_a_ledger_has_both_sides() -> None:
+    engine = SimpleNamespace(memory=lambda: {"kv_cache": 2.5 * GIB})
+    found = take(engine, device=CPU)
+    assert found.engine == {"kv_cache": 2.5 * GIB} and found.trainer["rss_peak"] > 1e6
+    assert "engine kv_cache 2.50 GiB" in str(found)
+    assert take(SimpleNamespace(), device=CPU).engine is None
+
+    def dead():
+        raise EngineError("gone")
+
+    assert "engine does not say" in str(take(SimpleNamespace(memory=dead), device=CPU))
+
+
+def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
+    wrapped = TrainError("micro-batch 3 is too large")
+    wrapped.__cause__ = torch.OutOfMemoryError("x")
+    assert ran_out_of_memory(wrapped)
+    assert ran_out_of_memory(EngineError("the server said: CUDA out of memory. Tried to allocate"))
+    assert not ran_out_of_memory(EngineError("the server said no"))
+
+
+@pytest.mark.parametrize(
+    ("side", "error", "kind"),
+    [
+        ("engine", EngineError("out of memory"), EngineError),
+        ("trainer", TrainError("out of memory"), TrainError),
+        ("trainer", torch.OutOfMemoryError("16 GiB"), TrainError),
+        ("engine", torch.OutOfMemoryError("16 GiB"), EngineError),
+    ],
+)
+def test_the_side_and_the_ledgers_around_the_last_update_are_named(side, error, kind) -> None:
+    transfer = SimpleNamespace(
+        before=Ledger(trainer={"allocated": GIB}, engine={"weights": GIB}),
+        after=Ledger(trainer={"allocated": 2 * GIB}, engine=None),
+    )
+    engine = SimpleNamespace(memory=lambda: {"weights": 3 * GIB})
+    with (
+        pytest.raises(kind) as caught,
+        naming_memory(side, engine=engine, transfer=transfer, device="cpu"),
+    ):
+        raise error
+    text = str(caught.value)
+    assert f"It was the {side} that ran out of memory" in text
+    assert "before the last weight update: trainer allocated 1.00 GiB; engine weights 1.00 GiB" in text
+    assert "after it: trainer allocated 2.00 GiB; engine does not say" in text
+    assert "engine weights 3.00 GiB" in text
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [RewardError("out of memory"), EngineError("dirty"), RuntimeError("x")])
+def test_other_errors_are_left_as_they_are(error) -> None:
+    transfer = SimpleNamespace(before=None, after=None)
+    with (
+        pytest.raises(type(error)) as caught,
+        naming_memory("engine", engine=SimpleNamespace(), transfer=transfer, device="cpu"),
+    ):
+        raise error
+    assert caught.value is error
