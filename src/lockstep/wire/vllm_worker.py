@@ -134,12 +134,12 @@ def _load(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
 
 def _refuse_ignored(session: _Session, names: Iterable[str]) -> None:
     """vLLM skips some names that it does not know, such as biases of layers without one, and says nothing."""
-    if getattr(session.model, "hf_to_vllm_mapper", None) is not None:
-        return
+    mapper = getattr(session.model, "hf_to_vllm_mapper", None)
+    rename = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or (lambda name: name)
     for name in names:
-        place = _locate(session.model, name)
-        known = (place[0] if place else name) in session.all_names
-        if not known and ".experts." not in name:
+        own = {name, rename(name)} - {None}
+        own |= {place[0] for each in own if (place := _locate(session.model, each)) is not None}
+        if not own & session.all_names and ".experts." not in name:
             raise ValueError(f"the model that vLLM serves has no weight {name}")
 
 
