@@ -123,10 +123,11 @@ def request(
 
 
 def reference_logits(model: LoadedModel, ids: Sequence[int]) -> torch.Tensor:
-    """[len(ids), VOCAB] float32 of a full forward with eager attention."""
+    """[len(ids), VOCAB] of a full forward with eager attention in float32: a bfloat16 reference would round as
+    much as the engine does."""
     config = type(model.module.config).from_dict(model.module.config.to_dict())
     rng = torch.get_rng_state()
-    slow = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=model.dtype).eval()
+    slow = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     torch.set_rng_state(rng)
     slow.load_state_dict(model.module.state_dict())
     device = next(model.module.parameters()).device

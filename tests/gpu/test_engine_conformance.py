@@ -39,6 +39,25 @@ class Weights:
         return WeightUpdate(policy_version=policy_version, tensors=lambda: iter(state().items()))
 
 
+def native_subject(config, model):
+    """The embedded engine, over a converted module: tokens must not depend on the batch."""
+    from lockstep import invariant
+    from lockstep.engine.build import make_engine
+    from lockstep.schema.weights import WeightUpdate
+
+    invariant.configure_cuda()
+    invariant.convert(model.module)
+    engine = make_engine(config, model=model)
+
+    def push(version):
+        update = WeightUpdate(policy_version=version, tensors=lambda: iter(()), shared_module=model.module)
+        engine.update_weights(update)
+
+    push(1)
+    yield Subject(engine=engine, model=model, push=push, version=1, tolerance=0.5, exact=False)
+    engine.close()
+
+
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def subject(request, tmp_path_factory):
     from lockstep.config.engine import EngineConfig
@@ -51,6 +70,9 @@ def subject(request, tmp_path_factory):
     dtype = settings.pop("dtype", "float32")
     config = EngineConfig(**settings)
     model = conformance_model(tied=request.param == "tied", dtype=getattr(torch, dtype), device="cuda:0")
+    if config.name == "native":
+        yield from native_subject(config, model)
+        return
     folder = tmp_path_factory.mktemp(request.param)
     temperatures = (0.0, 1.0) if config.name == "vllm" else TEMPERATURES
     place = EnginePlace(
