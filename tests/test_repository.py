@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import lzma
 import re
 import shutil
 import subprocess
@@ -31,8 +32,8 @@ def tracked_texts() -> list[tuple[str, str]]:
     texts = []
     for path in limits.tracked(ROOT):
         if path.is_file() and path.suffix not in (".png", ".svg", ".safetensors", ".parquet"):
-            data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            texts.append((str(path.relative_to(ROOT)), data.decode("utf-8")))
+            unpack = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix, bytes)
+            texts.append((str(path.relative_to(ROOT)), unpack(path.read_bytes()).decode("utf-8")))
     return texts
 
 
