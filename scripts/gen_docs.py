@@ -25,7 +25,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.engines import HAS_EFFECT
 from lockstep.config.load import recipes
 from lockstep.config.run import GRPORun, SFTRun
-from lockstep.config.support import AXES, SETTINGS, support_rows
+from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
 from lockstep.config.toml import toml_value
 from lockstep.engine import translate
 from lockstep.engine.place import EnginePlace
@@ -202,6 +202,12 @@ def support_page() -> str:
                     ("status", "combination", "note", "tested by"),
                     (support_line(row) for row in support_rows()),
                 ),
+                "`train.batch_invariant = true` (see [the lockstep step](../explanation/lockstep-step.md)) "
+                "cannot be combined with:",
+                table(
+                    ("status", "combination", "note", "tested by"),
+                    (support_line(row) for row in support_rows(BATCH_INVARIANT)),
+                ),
             ]
         )
         + "\n"
@@ -315,9 +321,9 @@ def engines_page() -> str:
     parts = [
         "# Engine arguments",
         NOTE,
-        "What vLLM and SGLang are given for each setting. Lockstep's own engine, `hf`, reads the settings "
-        "themselves. Every argument is sent, so that no default of an engine counts, and what an engine "
-        "would ignore or change is refused.",
+        "What vLLM and SGLang are given for each setting. Lockstep's own engines, `native` and `hf`, read "
+        "the settings themselves. Every argument is sent, so that no default of an engine counts, and what "
+        "an engine would ignore or change is refused.",
         "## Where a setting counts",
         "Elsewhere it is refused when the config is made. `name`, `max_batch`, `transfer` and `verify` "
         "count everywhere.",

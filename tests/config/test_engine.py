@@ -1,12 +1,14 @@
 import pytest
 
-from lockstep.config.engine import EngineConfig
+from lockstep.config.engine import EngineConfig, resolved
 from lockstep.config.engines import HAS_EFFECT, kind
 from lockstep.config.run import GRPORun
 
 PYTHON, URL = "/envs/vllm/bin/python", "http://127.0.0.1:8000"
 WHERE = {
+    "native": {"name": "native"},
     "hf": {"name": "hf"},
+    "auto": {},
     "vllm, in process": {"name": "vllm"},
     "vllm, started": {"name": "vllm", "python": PYTHON},
     "vllm, at a url": {"name": "vllm", "url": URL},
@@ -18,6 +20,8 @@ OTHER = {
     "cuda_devices": (0,),
     "tp": 2,
     "max_model_len": 128,
+    "kv_cache_tokens": 4096,
+    "prefill_chunk": 512,
     "memory_fraction": 0.3,
     "prefix_caching": False,
     "eager": True,
@@ -48,19 +52,30 @@ def test_a_setting_without_an_effect_is_refused(where, name):
     settings = WHERE[where] | {name: OTHER[name]}
     if name == "batch_invariant":
         settings.pop("unseeded", None)
-    if where in HAS_EFFECT[name][0]:
+    places = {"native", "hf"} if where == "auto" else {where}
+    if places & set(HAS_EFFECT[name][0]):
         config = EngineConfig(**settings)
         assert kind(config) == where and getattr(config, name) == OTHER[name]
         return
-    engine = settings["name"]
+    engine = settings.get("name", "auto")
     with pytest.raises(ValueError, match=f"engine.{name} = .* has no effect with engine.name = '{engine}'"):
         EngineConfig(**settings)
 
 
 @pytest.mark.parametrize("name", ["python", "url"])
-def test_the_trainers_own_modules_are_no_server(name):
-    with pytest.raises(ValueError, match=f"engine.{name} = .* has no effect with engine.name = 'hf'"):
-        EngineConfig(**{name: OTHER[name]})
+@pytest.mark.parametrize("engine", ["auto", "hf", "native"])
+def test_the_trainers_own_modules_are_no_server(name, engine):
+    with pytest.raises(ValueError, match=f"engine.{name} = .* has no effect with engine.name = '{engine}'"):
+        EngineConfig(**{"name": engine, name: OTHER[name]})
+
+
+def test_auto_is_checked_as_what_it_comes_to():
+    config = EngineConfig(kv_cache_tokens=4096)
+    assert resolved(config, native=True) == EngineConfig(name="native", kv_cache_tokens=4096)
+    with pytest.raises(ValueError, match=r"engine.kv_cache_tokens = 4096 has no effect .* 'hf'"):
+        resolved(config, native=False)
+    named = EngineConfig(name="vllm")
+    assert resolved(named, native=True) is named
 
 
 def test_a_default_that_is_written_down_is_no_error():
@@ -119,8 +134,8 @@ def test_what_goes_together_is_accepted(settings):
     EngineConfig(**settings)
 
 
-def test_a_run_takes_engines_that_exist_and_names_the_one_that_will():
+def test_a_run_takes_engines_that_exist():
+    assert GRPORun().engine.name == "auto"
+    assert GRPORun(engine={"name": "native"}).engine.name == "native"
     assert GRPORun(engine={"name": "vllm"}).engine.name == "vllm"
     assert GRPORun(engine={"name": "sglang", "batch_invariant": True}).engine.name == "sglang"
-    with pytest.raises(ValueError, match=r"engine.name = 'native' is not supported: comes with a later"):
-        GRPORun(engine={"name": "native"})

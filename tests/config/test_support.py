@@ -6,6 +6,7 @@ import pytest
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import (
     AXES,
+    BATCH_INVARIANT,
     TABLE,
     cells_tested_by,
     check_device_support,
@@ -47,9 +48,12 @@ def test_a_gpu_result_holds_a_passed_row_for_every_cell_that_refers_to_it():
     ("setting", "message"),
     [
         ({"train": {"backend": "fsdp2", "execution": "deepcompile"}}, "DeepCompile is DeepSpeed's"),
-        ({"engine": {"name": "native"}}, "comes with a later version; set engine.name = 'hf'"),
+        (
+            {"engine": {"name": "native"}, "train": {"device": "cuda"}, "model": {"dtype": "float32"}},
+            "the engine's attention is varlen, and CUDA flash kernels have no float32; set model.dtype",
+        ),
         ({"engine": {"name": "vlm"}}, "did you mean 'vllm'"),
-        ({"train": {"execution": "joint"}}, "set train.execution = 'compile'"),
+        ({"train": {"backend": "fsdp2", "execution": "joint"}}, "set train.execution = 'compile'"),
         ({"train": {"attention": "varlne"}}, "unknown attention kernel 'varlne'; did you mean 'varlen'"),
         ({"train": {"attention": "flex", "device": "cpu"}}, "no backward on a CPU"),
         (
@@ -63,8 +67,51 @@ def test_impossible_runs_die_at_construction(setting, message):
         GRPORun(**setting)
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"train": {"attention": "sdpa"}}, "train.attention = 'sdpa' .* set train.attention = 'varlen'"),
+        ({"train": {"attention": "hf:eager"}}, "train.attention = 'hf:eager' .*set train.attention"),
+        ({"engine": {"name": "hf"}}, "it decodes through other kernels .*; set engine.name = 'native'"),
+        (
+            {"train": {"device": "cuda"}, "model": {"dtype": "float32"}, "engine": {"name": "hf"}},
+            "the only kernel in the claim is varlen, and CUDA .* no float32; set model.dtype = 'bfloat16'",
+        ),
+        (
+            {"train": {"backend": "deepspeed", "execution": "deepcompile", "device": "cuda"}},
+            "chooses kernels of its own; set train.execution = 'compile'",
+        ),
+        ({"train": {"backend": "fsdp2", "tp": 2}}, "train.tp = 2: sums over ranks .* set train.tp = 1"),
+        ({"train": {"backend": "fsdp2", "ring": 2}}, "train.ring = 2: its ranks each attend to a part"),
+    ],
+)
+def test_what_batch_invariance_cannot_be_combined_with_is_refused_by_name(setting, message):
+    train = {"batch_invariant": True} | setting.get("train", {})
+    with pytest.raises(ValueError, match=message):
+        GRPORun(**{"engine": {"name": "native"}, **setting, "train": train})
+    assert GRPORun(**{"engine": {"name": "native"}, **setting, "train": setting.get("train", {})})
+
+
+def test_batch_invariance_in_other_places():
+    assert SFTRun(train={"batch_invariant": True, "attention": "varlen"})
+    vllm = {"name": "vllm", "batch_invariant": True}
+    run = GRPORun(train={"batch_invariant": True, "attention": "varlen"}, engine=vllm)
+    axes = {"attention": "varlen", "dtype": "bfloat16", "batch_invariant": True}
+    assert check_device_support(run, device="cuda:0", **axes).status == "supported"
+    with pytest.raises(ValueError, match=r"train.batch_invariant = true: .*'sdpa'"):
+        check_device_support(run, device="cpu", **(axes | {"attention": "sdpa"}))
+    with pytest.raises(ValueError, match=r"train.reuse_rollout_logprobs = true needs train.batch_invariant"):
+        GRPORun(train={"reuse_rollout_logprobs": True, "batch_invariant": False})
+
+
+def test_a_deterministic_run_needs_an_engine_that_is():
+    with pytest.raises(ValueError, match=r"engine.name = .vllm.: what it decodes .* set engine.batch"):
+        GRPORun(train={"deterministic": True}, engine={"name": "vllm"})
+    assert GRPORun(train={"deterministic": True}, engine={"name": "vllm", "batch_invariant": True})
+
+
 def test_auto_waits_until_start_up():
-    run = GRPORun(train={"attention": "flex"})
+    run = GRPORun(train={"attention": "flex"}, engine={"name": "hf"})
     assert (
         check_device_support(run, attention="flex", device="cuda:0", dtype="bfloat16").status == "supported"
     )
@@ -83,6 +130,8 @@ def test_an_unknown_hf_kernel_is_untested_not_supported():
 def test_rows_say_all():
     rows = list(support_rows())
     assert len(rows) == len(TABLE)
+    refused = list(support_rows(BATCH_INVARIANT))
+    assert {row["status"] for row in refused} == {"unsupported"} and refused[-1]["engine"] == "hf"
     row = next(r for r in rows if r["attention"] == "flex" and r["device"] == "cpu")
     assert row["status"] == "unsupported" and "instead: train.attention = 'sdpa'" in row["note"]
     assert row["backend"] == "any"

@@ -123,8 +123,8 @@ def request(
 
 
 def reference_logits(model: LoadedModel, ids: Sequence[int]) -> torch.Tensor:
-    """[len(ids), VOCAB] of a full forward with eager attention in float32: a bfloat16 reference would round as
-    much as the engine does."""
+    """[len(ids), VOCAB] of a full forward with eager attention in float32: a bfloat16 reference would round
+    as much as the engine does."""
     config = type(model.module.config).from_dict(model.module.config.to_dict())
     rng = torch.get_rng_state()
     slow = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()

@@ -63,12 +63,12 @@ def config(**settings):
 
 
 def test_an_embedded_engine_gets_the_trainers_model(tiny):
-    engine = make_engine(EngineConfig(), model=tiny)
+    engine = make_engine(EngineConfig(name="hf"), model=tiny)
     assert isinstance(engine, HFEngine) and not is_external("hf")
-    several = make_engine(EngineConfig(replicas=3), model=tiny)
+    several = make_engine(EngineConfig(name="hf", replicas=3), model=tiny)
     assert isinstance(several, Dispatcher) and len(several.engines) == 3
     with pytest.raises(ConfigError, match="'hf' samples with the trainer's modules and got no model"):
-        make_engine(EngineConfig(), place=PLACE)
+        make_engine(EngineConfig(name="hf"), place=PLACE)
 
 
 def test_an_external_engine_gets_a_place():
@@ -129,8 +129,10 @@ def test_when_one_does_not_start_the_others_are_closed(monkeypatch):
 
 
 def test_an_unknown_engine_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"unknown inference engine 'native'\. Known: hf, sglang, vllm"):
-        make_engine(EngineConfig(name="native"), model=tiny)
+    with pytest.raises(
+        ConfigError, match=r"unknown inference engine 'trt'\. Known: hf, native, sglang, vllm"
+    ):
+        make_engine(EngineConfig(name="trt"), model=tiny)
 
 
 @pytest.mark.parametrize(

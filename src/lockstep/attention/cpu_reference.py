@@ -12,11 +12,12 @@ custom op autograd is switched off, so torch.autograd.grad is no option.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from lockstep.attention.cpu_tiles import Documents, tiled_attention
 from lockstep.errors import ModelError
 
 _OPS = ("_flash_attention_forward", "_flash_attention_backward")
@@ -59,6 +60,8 @@ def _forward(  # signature: torch's flash op
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int | None = None,
     **unsupported: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q [T, N, H], k and v [T, K, H] -> out [T, N, H], logsumexp [N, T] float32, and three outputs nobody
@@ -68,16 +71,10 @@ def _forward(  # signature: torch's flash op
         raise NotImplementedError(
             f"the CPU reference kernel takes packed documents only, not {given or 'this'}"
         )
-    # Uncovered rows stay uninitialised, as in the CUDA kernel: what reads them must fail here too.
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    logsumexp = torch.empty(q.shape[1], q.shape[0], dtype=_compute_dtype(q))
     window = _window(is_causal, window_size_left, window_size_right)
-    for rows, keys in _documents(cu_q, cu_k, max_q, max_k):
-        scores = _scores(q[rows], k[keys], scale, window)
-        lse = scores.logsumexp(-1)
-        logsumexp[:, rows] = lse.flatten(0, 1)
-        probs = (scores - lse[..., None]).exp()
-        out[rows] = _ungroup(torch.einsum("kgqs,skh->qkgh", probs, v[keys].to(probs.dtype)), q.dtype)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    documents = _where(cu_q, cu_k, seqused_k, max_q, max_k)
+    out, logsumexp = tiled_attention(q, k, v, documents=documents, scale=factor, window=window)
     empty = q.new_empty(0)
     return out, logsumexp, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), empty
 
@@ -139,14 +136,33 @@ def _scores(q: Tensor, k: Tensor, scale: float | None, window: tuple[int, int]) 
     return scores.masked_fill(hidden, float("-inf"))
 
 
+def _where(cu_q: Tensor, cu_k: Tensor, used: Tensor | None, max_q: int, max_k: int) -> Documents:
+    """With `used` [D], document d's keys are rows cu_k[d] to cu_k[d] + used[d]."""
+    ends_q, starts = cu_q.long(), cu_k.long()
+    documents = Documents(
+        start_q=ends_q[:-1],
+        len_q=ends_q.diff(),
+        start_k=starts[:-1],
+        len_k=starts.diff() if used is None else used.long(),
+    )
+    longest = (int(documents.len_q.max()), int(documents.len_k.max())) if len(documents.len_q) else (0, 0)
+    if longest[0] > max_q or longest[1] > max_k:
+        _refuse_length(longest, max_q, max_k)
+    return documents
+
+
+def _refuse_length(longest: tuple[int, int], max_q: int, max_k: int) -> NoReturn:
+    # The CUDA kernel would leave the rest of the document uncomputed.
+    raise ValueError(
+        f"a document of {max(longest)} tokens exceeds max_seqlen {max_q if longest[0] > max_q else max_k}"
+    )
+
+
 def _documents(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> Iterator[tuple[slice, slice]]:
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
     for start_q, end_q, start_k, end_k in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
         if end_q - start_q > max_q or end_k - start_k > max_k:
-            # The CUDA kernel would leave the rest of the document uncomputed.
-            raise ValueError(
-                f"a document of {max(end_q - start_q, end_k - start_k)} tokens exceeds max_seqlen {max_q}"
-            )
+            _refuse_length((end_q - start_q, end_k - start_k), max_q, max_k)
         # Queries without keys get zeros, keys without queries zero gradients, as in the CUDA kernels.
         if end_q > start_q or end_k > start_k:
             yield slice(start_q, end_q), slice(start_k, end_k)

@@ -12,10 +12,13 @@ from torch.nn.attention.varlen import varlen_attn
 
 from lockstep.attention.cpu_reference import enable_cpu_reference
 
-# torch 2.11 hands the head counts to the kernel unchecked; from 2.12 on they must be announced.
-_GQA: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+# torch 2.11 hands the head counts to the kernel unchecked and never splits the keys of packed documents; from
+# 2.12 on the first must be announced, and the second ruled out: a row's bits would depend on its pack.
+_OPTIONS: dict[str, Any] = {
+    name: value
+    for name, value in {"enable_gqa": True, "num_splits": 1}.items()
+    if name in inspect.signature(varlen_attn).parameters
+}
 _varlen_attn: Callable[..., Any] = varlen_attn  # its types are those of one torch release
 
 
@@ -38,6 +41,15 @@ def attention(  # signature: every kernel's, see lockstep.attention
     # query itself out.
     window_size = (-1, 0) if window is None else (window - 1, 0)
     out: Tensor = _varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size, **_GQA
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scale,
+        window_size=window_size,
+        **_OPTIONS,
     )
     return out

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -144,8 +144,8 @@ def parse(argv: Sequence[str]) -> Command:
     config = completed(base, overrides, origin="lockstep generate")
     if not config.data.source:
         raise ConfigError("no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)")
-    if config.engine.name not in ENGINES and ":" not in config.engine.name:
-        raise ConfigError(unknown_name("inference engine", config.engine.name, ENGINES))
+    if config.engine.name not in (*ENGINES, "auto") and ":" not in config.engine.name:
+        raise ConfigError(unknown_name("inference engine", config.engine.name, [*ENGINES, "auto"]))
     if values["out"] is None and not values["print_config"]:
         raise ConfigError("no file for the rows: give --out FILE.jsonl or --out FILE.parquet")
     check_json(values["json"])
@@ -160,11 +160,13 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
     from lockstep.rollout.batch import check_prompts, prompt_batches
     from lockstep.rollout.rows import RowFile, check_out
 
-    config, out = command.config, command.out
+    out = command.out
     assert out is not None
     check_out(out)
-    check_source(config.data)
-    weights = find(config, command.checkpoint)
+    check_source(command.config.data)
+    weights = find(command.config, command.checkpoint)
+    command = with_engine(command, weights)
+    config = command.config
     facts = model_facts(weights.model)
     prompts = load_prompts(config.data, tokenizer=facts.tokenizer, vocab_size=facts.vocab_size)
     batches = prompt_batches(prompts, config)
@@ -190,6 +192,14 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
             return result | {"outcome": "complete", "rows": len(rows.done), "new_rows": 0}
         work = sample_work(config, maker)
         return result | _sampled(command, weights, interrupt, run=_Run(batches, work, rows, longest))
+
+
+def with_engine(command: Command, weights: Weights) -> Command:
+    """The same with the engine that "auto" is here."""
+    from lockstep.loop.serving import served_engine
+
+    engine = served_engine(command.config.engine, weights.model)
+    return replace(command, config=command.config.model_copy(update={"engine": engine}))
 
 
 @dataclass(frozen=True)

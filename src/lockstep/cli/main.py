@@ -26,6 +26,7 @@ COMMANDS = {
     "bisect": "the first input and module at which two cells differ, or the smallest input that crashes one",
     "parity": "train stacks and engines that must agree, side by side; compare two runs; check",
     "doctor": "what this machine can run, and the settings that usually bite",
+    "bench": "what one RL step costs in several ways of taking it, side by side: bench step",
     "generate": "samples of many prompts, into a file that a later command goes on with",
     "score": "rewards of samples in a file, by a reward function or a reward model",
     "select": "best-of-n and rejection sampling: scored samples to a set for SFT",

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.config.support import AXES, lookup, support_rows
+from lockstep.config.support import AXES, BATCH_INVARIANT, lookup, support_rows
 from lockstep.errors import ConfigError, unknown_name
 
 STATUSES = ("supported", "untested", "unsupported")
@@ -31,7 +31,10 @@ def main(argv: Sequence[str]) -> int:
     rows = [row for row in support_rows() if _may_apply(row, cell)]
     if arguments.status is not None:
         rows = [row for row in rows if row["status"] == arguments.status]
-    result: dict[str, object] = {"asked": cell, "rows": rows}
+    invariant = [row for row in support_rows(BATCH_INVARIANT) if _may_apply(row, cell)]
+    if arguments.status not in (None, "unsupported"):
+        invariant = []
+    result: dict[str, object] = {"asked": cell, "rows": rows, "batch_invariant": invariant}
     status = 0
     if len(cell) == len(AXES):
         entry = lookup(cell)
@@ -43,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         verdict = f"support: {', '.join(counts)} rows; the first that matches decides"
     for row in rows:
         print(describe(row))
+    for row in invariant:
+        print(describe(row | {"note": f"only with train.batch_invariant = true: {row['note']}"}))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(verdict)

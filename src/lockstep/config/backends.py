@@ -19,6 +19,8 @@ _ONLY: dict[str, tuple[object, tuple[str, ...], str]] = {
     "zero_stage": (2, ("deepspeed",), "ZeRO stages are DeepSpeed's"),
     "reshard_after_forward": (True, ("fsdp2",), "only fsdp2 gathers weights block by block"),
     "parameter_device": ("model", ("fsdp2", "deepspeed"), "the others keep whole weights where they compute"),
+    "accumulate": ("pack", ("local",), "ranks would have unequal numbers of samples to meet for"),
+    "cuda_graph": (False, ("local",), "it replays the joint graphs of one process"),
 }
 """Setting -> its default, which backends read it, and why no other does."""
 
@@ -49,12 +51,32 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
             f"train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, or leave "
             "train.tp_plan at 'auto'"
         )
+    _check_batch_invariant(train)
     if train.ring > 1:
         _check_ring(train)
     if train.backend != "local":
         _check_spanning(train, lora=lora)
     if train.backend == "deepspeed":
         _check_deepspeed(train)
+
+
+def _check_batch_invariant(train: TrainConfig) -> None:
+    if train.batch_invariant:
+        for name, why in (
+            ("tp", "sums over ranks add up in another order than one rank does"),
+            ("ring", "its ranks each attend to a part of the keys and merge what they got"),
+        ):
+            if getattr(train, name) > 1:
+                raise ConfigError(
+                    f"train.batch_invariant = true with train.{name} = {getattr(train, name)}: {why}, so "
+                    "that logprobs differ in their last bits from those of one rank; set "
+                    f"train.{name} = 1, or train.batch_invariant = false"
+                )
+    if train.reuse_rollout_logprobs and train.batch_invariant is False:
+        raise ConfigError(
+            "train.reuse_rollout_logprobs = true needs train.batch_invariant = true: elsewhere the engine's "
+            "logprobs are not the trainer's. Leave it out, and they are computed"
+        )
 
 
 def _check_ring(train: TrainConfig) -> None:

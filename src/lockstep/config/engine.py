@@ -14,10 +14,15 @@ from lockstep.config.engines import check_engine
 class EngineConfig(Config):
     """Which inference engine samples."""
 
-    name: str = "hf"
-    """hf, vllm, sglang, or `module:Class` for your own; native comes with a later version."""
+    name: str = "auto"
+    """native, hf, vllm, sglang, `module:Class` for your own, or auto: native on CUDA, hf on a CPU."""
     max_batch: PositiveInt = 256
     """Samples decoded together."""
+    kv_cache_tokens: PositiveInt | None = None
+    """native: tokens that its KV cache holds, of all samples together; where they do not fit, samples wait.
+    None: what max_batch samples can need, as far as memory_fraction allows."""
+    prefill_chunk: PositiveInt = 2048
+    """native: prompt tokens of one forward; longer prompts take several."""
     python: Path | None = None
     """Interpreter of an environment that has vLLM or SGLang: that project's own server is started with it."""
     url: str | None = None
@@ -31,8 +36,9 @@ class EngineConfig(Config):
     max_model_len: PositiveInt | None = None
     """Longest prompt and completion together, in tokens; none: the longest that the run can have."""
     memory_fraction: float | None = Field(None, gt=0.0, lt=1.0)
-    """Of the GPU's memory for one engine; vLLM counts everything, SGLang weights and KV cache. None: 0.45 of
-    a GPU that the trainer uses too, else the engine's own default."""
+    """Of the GPU's memory for one engine; vLLM counts everything, SGLang weights and KV cache, native its KV
+    cache (on a CPU, of the host's memory). None: 0.45 of a GPU that the trainer uses too (native on a CPU:
+    0.25), else the engine's own default."""
     prefix_caching: bool = True
     """Keep keys and values of prompts that come again."""
     eager: bool = False
@@ -66,3 +72,19 @@ class EngineConfig(Config):
     def _check(self) -> EngineConfig:
         check_engine(self)
         return self
+
+
+def resolved(config: EngineConfig, *, native: bool) -> EngineConfig:
+    """`config` with the engine that "auto" comes to, checked as if it had been named.
+
+    Args:
+        native: whether it is native; otherwise hf.
+
+    Raises:
+        ConfigError: a setting has no effect with that engine.
+    """
+    if config.name != "auto":
+        return config
+    found = config.model_copy(update={"name": "native" if native else "hf"})
+    check_engine(found)
+    return found

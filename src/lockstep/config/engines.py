@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _OWN_WEIGHTS = ("vllm, in process", "vllm, started", "vllm, at a url", "sglang, started", "sglang, at a url")
 _MADE_HERE = ("vllm, in process", "vllm, started", "sglang, started")
+_EMBEDDED = ("native", "hf")
+"""What "auto" may come to."""
 _STARTED = ("vllm, started", "sglang, started")
 
 HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
@@ -22,15 +24,17 @@ HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "cuda_devices": (_STARTED, "only a server that Lockstep starts can be given GPUs"),
     "tp": (_STARTED, "only a server that Lockstep starts is split over GPUs"),
     "max_model_len": (_OWN_WEIGHTS, "the trainer's own modules take what the model takes"),
-    "memory_fraction": (_MADE_HERE, "nothing is set aside for this engine here"),
+    "kv_cache_tokens": (("native",), "it has a size of its own for its KV cache"),
+    "prefill_chunk": (("native",), "how prompts are cut up is its own affair"),
+    "memory_fraction": (("native", *_MADE_HERE), "nothing is set aside for this engine here"),
     "prefix_caching": (_MADE_HERE, "there is no cache here that could be turned off"),
-    "eager": (_MADE_HERE, "there are no CUDA graphs here that could be turned off"),
+    "eager": (("native", *_MADE_HERE), "there are no CUDA graphs here that could be turned off"),
     "batch_invariant": (
         (*_MADE_HERE, "sglang, at a url"),
         "it has no such mode, or it cannot be seen from here whether it is on",
     ),
     "unseeded": (("sglang, started", "sglang, at a url"), "every sample has its seed there"),
-    "sleep": (("hf", *_MADE_HERE), "a server that Lockstep did not start keeps its memory"),
+    "sleep": (("native", "hf", *_MADE_HERE), "a server that Lockstep did not start keeps its memory"),
     "bucket_mb": (_OWN_WEIGHTS, "weights are not sent"),
     "start_seconds": (_OWN_WEIGHTS, "nothing is started or waited for"),
     "request_seconds": (_OWN_WEIGHTS, "it runs in the trainer's own thread"),
@@ -45,7 +49,7 @@ HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def kind(config: EngineConfig) -> str:
-    """Which engine, and where: "hf", "vllm, in process", "sglang, at a url", ..."""
+    """Which engine, and where: "native", "hf", "vllm, in process", "sglang, at a url", ..."""
     if config.name not in ("vllm", "sglang"):
         return config.name
     if config.url is not None:
@@ -63,33 +67,33 @@ def check_engine(config: EngineConfig) -> None:
     Raises:
         ConfigError: what, why, and what to set.
     """
-    if config.name not in ("hf", "vllm", "sglang"):
+    if config.name not in (*_EMBEDDED, "auto", "vllm", "sglang"):
         return
     if config.python is not None and config.url is not None:
         raise ConfigError(
             f"engine.python = {_shown(config.python)} starts a server and engine.url = {config.url!r} is one "
             "that runs already; leave one of them out"
         )
-    here = kind(config)
+    here = _EMBEDDED if config.name == "auto" else (kind(config),)
     fields = type(config).model_fields
     for name, (places, why) in HAS_EFFECT.items():
         value, default = getattr(config, name), fields[name].get_default(call_default_factory=True)
-        if value != default and here not in places:
+        if value != default and not set(here) & set(places):
             raise ConfigError(
                 f"engine.{name} = {_shown(value)} has no effect with engine.name = {config.name!r}"
                 f"{_where(config)}: {why}; it has one with {_listed(places)}"
             )
-    if config.name == "hf":
-        _check_hf(config)
+    if config.name in (*_EMBEDDED, "auto"):
+        _check_embedded(config)
     else:
         _check_own_weights(config)
 
 
-def _check_hf(config: EngineConfig) -> None:
+def _check_embedded(config: EngineConfig) -> None:
     if config.transfer not in ("auto", "memory"):
         raise ConfigError(
-            f"engine.transfer = {config.transfer!r}: engine.name = 'hf' is in the trainer's process and "
-            "shares or copies its weights; leave it at 'auto'"
+            f"engine.transfer = {config.transfer!r}: engine.name = {config.name!r} is in the trainer's "
+            "process and shares or copies its weights; leave it at 'auto'"
         )
 
 

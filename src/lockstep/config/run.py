@@ -191,6 +191,13 @@ class GRPORun(RunConfig):
                 f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of a "
                 "step (rollout.prompts_per_step * rollout.group_size)"
             )
+        external = self.engine.name in ("vllm", "sglang")
+        if self.train.deterministic and external and not self.engine.batch_invariant:
+            raise ValueError(
+                f"train.deterministic = true with engine.name = {self.engine.name!r}: what it decodes "
+                "together is a matter of timing, and its samples change with it; set "
+                "engine.batch_invariant = true, or engine.name = 'native' or 'hf'"
+            )
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, such as rewards = [{name = 'verifier'}]")
         return self

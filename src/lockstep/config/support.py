@@ -12,7 +12,7 @@ fields match. The first entry that matches a cell decides; a cell that nothing m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -73,17 +73,45 @@ class Entry:
         return all(_one_of(cell.get(axis), getattr(self, axis)) for axis in AXES)
 
 
-_LATER = "comes with a later version"
 _PARITY = "ci-cpu:tests/parity/test_documents.py"
 _COMPILED = "ci-cpu:tests/parity/test_compiled.py"
+_JOINT = "ci-cpu:tests/execution/test_joint_backend.py"
+_LOCKSTEP = "ci-cpu:tests/parity/test_lockstep.py"
 _BACKENDS = "ci-cpu:tests/parity/test_train_backends.py"
 _VLLM = "ci-cpu:tests/vllm/test_inprocess_conformance.py"
 _ENGINES_ON_H200 = "gpu:benchmarks/results/parity-engines-h200/cells.json"
 _ON_H200 = "gpu:benchmarks/results/parity-h200.json"
+_IN_LOCKSTEP = (
+    ("local", "eager", ("packed", "padded"), ("float32", "bfloat16")),
+    ("local", "compile", ("packed",), ("float32", "bfloat16")),
+    ("local", "joint", ("packed",), ("float32",)),
+    ("fsdp2", "compile", ("packed",), ("float32",)),
+    ("deepspeed", "eager", ("packed",), ("float32",)),
+)
 
 TABLE: tuple[Entry, ...] = (
-    Entry(status="unsupported", engine=("native",), reason=_LATER, instead="engine.name = 'hf'"),
-    Entry(status="unsupported", execution=("joint",), reason=_LATER, instead="train.execution = 'compile'"),
+    Entry(
+        status="unsupported",
+        engine=("native",),
+        device=("cuda",),
+        dtype=("float32",),
+        reason="the engine's attention is varlen, and CUDA flash kernels have no float32",
+        instead="model.dtype = 'bfloat16', or engine.name = 'hf'",
+    ),
+    Entry(
+        status="unsupported",
+        backend=("deepspeed", "fsdp2"),
+        execution=("joint",),
+        reason="a joint graph holds the decoder whole, and these backends gather it layer by layer",
+        instead="train.execution = 'compile'",
+    ),
+    Entry(
+        status="unsupported",
+        attention=("flex",),
+        execution=("joint",),
+        reason="a block mask cannot be an input of the exported graph",
+        instead="train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'",
+    ),
     Entry(
         status="unsupported",
         backend=("local", "fsdp2"),
@@ -182,6 +210,33 @@ TABLE: tuple[Entry, ...] = (
     ),
     Entry(
         status="supported",
+        backend=("local",),
+        engine=("hf",),
+        attention=("sdpa", "varlen"),
+        execution=("joint",),
+        layout=("packed", "padded"),
+        device=("cpu",),
+        dtype=("float32",),
+        reason="packs come in static capacities: one graph of forward and backward per bucket",
+        tested=_JOINT,
+    ),
+    *(
+        Entry(
+            status="supported",
+            backend=(backend,),
+            engine=("native",),
+            attention=("varlen",),
+            execution=(execution,),
+            layout=layouts,
+            device=("cpu",),
+            dtype=dtypes,
+            reason="with train.batch_invariant = true: logprob_gap is exactly 0",
+            tested=_LOCKSTEP,
+        )
+        for backend, execution, layouts, dtypes in _IN_LOCKSTEP
+    ),
+    Entry(
+        status="supported",
         backend=("fsdp2", "deepspeed"),
         engine=("hf",),
         attention=("sdpa",),
@@ -273,6 +328,36 @@ TABLE: tuple[Entry, ...] = (
     Entry(status="untested", reason="no parity test has run with this combination"),
 )
 
+BATCH_INVARIANT: tuple[Entry, ...] = (
+    Entry(
+        status="unsupported",
+        device=("cuda",),
+        dtype=("float32",),
+        reason="the only kernel in the claim is varlen, and CUDA flash kernels have no float32",
+        instead="model.dtype = 'bfloat16'",
+    ),
+    Entry(
+        status="unsupported",
+        attention=("sdpa", "flex", "hf:NAME"),
+        reason="how it splits the keys of a query may depend on what else is in the batch",
+        instead="train.attention = 'varlen'",
+    ),
+    Entry(
+        status="unsupported",
+        execution=("deepcompile",),
+        reason="DeepSpeed's compiler chooses kernels of its own",
+        instead="train.execution = 'compile'",
+    ),
+    Entry(
+        status="unsupported",
+        engine=("hf",),
+        reason="it decodes through other kernels than the trainer's forward",
+        instead="engine.name = 'native'",
+    ),
+)
+"""What train.batch_invariant = true cannot be combined with. vllm and sglang have a mode of their own
+(engine.batch_invariant): with them the gap is measured, and not promised."""
+
 
 class RunAxes(Protocol):
     """What check_support reads of a run."""
@@ -310,13 +395,18 @@ def check_support(run: RunAxes) -> None:
     for entry in TABLE:
         if entry.status == "unsupported" and entry.matches(cell):
             raise ConfigError(_refusal(entry, cell))
+    if run.train.batch_invariant:
+        _check_batch_invariant(run, cell)
 
 
-def check_device_support(run: RunAxes, *, attention: str, device: str, dtype: str) -> Entry:
+def check_device_support(
+    run: RunAxes, *, attention: str, device: str, dtype: str, batch_invariant: bool = False
+) -> Entry:
     """The same once every auto is resolved.
 
     Args:
-        attention, device, dtype: what "auto" came to, such as "varlen", "cuda:0", "bfloat16".
+        attention, device, dtype, batch_invariant: what "auto" and None came to, such as "varlen", "cuda:0",
+            "bfloat16", True.
 
     Returns:
         The deciding entry, supported or untested, so that start-up can say which.
@@ -325,18 +415,29 @@ def check_device_support(run: RunAxes, *, attention: str, device: str, dtype: st
         ConfigError: an unsupported combination.
     """
     resolved = {"attention": attention, "device": device.partition(":")[0], "dtype": dtype}
-    cell = {**_cell(run), **resolved}
+    cell = {axis: value for axis, value in {**_cell(run), **resolved}.items() if value != "auto"}
     _check_names(cell)
     entry = lookup(cell)
     if entry.status == "unsupported":
         raise ConfigError(_refusal(entry, cell))
+    if batch_invariant:
+        _check_batch_invariant(run, cell)
     return entry
 
 
-def support_rows() -> Iterator[dict[str, str]]:
-    """The table as text, for `lockstep support` and the docs: status, the axes ("any" where all match),
+def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
+    """Raises ConfigError."""
+    if getattr(run, "engine", None) is None:
+        cell = {axis: value for axis, value in cell.items() if axis != "engine"}
+    for entry in BATCH_INVARIANT:
+        if entry.matches(cell):
+            raise ConfigError("train.batch_invariant = true: " + _refusal(entry, cell))
+
+
+def support_rows(entries: Sequence[Entry] = TABLE) -> Iterator[dict[str, str]]:
+    """A table as text, for `lockstep support` and the docs: status, the axes ("any" where all match),
     notes."""
-    for entry in TABLE:
+    for entry in entries:
         axes = {axis: ", ".join(getattr(entry, axis)) or "any" for axis in AXES}
         note = "; instead: ".join(filter(None, (entry.reason, entry.instead)))
         yield {"status": entry.status, **axes, "note": note, "tested": entry.tested}
@@ -376,7 +477,7 @@ def _check_names(cell: dict[str, str]) -> None:
         raise ConfigError(
             f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
         )
-    engine = cell["engine"]
+    engine = cell.get("engine", "hf")
     if engine not in AXES["engine"] and ":" not in engine:
         raise ConfigError(f"engine.name: {unknown_name('inference engine', engine, AXES['engine'])}")
 

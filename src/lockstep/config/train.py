@@ -42,7 +42,8 @@ class TrainConfig(Config):
     attention: str = "auto"
     """sdpa, varlen, flex, hf:NAME; auto: varlen on CUDA, sdpa elsewhere."""
     execution: Execution = "eager"
-    """eager, or compile: every block of layers by torch.compile."""
+    """compile: every block of layers by torch.compile. joint: forward and backward of the whole decoder as
+    one graph. deepcompile: DeepSpeed's."""
     layout: Layout = "packed"
     """packed: documents end to end in one row. padded: one document a row, pads computed."""
     padding_side: Literal["left", "right"] = "right"
@@ -57,8 +58,25 @@ class TrainConfig(Config):
     modes, else off."""
     max_recompiles: NonNegativeInt | None = None
     """Compiled modes: a run that recompiles more often after its first step stops. None: no limit."""
+    batch_invariant: bool | None = None
+    """A row of every forward, and so a logprob, does not depend on what else is in the batch, to the bit;
+    with engine.name = 'native' the rollout's logprobs are then the trainer's own. None: on with that engine
+    on CUDA in bfloat16 under varlen attention, else off."""
+    reuse_rollout_logprobs: bool | None = None
+    """Take the rollout's logprobs as old_logprobs instead of a forward over every sample; a few micro-batches
+    of each step are computed again and must be equal to the bit. None: where trainer and engine have the same
+    kernel contract."""
+    deterministic: bool = Field(False, json_schema_extra={"alias": "--deterministic"})
+    """The same run twice on the same machine gives the same weights, to the bit; their hash is logged each
+    step. Slower on CUDA. Also written `--deterministic`."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a rollout batch."""
+    accumulate: Literal["pack", "sample"] = "pack"
+    """What one forward, loss and backward is of. sample: one sample of the micro-batch (a pair, of DPO) at a
+    time, with the activations of one; the gradients are the same."""
+    cuda_graph: bool = False
+    """execution joint on CUDA: the decoder's forward and its backward are one CUDA graph each, with static
+    buffers; the head and the loss run between them."""
     epochs_per_batch: PositiveInt = 1
     """PPO epochs: passes over a rollout batch."""
     activation_checkpointing: bool = False

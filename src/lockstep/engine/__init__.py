@@ -5,6 +5,7 @@ from lockstep.registry import Registry
 ENGINES = Registry(
     "inference engine",
     {
+        "native": "lockstep.engine.native:NativeEngine",
         "hf": "lockstep.engine.hf:HFEngine",
         "vllm": "lockstep.engine.vllm_choice:VLLM",
         "sglang": "lockstep.engine.sglang:SGLangServer",

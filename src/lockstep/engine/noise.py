@@ -30,7 +30,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _POSITION = 0xD1342543DE82EF95 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_ENTRY_COUNTER = 1 << 32
+ENTRY_COUNTER = 1 << 32
+"""Vocabulary entry i has the counter ENTRY_COUNTER + i."""
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def sample_blocks(weights: Tensor, keys: Tensor) -> Tensor:
     block: Tensor = (mass / exponential(keys, counters)).argmax(-1)
     inner = blocks[torch.arange(len(keys), device=keys.device), block]
     entries = block.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=keys.device)
-    within: Tensor = (inner / exponential(keys, entries + _ENTRY_COUNTER)).argmax(-1)
+    within: Tensor = (inner / exponential(keys, entries + ENTRY_COUNTER)).argmax(-1)
     return block * BLOCK + within
 
 

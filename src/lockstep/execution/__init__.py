@@ -1,11 +1,21 @@
 """Execution modes: what of a model is compiled, and what the compiler did."""
 
-from lockstep.execution.regions import (
-    CompileReport,
-    CompileWatch,
-    compile_blocks,
-    decoder_layers,
-    is_compiled,
-)
+from lockstep.execution.cache import compile_cache, use_compile_cache
+from lockstep.execution.capacity import Capacity
+from lockstep.execution.joint import JointDecoder, install_joint
+from lockstep.execution.regions import compile_blocks, decoder, decoder_layers, is_compiled
+from lockstep.execution.watch import CompileReport, CompileWatch
 
-__all__ = ["CompileReport", "CompileWatch", "compile_blocks", "decoder_layers", "is_compiled"]
+__all__ = [
+    "Capacity",
+    "CompileReport",
+    "CompileWatch",
+    "JointDecoder",
+    "compile_blocks",
+    "compile_cache",
+    "decoder",
+    "decoder_layers",
+    "install_joint",
+    "is_compiled",
+    "use_compile_cache",
+]

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.config.run import RunConfig
-from lockstep.config.support import check_device_support
+from lockstep.config.engine import resolved
+from lockstep.config.model import ModelConfig
+from lockstep.config.run import GRPORun, RunConfig
+from lockstep.config.support import check_device_support, check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.models.dtypes import resolve_dtype
@@ -27,6 +29,8 @@ class Axes:
     layout: str
     dtype: str
     static_capacity: bool
+    batch_invariant: bool
+    deterministic: bool
     support: str
     """supported: a parity test covers this combination; or untested."""
     support_note: str
@@ -44,12 +48,17 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
             supported on it.
     """
     train = run.train
-    device = _device(train) if ranks is None or ranks.world_size == 1 else str(ranks.device)
+    device = _device(train, ranks)
     attention = train.attention
     if attention == "auto":
-        attention = "varlen" if device.startswith("cuda") else "sdpa"
+        attention = "varlen" if device.startswith("cuda") or train.batch_invariant else "sdpa"
     dtype = str(resolve_dtype(run.model.dtype, torch.device(device))).removeprefix("torch.")
-    entry = check_device_support(run, attention=attention, device=device, dtype=dtype)
+    invariant = train.batch_invariant
+    if invariant is None:
+        invariant = engine == "native" and _in_the_claim(run, attention=attention, device=device, dtype=dtype)
+    entry = check_device_support(
+        run, attention=attention, device=device, dtype=dtype, batch_invariant=invariant
+    )
     static = train.static_capacity
     return Axes(
         device=device,
@@ -60,12 +69,51 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
         layout=train.layout,
         dtype=dtype,
         static_capacity=train.execution != "eager" if static is None else static,
+        batch_invariant=invariant,
+        deterministic=train.deterministic,
         support=entry.status,
         support_note=entry.reason,
     )
 
 
-def _device(train: TrainConfig) -> str:
+def resolve_engine(run: GRPORun, *, ranks: RankContext | None = None) -> GRPORun:
+    """`run` with the engine that engine.name = "auto" means here, checked as if it had been named: native on
+    CUDA and where batch_invariant asks for it; hf on a CPU, where its loop is the faster one, and in float32
+    on CUDA, which native's attention does not have.
+
+    Raises:
+        ConfigError: a setting of `run.engine` has no effect with that engine.
+    """
+    if run.engine.name != "auto":
+        return run
+    device = torch.device(_device(run.train, ranks))
+    native = bool(run.train.batch_invariant) or is_native(run.model, device)
+    found = run.model_copy(update={"engine": resolved(run.engine, native=native)})
+    check_support(found)
+    return found
+
+
+def is_native(model: ModelConfig, device: torch.device) -> bool:
+    """Whether engine.name = "auto" is native on this device, where nothing else asks for it."""
+    return device.type == "cuda" and resolve_dtype(model.dtype, device) != torch.float32
+
+
+def _in_the_claim(run: RunConfig, *, attention: str, device: str, dtype: str) -> bool:
+    """Whether trainer and native engine are made equal to the bit without being asked to."""
+    train = run.train
+    return (
+        device.startswith("cuda")
+        and attention == "varlen"
+        and dtype == "bfloat16"
+        and train.execution != "deepcompile"
+        and train.tp == train.ring == 1
+        and run.model.lora is None
+    )
+
+
+def _device(train: TrainConfig, ranks: RankContext | None) -> str:
+    if ranks is not None and ranks.world_size > 1:
+        return str(ranks.device)
     if train.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -87,5 +135,10 @@ def _device(train: TrainConfig) -> str:
 def resolved_train(train: TrainConfig, axes: Axes) -> TrainConfig:
     """`train` with every auto replaced: what the backend is given."""
     return train.model_copy(
-        update={"device": axes.device, "attention": axes.attention, "static_capacity": axes.static_capacity}
+        update={
+            "device": axes.device,
+            "attention": axes.attention,
+            "static_capacity": axes.static_capacity,
+            "batch_invariant": axes.batch_invariant,
+        }
     )

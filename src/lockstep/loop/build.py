@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import platform
 import random
@@ -27,7 +28,14 @@ from lockstep.data.held_out import load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import Axes, resolve_axes, resolved_train
+from lockstep.loop.agreement import Agreement, agreed_contract
+from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train
+from lockstep.loop.claim import (
+    Claim,
+    converted,
+    make_invariant,
+    prepare_kernels,
+)
 from lockstep.loop.joining import mesh_place
 from lockstep.loop.place import engine_place
 from lockstep.models.causal_lm import text_config
@@ -38,6 +46,7 @@ from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import NoRecorder, Recorder
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
@@ -64,6 +73,10 @@ class OnlineParts:
     eval_prompts: PromptSet
     rewards: RewardSet
     plan: Planner
+    claim: Claim | None = None
+    """What was made batch-invariant; None: nothing was asked to be."""
+    agreement: Agreement | None = None
+    """Trainer and engine have the same kernel contract; None: their logprobs are close, not equal."""
     verifier: Verifier | None = None
     """Checks after pushes that the engine holds the weights; None: it is not asked to."""
     on_progress: OnProgress | None = None
@@ -97,11 +110,12 @@ def build_online(
     Raises:
         ConfigError, ModelError, DataError, EngineError: before anything is trained.
     """
-    options = run.algorithm.resolved()
+    options, ranks = run.algorithm.resolved(), ranks or RankContext.alone()
+    run = resolve_engine(run, ranks=ranks)
     external, reward_set = is_external(run.engine.name), RewardSet(run.rewards, functions=rewards)
-    ranks = ranks or RankContext.alone()
     with ranks.together("loading model and data"):
-        axes, model = load_policy(run, engine=run.engine.name, ranks=ranks)
+        policy = load_policy(run, engine=run.engine.name, ranks=ranks)
+        axes, model = policy.axes, policy.model
         prompts, eval_prompts = load_train_and_held_out(
             run, tokenizer=model.tokenizer, vocab_size=text_config(model.module).vocab_size
         )
@@ -151,6 +165,8 @@ def build_online(
         eval_prompts=eval_prompts,
         rewards=reward_set,
         plan=plan,
+        claim=policy.claim,
+        agreement=_agreement(run, axes, backend=backend, engine=engine, ranks=ranks),
         verifier=verifier if external else None,
         on_progress=on_progress,
         ranks=ranks,
@@ -208,12 +224,51 @@ def _rank_folder(work_dir: Path, ranks: RankContext) -> Path:
     return work_dir / f"rank-{ranks.rank}" if ranks.world_size > 1 else work_dir
 
 
-def load_policy(
-    run: RunConfig, *, engine: str | None, ranks: RankContext | None = None
-) -> tuple[Axes, LoadedModel]:
+def _agreement(
+    run: GRPORun, axes: Axes, *, backend: TrainBackend, engine: InferenceEngine, ranks: RankContext
+) -> Agreement | None:
+    """What equal kernel contracts are used for; None: they are not asked to be equal, or cannot be. On
+    several ranks the error of one is the error of all. Closes the engine before it raises."""
+    external, reuse = is_external(run.engine.name), run.train.reuse_rollout_logprobs
+    contract: KernelContract | None = None
+    try:
+        with ranks.together("comparing kernel contracts"):
+            if axes.batch_invariant and not external:
+                contract = agreed_contract(backend, engine, engine_name=run.engine.name)
+            if contract is None and reuse:
+                raise ConfigError(
+                    f"train.reuse_rollout_logprobs = true with engine.name = {run.engine.name!r} and "
+                    f"batch-invariance {'on' if axes.batch_invariant else 'off'}: nothing promises that the "
+                    "engine's logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
+                    "train.batch_invariant = true"
+                )
+        if contract is not None:
+            ranks.require_same({"contract": contract.hash}, what="their kernel contracts")
+    except BaseException:
+        engine.close()
+        raise
+    if contract is None:
+        return None
+    return Agreement(contract, reuse=reuse is not False, at_once=data_parallel(run, ranks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What `load_policy` gives."""
+
+    axes: Axes
+    model: LoadedModel
+    claim: Claim | None
+
+
+def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None = None) -> Policy:
     """The resolved axes and the policy, on its device; without weights, where the backend reads its own part
-    of them. Seeds the global generators that dropout and reward functions draw from: `run.seed` decides them
-    too."""
+    of them; its modules batch-invariant, if the axes say so. Seeds the global generators that dropout and
+    reward functions draw from: `run.seed` decides them too.
+
+    Raises:
+        ConfigError, ModelError: the run is not possible with this model on this machine.
+    """
     random.seed(run.seed)
     np.random.seed(run.seed % 2**32)
     torch.manual_seed(run.seed + (0 if ranks is None else mesh_place(run, ranks).stream))
@@ -224,8 +279,20 @@ def load_policy(
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)
     backend = BACKENDS.load(run.train.backend)
-    whole = not backend.shards_weights
-    return axes, load_model(run.model, attention=axes.attention, device=device, materialize=whole)
+    prepare_kernels(axes)
+
+    def load() -> LoadedModel:
+        whole = not backend.shards_weights
+        model = load_model(run.model, attention=axes.attention, device=device, materialize=whole)
+        return dataclasses.replace(model, execution=axes.execution)
+
+    model, claim = load(), None
+    if axes.batch_invariant:
+        claim = make_invariant(model, axes=axes, asked=run.train.batch_invariant)
+        if claim.refused is not None:
+            model = load()  # it may be converted in part
+            axes = dataclasses.replace(axes, batch_invariant=False)
+    return Policy(axes=axes, model=model, claim=claim)
 
 
 def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainBackend) -> LoadedModel:
@@ -234,7 +301,9 @@ def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainB
     if backend.weights(policy_version=0).shared_module is model.module:
         return model
     merged = run.model.model_copy(update={"lora": None})  # a backend that sends weights sends them merged
-    return load_model(merged, attention=axes.attention, device=torch.device(axes.device))
+    own = load_model(merged, attention=axes.attention, device=torch.device(axes.device))
+    own = dataclasses.replace(own, execution=model.execution)
+    return converted(own) if axes.batch_invariant else own
 
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:
@@ -257,9 +326,15 @@ def build_backend(
 
 
 def recording_header(
-    run: RunConfig, *, axes: Axes, model: LoadedModel, plan: Planner, temperature: float = 1.0
+    run: RunConfig,
+    *,
+    axes: Axes,
+    model: LoadedModel,
+    plan: Planner,
+    temperature: float = 1.0,
+    contract: KernelContract | None = None,
 ) -> RecordingHeader:
-    """What all inputs of this run's recording share."""
+    """What all inputs of this run's recording share. contract: of the train backend, if it keeps one."""
     assert isinstance(run, GRPORun | OfflineRun)
     folder = Path(run.model.name)
     settings = {"dtype": axes.dtype} | ({"name": str(folder.resolve())} if folder.is_dir() else {})
@@ -291,7 +366,9 @@ def recording_header(
             "dtype": axes.dtype,
             "static_capacity": axes.static_capacity,
             "activation_checkpointing": run.train.activation_checkpointing,
+            "batch_invariant": axes.batch_invariant,
         },
+        contract=None if contract is None else contract.as_json(),
         capacity={
             "token_budget": run.train.token_budget,
             "max_seqlen": plan.max_seqlen,

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import OfflineRun
+from lockstep.loop.axes import Axes
 from lockstep.loop.build import Planner, build_backend, data_parallel, load_policy, recording_header
+from lockstep.loop.claim import claim_manifest
+from lockstep.loop.counters import CompileMeter
+from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.joining import joined
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.preflight import preflight
@@ -36,26 +40,26 @@ def train_offline(
     """
     if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
         return summary
-    with joined(run, ranks) as ranks, Session(run, resume=resume, ranks=ranks) as session:
+    with (
+        deterministic(run.train),
+        joined(run, ranks) as ranks,
+        Session(run, resume=resume, ranks=ranks) as session,
+    ):
         with ranks.together("loading model and data"):
-            axes, model = load_policy(run, engine=None, ranks=ranks)
+            policy = load_policy(run, engine=None, ranks=ranks)
+            axes, model = policy.axes, policy.model
             task = offline_task(run)
             documents = task.load(run.data, tokenizer=model.tokenizer)
             held_out = None if run.eval_data is None else task.load(run.eval_data, tokenizer=model.tokenizer)
         backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=task.needs_ref)
-        plan = Planner(
-            train=run.train,
-            static_capacity=axes.static_capacity,
-            max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
-            max_documents=run.documents_per_update,
-            parts=data_parallel(run, ranks),
-        )
+        plan = _planner(run, axes, ranks)
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
+        contract, compiled = getattr(backend, "contract", None), CompileMeter(backend, ranks=ranks)
+        session.dir.update_manifest(claim_manifest(policy.claim, contract))
         first_step = session.restore(backend, checkpoint)
-        header = recording_header(run, axes=axes, model=model, plan=plan)
-        backend = session.recorder(header, first_step=first_step, model=model, backend=backend).around(
-            backend
-        )
+        header = recording_header(run, axes=axes, model=model, plan=plan, contract=contract)
+        recorder = session.recorder(header, first_step=first_step, model=model, backend=backend)
+        backend = recorder.around(backend)
 
         def packs(documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
             samples = documents.batch(step, n, run.seed)
@@ -94,5 +98,17 @@ def train_offline(
                 with session.spans("optimizer"):
                     update = backend.optimizer_step()
                 metrics = {"loss": float(sum(stats.losses)), **update, **task.metrics(batches, stats)}
-                session.log_step(done, shape_metrics(batches) | metrics)
+                metrics |= shape_metrics(batches) | compiled.metrics()
+                found = weights_hash(backend) if run.train.deterministic else None
+                session.log_step(done, metrics, weights_hash=found)
             return session.finish(run.steps, backend)
+
+
+def _planner(run: OfflineRun, axes: Axes, ranks: RankContext) -> Planner:
+    return Planner(
+        train=run.train,
+        static_capacity=axes.static_capacity,
+        max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
+        max_documents=run.documents_per_update,
+        parts=data_parallel(run, ranks),
+    )

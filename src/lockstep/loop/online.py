@@ -22,6 +22,9 @@ from torch import Tensor
 from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online, recording_header
+from lockstep.loop.claim import claim_lines, claim_manifest, contract_change
+from lockstep.loop.counters import CompileMeter
+from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.engines import EngineMeter, engine_report, naming_memory, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.joining import joined
@@ -55,6 +58,7 @@ def train_online(
     if (summary := preflight(run, resume=resume, checkpoint=checkpoint)) is not None:
         return summary
     with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(deterministic(run.train))
         ranks = cleanup.enter_context(joined(run, ranks))
         session = cleanup.enter_context(Session(run, resume=resume, ranks=ranks))
         parts = build_online(
@@ -69,10 +73,8 @@ def train_online(
         session.describe(
             axes=parts.axes, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
         )
-        report = engine_report(parts.engine, parts.transfer)
-        session.dir.update_manifest({"engine": report})
-        for line in report_lines(report):
-            session.display.note(line)
+        _describe_engine(session, parts)
+        compiled = CompileMeter(parts.backend, ranks=ranks)
         first_step = session.restore(parts.backend, checkpoint)
         parts = _recorded(parts, session, first_step)
         trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
@@ -98,8 +100,19 @@ def train_online(
                 metrics = result.metrics | sampled.counts
                 if done == first_step:
                     metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
-                session.log_step(done, metrics)
+                found = weights_hash(parts.backend) if run.train.deterministic else None
+                session.log_step(done, metrics | compiled.metrics(), weights_hash=found)
             return session.finish(run.steps, parts.backend)
+
+
+def _describe_engine(session: Session, parts: OnlineParts) -> None:
+    """How the engine works and what it has promised, to the manifest and the display."""
+    report = engine_report(parts.engine, parts.transfer)
+    contract = None if parts.agreement is None else parts.agreement.contract
+    changed = contract_change(session.dir.read_manifest().get("contract"), contract)
+    session.dir.update_manifest({"engine": report} | claim_manifest(parts.claim, contract))
+    for line in [*report_lines(report), *claim_lines(parts.claim, contract), *changed]:
+        session.display.note(line)
 
 
 def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:
@@ -107,7 +120,14 @@ def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlinePa
     run = parts.run
     temperature = run.rollout.sampling.temperature
     recorder = session.recorder(
-        recording_header(run, axes=parts.axes, model=parts.model, plan=parts.plan, temperature=temperature),
+        recording_header(
+            run,
+            axes=parts.axes,
+            model=parts.model,
+            plan=parts.plan,
+            temperature=temperature,
+            contract=getattr(parts.backend, "contract", None),
+        ),
         first_step=first_step,
         model=parts.model,
         backend=parts.backend,
@@ -158,12 +178,14 @@ class OnlineTrainer:
         self.spans = spans or Spans()
         self.cancelled = cancelled
         self._meter = EngineMeter(parts.engine, ranks=parts.ranks)
+        self._step = 0
         self._asleep = False
         self._verified: dict[str, float] = {}
 
     def sample(self, step: int) -> SampledStep:
         """Rollouts of step `step` with their rewards: a pure function of (run, step, weights)."""
         parts, run = self.parts, self.parts.run
+        self._step = step
         options = parts.algorithm_options
         resampling = None
         if options.dynamic_sampling:
@@ -202,19 +224,26 @@ class OnlineTrainer:
         groups = parts.algorithm.shape(groups, ref_logprobs=ref_logprobs)
         parts.recorder.see(groups)
         samples = parts.algorithm.samples(groups, ref_logprobs=ref_logprobs)
+        agreement, loss = parts.agreement, parts.algorithm.loss()
+        if agreement is not None:
+            agreement.begin(self._step, groups)
         minibatches = self._minibatches(samples, ref_logprobs)
-        loss = parts.algorithm.loss()
         updates: list[dict[str, float]] = []
         for _ in range(train.epochs_per_batch):
             for batches in minibatches:
                 with self.spans("forward_backward"):
                     stats = parts.backend.forward_backward(batches, loss)
+                if agreement is not None and not updates:  # the weights are still those of the rollouts
+                    agreement.check(batches, stats.logprobs)
                 with self.spans("optimizer"):
                     update = parts.backend.optimizer_step()
                 loss_value = {"loss": float(sum(stats.losses))}
                 updates.append(loss_value | update | parts.algorithm.metrics(batches, stats))
         shapes = shape_metrics([batch for batches in minibatches for batch in batches])
-        return StepResult(metrics=rollout_metrics(groups) | shapes | _combine(updates), groups=groups)
+        metrics = rollout_metrics(groups) | shapes | _combine(updates)
+        if agreement is not None:
+            metrics |= agreement.metrics(int(shapes["input/trained_tokens"]))
+        return StepResult(metrics=metrics, groups=groups)
 
     def push(self, *, policy_version: int) -> None:
         """The engine samples from the trainer's current weights from here on."""
@@ -258,7 +287,7 @@ class OnlineTrainer:
                     part = samples[start:stop]
                     minibatches.append(parts.plan(part, parts.algorithm.loss_weights(part)))
         if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
-            minibatches = self._with_logprobs(minibatches, "old_logprobs", model="policy")
+            minibatches = self._with_old_logprobs(minibatches)
         if ref_logprobs is not None:
             minibatches = [
                 [dataclasses.replace(b, ref_logprobs=_packed(b, ref_logprobs)) for b in batches]  # type: ignore
@@ -279,6 +308,16 @@ class OnlineTrainer:
             ):
                 found.update(zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True))
         return [found[sample.sample_id] for sample in samples]
+
+    def _with_old_logprobs(self, minibatches: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
+        """From a forward over all; or the rollouts' own, where trainer and engine agree to the bit."""
+        agreement = self.parts.agreement
+        if agreement is None:
+            return self._with_logprobs(minibatches, "old_logprobs", model="policy")
+        with self.spans("logprobs"):
+            return agreement.old_logprobs(
+                minibatches, lambda batches: self.parts.backend.logprobs(batches, model="policy")
+            )
 
     def _with_logprobs(
         self, minibatches: list[list[PackedBatch]], field: str, *, model: Literal["policy", "ref"]

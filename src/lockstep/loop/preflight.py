@@ -31,8 +31,8 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
         if done is not None:
             return done
     _check_model(run.model.name)
-    if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in ENGINES:
-        raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, ENGINES))
+    if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in (*ENGINES, "auto"):
+        raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]))
     for reward in run.rewards if isinstance(run, GRPORun) else ():
         if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
             raise ConfigError(unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]))

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config.engine import EngineConfig
+from lockstep.config.engine import EngineConfig, resolved
 from lockstep.config.model import ModelConfig
 from lockstep.engine.build import is_external, make_engine
 from lockstep.engine.place import EnginePlace
+from lockstep.loop.axes import is_native
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.served import export_served, served_folder
 from lockstep.protocols.engine import InferenceEngine
@@ -32,6 +33,15 @@ class ServeRequest:
     seed: int = 0
 
 
+def served_engine(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """What "auto" is for a model that is only sampled from. Raises ConfigError."""
+    return resolved(config, native=is_native(model, _device()))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
     """The engine, ready to generate; the caller closes it.
 
@@ -40,7 +50,8 @@ def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
         ModelError: the model cannot be loaded.
         EngineError: it did not start.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
+    config = served_engine(config, request.model)
     if not is_external(config.name):
         model = load_model(request.model, attention="sdpa", device=device)
         if request.adjust is not None:

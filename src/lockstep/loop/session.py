@@ -320,9 +320,9 @@ class Session:
         """Whether evaluation `name` of the weights after `done` steps is known."""
         return bool(self._state["evaluations"].get(name, {}).get("step") == done)
 
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl, with times, throughput and memory added.
-
+    def log_step(self, step: int, metrics: Mapping[str, float], *, weights_hash: str | None = None) -> None:
+        """One line of metrics.jsonl, with times, throughput and memory added; and the hash of the weights
+        after the step, where it is computed.
         time/evaluate and time/save are of what happened just before the step and are no part of time/step.
         """
         times = self.spans.flush() | self._between
@@ -335,7 +335,7 @@ class Session:
             "throughput/tokens_per_second": tokens / seconds if seconds else 0.0,
             **self._memory(),
         }
-        self._write(step, values)
+        self._write(step, values if weights_hash is None else values | {"weights_hash": weights_hash})
         self.display.step(step, values, seconds=seconds)
 
     def _memory(self) -> dict[str, float]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.errors import ModelError
+from lockstep.invariant.head import head_kernels
 from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.ops.logprobs import HeadOptions
+from lockstep.ops.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,4 +43,45 @@ def head_of(module: nn.Module) -> Head:
         bias=linear.bias,
         softcap=getattr(config, "final_logit_softcapping", None),
         logit_scale=1.0,
+    )
+
+
+def head_options(
+    module: nn.Module,
+    *,
+    temperature: float,
+    compiled: bool,
+    entropy_grad: bool = False,
+    vocab: VocabShard | None = None,
+) -> HeadOptions:
+    """How logits of the module become logprobs: one function for trainers, engines and tools, so that they
+    compute the same number.
+
+    Args:
+        module: a supported causal LM, converted to row-invariant ops or not.
+        temperature: logprobs are of logits divided by it.
+        compiled: elementwise work through torch.compile.
+        entropy_grad: whether the loss has an entropy term.
+        vocab: which part of the vocabulary the head has; None: all of it.
+
+    Raises:
+        ModelError: the output embedding is no plain linear, or is converted and split over ranks.
+    """
+    head = head_of(module)
+    linear = causal_lm(module).get_output_embeddings()
+    kernels = head_kernels(linear) if isinstance(linear, nn.Linear) else None
+    if kernels is not None and vocab is not None:
+        raise ModelError(
+            "lm_head is split over ranks, and a sum over ranks is outside of the batch-invariant claim; set "
+            "train.tp = 1, or train.batch_invariant = false"
+        )
+    return HeadOptions(
+        temperature=temperature,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        bias=head.bias,
+        compiled=compiled,
+        entropy_grad=entropy_grad,
+        vocab=vocab,
+        kernels=kernels,
     )

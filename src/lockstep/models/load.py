@@ -59,6 +59,8 @@ class LoadedModel:
     source: WeightSource | None = None
     """Where the weights are read from, if the Parameters are on the meta device; None: the module has
     them."""
+    execution: str = "eager"
+    """The train backend's execution mode: an engine that is to compute the same bits runs its layers so."""
 
 
 def load_model(

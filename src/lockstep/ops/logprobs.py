@@ -44,12 +44,22 @@ _TILE_ELEMENTS = 2**19
 """Eager on CPU: float32 elements worked on at a time, so that ten passes over them stay in a core's cache."""
 
 
+class HeadKernels(NamedTuple):
+    """Other kernels for logits and their figures, such as row-invariant ones. Neither makes gradients."""
+
+    logits: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    """(hidden [r, C], weight [V, C], bias [V] or None, out [r, V]) -> out, filled."""
+    stats: Callable[[Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
+    """(logits [r, V], labels [r], scale, cap) -> logprob, entropy, lse, [r] each."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOptions:
     """How logits become logprobs.
 
     Raises:
-        ValueError: for a negative temperature, or a softcap or chunk_rows that is not positive.
+        ValueError: for a negative temperature, a softcap or chunk_rows that is not positive, or kernels of
+            one's own for a part of the vocabulary.
     """
 
     temperature: float = 1.0
@@ -68,6 +78,8 @@ class HeadOptions:
     """Whether the loss of `linear_logprob_loss` has an entropy term; `linear_logprobs` ignores it."""
     vocab: VocabShard | None = None
     """Of which part of the vocabulary the weight has the rows; None: of all."""
+    kernels: HeadKernels | None = None
+    """None: matrix product and elementwise code of this module."""
 
     @property
     def scale(self) -> float:
@@ -86,6 +98,10 @@ class HeadOptions:
             raise ValueError(f"softcap must be > 0 or None, got {self.softcap}")
         if self.chunk_rows is not None and self.chunk_rows < 1:
             raise ValueError(f"chunk_rows must be >= 1 or None, got {self.chunk_rows}")
+        if self.kernels is not None and self.vocab is not None:
+            raise ValueError(
+                "row-invariant head kernels need the whole vocabulary on each rank, not a part of it"
+            )
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -154,10 +170,10 @@ def linear_logprob_loss(
         logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
         entropy = torch.empty_like(logprobs)
         total = logprobs.new_zeros(())
-        head_logits = _Logits(weight, head.bias, chunks)
+        chunk_logits = _Logits(weight, chunks, head)
         for rows in chunks:
-            chunk_hidden, logits = head_logits.of(hidden[rows], labels[rows])
-            logprobs[rows], entropy[rows], lse = _row_stats(logits, labels[rows], head)
+            chunk_hidden, logits = chunk_logits.of(hidden[rows], labels[rows])
+            logprobs[rows], entropy[rows], lse = row_stats(logits, labels[rows], head)
             loss, dlogprobs, dentropy = _loss_and_grads(token_loss, logprobs, entropy, rows, head)
             total += loss
             if grads.wanted:
@@ -195,13 +211,13 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
         chunks = _chunks(hidden.shape[0], weight, head)
-        head_logits = _Logits(weight, bias, chunks)
+        chunk_logits = _Logits(weight, chunks, head)
         for rows in chunks:
-            _, logits = head_logits.of(hidden[rows], labels[rows])
-            logprobs[rows], entropy[rows], lse[rows] = _row_stats(logits, labels[rows], head)
+            _, logits = chunk_logits.of(hidden[rows], labels[rows])
+            logprobs[rows], entropy[rows], lse[rows] = row_stats(logits, labels[rows], head)
         ctx.head = head
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, labels, entropy, lse)
+        ctx.save_for_backward(hidden, weight, labels, entropy, lse)
         return logprobs, entropy
 
     @staticmethod
@@ -209,15 +225,15 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, dlogprobs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        hidden, weight, bias, labels, entropy, lse = ctx.saved_tensors
+        hidden, weight, labels, entropy, lse = ctx.saved_tensors
         chunks = _chunks(hidden.shape[0], weight, ctx.head)
         grads = _HeadGrads(hidden, weight, ctx.head, summed=len(chunks) > 1, needs=ctx.needs_input_grad[:3])
         figures = _RowFigures(
             lse, entropy, torch.zeros_like(lse) if dlogprobs is None else dlogprobs, dentropy
         )
-        head_logits = _Logits(weight, bias, chunks)
+        chunk_logits = _Logits(weight, chunks, ctx.head)
         for rows in chunks:
-            chunk_hidden, logits = head_logits.of(hidden[rows], labels[rows])
+            chunk_hidden, logits = chunk_logits.of(hidden[rows], labels[rows])
             _row_dlogits_(logits, labels[rows], figures.part(rows), ctx.head)
             grads.add(logits, chunk_hidden, weight, rows)
         return *grads.finish(), None, None
@@ -273,19 +289,26 @@ def _chunks(num_rows: int, weight: Tensor, head: HeadOptions) -> list[slice]:
 class _Logits:
     """Logits of one chunk after the other, in one buffer: fresh pages would cost as much as the product."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: list[slice]) -> None:
+    def __init__(self, weight: Tensor, chunks: list[slice], head: HeadOptions) -> None:
         longest = max((rows.stop - rows.start for rows in chunks), default=0)
-        self._weight, self._bias = weight.detach().t(), None if bias is None else bias.detach()
+        self._weight, self._head = weight.detach(), head
         self._buffer = weight.new_empty(longest, weight.shape[0])
 
     def of(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states [r, C], zero where the label is ignored (0 * NaN would reach the weight's gradient),
         and their logits [r, V], which the next call overwrites."""
         clean = hidden.masked_fill((labels < 0)[:, None], 0.0)
-        logits = self._buffer[: hidden.shape[0]]
-        if self._bias is None:
-            return clean, torch.mm(clean, self._weight, out=logits)
-        return clean, torch.addmm(self._bias, clean, self._weight, out=logits)
+        return clean, head_logits(clean, self._weight, self._head, self._buffer[: hidden.shape[0]])
+
+
+@torch.no_grad()
+def head_logits(hidden: Tensor, weight: Tensor, head: HeadOptions, out: Tensor) -> Tensor:
+    """Logits of hidden states [r, C] before scale and soft cap, written into `out` [r, V]; no gradient."""
+    if head.kernels is not None:
+        return head.kernels.logits(hidden, weight, head.bias, out)
+    if head.bias is None:
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(head.bias, hidden, weight.t(), out=out)
 
 
 class _HeadGrads:
@@ -359,11 +382,13 @@ class _RowFigures(NamedTuple):
         return _RowFigures(self.lse[rows], self.entropy[rows], self.dlogprobs[rows], dentropy)
 
 
-def _row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """logprob, entropy and lse, [r] each, of logits [r, V]."""
+def row_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob, entropy and lse, [r] each, of the labels [r] under logits [r, V]; no gradient."""
     scale, cap = head.scale, head.cap
     if head.vocab is not None:
         return merged_stats(_own_stats(logits, labels, head), labels, head.vocab.group)
+    if head.kernels is not None:
+        return head.kernels.stats(logits, labels, scale, cap)
     if head.compiled:
         stats: tuple[Tensor, Tensor, Tensor] = _compiled(_stats)(logits, labels, scale=scale, cap=cap)
         return stats

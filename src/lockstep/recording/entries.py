@@ -7,9 +7,18 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from lockstep.errors import RecordingError
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import InputKey, InputMeta, RecordingHeader
 
 BATCH_FLOATS = ("loss_weights", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
@@ -167,7 +176,15 @@ class HeaderEntry(_Checked):
     world_size: Annotated[int, Field(ge=1, le=2**20)]
     mesh: dict[str, Count]
     device_name: str
+    contract: dict[str, Any] | None = None  # recordings of earlier versions have none
     notes: dict[str, Any]
+
+    @field_validator("contract")
+    @classmethod
+    def _check_contract(cls, contract: dict[str, Any] | None) -> dict[str, Any] | None:
+        if contract is not None:
+            KernelContract.from_json(contract)
+        return contract
 
     def header(self) -> RecordingHeader:
         return RecordingHeader(**{name: getattr(self, name) for name in HeaderEntry.model_fields})

@@ -125,12 +125,15 @@ class RecordingHeader:
     """Longest completion, which the constant aggregation divides by; None for SFT and foreign modules."""
     axes: Mapping[str, Any]
     """backend, engine, attention, execution, layout, padding_side, device, dtype, static_capacity,
-    activation_checkpointing: what the policy ran with."""
+    activation_checkpointing, batch_invariant: what the policy ran with."""
     capacity: Mapping[str, int]
     """token_budget, max_seqlen, max_documents: what static capacities are made for."""
     world_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Mesh axis -> size."""
     device_name: str = ""
+    contract: Mapping[str, Any] | None = None
+    """The kernel contract of a batch-invariant policy (lockstep.schema.contract.KernelContract.as_json);
+    None: it was not batch-invariant."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Free: how the recording was made."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.execution import CompileWatch
+from lockstep.execution import CompileReport, CompileWatch
 from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
@@ -31,6 +31,7 @@ from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
+from lockstep.train.contract import contract_of, counting
 from lockstep.train.dealing import Seen, dealt, require_same_batches, share_logprobs, share_stats
 from lockstep.train.deepspeed_build import ZeroBuilder
 from lockstep.train.deepspeed_setup import find_ninja, refuse_impossible
@@ -91,6 +92,7 @@ class DeepSpeedBackend:
         self.device = next(self.module.parameters()).device
         self.steps_done = 0
         self.deepcompile = config.execution == "deepcompile"
+        self.contract = contract_of(config, model, self.device)
         with_states = total_steps > 0
         refuse_impossible(config, device=self.device, dtype=model.dtype, with_optimizer=with_states)
         ds = _import_deepspeed(self.device)
@@ -157,7 +159,7 @@ class DeepSpeedBackend:
             raise step_errors.no_reference()
         results = []
         self._outer.eval()
-        with torch.no_grad(), self._as_model(model) as outer:
+        with torch.no_grad(), self._as_model(model) as outer, counting(self._compile_watch):
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(batch, index=index, count=len(batches)):
                     rows, labels = head_rows(batch, static=self._static, device=self.device)
@@ -234,7 +236,8 @@ class DeepSpeedBackend:
         try:
             for turn, (index, batch) in enumerate(batches.items()):
                 self._zero.engine.set_gradient_accumulation_boundary(turn == len(batches) - 1)
-                with self._memory_errors_explained(batch, index=index, count=count):
+                watched = counting(self._compile_watch)
+                with self._memory_errors_explained(batch, index=index, count=count), watched:
                     self._backward(batch, loss, stats)
             self._gradients_ready = self._trained = bool(batches)
             self._zero.after_backward()
@@ -359,6 +362,10 @@ class DeepSpeedBackend:
             self._compile_watch.check()
             self._compile_watch.mark_warm()
         return {"grad_norm": norm, "lr": lr}
+
+    def compile_report(self) -> CompileReport | None:
+        """What torch.compile did so far on this rank; None in eager mode."""
+        return None if self._compile_watch is None else self._compile_watch.report()
 
     # --- weights --------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.execution import CompileWatch, compile_blocks
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.forward import head_of
+from lockstep.train.contract import compile_options
 from lockstep.train.deepspeed_engine import ZeroEngine
 from lockstep.train.deepspeed_setup import announced_build, basic_optimizer, ds_config
 from lockstep.train.loss_module import LogprobModule, LossModule
@@ -77,12 +78,14 @@ class ZeroBuilder:
         """Stage 3 wraps every module's forward in hooks that no graph can hold, so there a layer is gathered
         whole and only what is inside of its forward is compiled."""
         if self.config.zero_stage < 3:
-            return compile_blocks(module, max_recompiles=self.config.max_recompiles)
+            return compile_blocks(
+                module, max_recompiles=self.config.max_recompiles, options=compile_options(module)
+            )
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        layers = decoder_layers(module)
+        layers, options = decoder_layers(module), compile_options(module)
         self.ds.utils.set_z3_leaf_modules(module, list({type(layer) for layer in layers}))
         for layer in layers:
-            compiled: Any = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+            compiled: Any = torch.compile(layer.forward, fullgraph=True, dynamic=False, options=options)
             layer.forward = compiled
         return CompileWatch(max_recompiles=self.config.max_recompiles)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
+from lockstep.execution import CompileReport
 from lockstep.models.causal_lm import causal_lm, checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import Ring, check_ring
@@ -28,6 +29,7 @@ from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
+from lockstep.train.contract import contract_of, counting
 from lockstep.train.dealing import Seen, dealt, require_same_batches, share_logprobs, share_stats
 from lockstep.train.fsdp2_shards import ShardedModel, device_of
 from lockstep.train.fsdp2_state import ShardedState
@@ -88,6 +90,7 @@ class FSDP2Backend:
             compiled = config.execution == "compile"
             kernel = kernel_of(base.config._attn_implementation)
             check_ring(kernel, base.config, layout=config.layout, compiled=compiled, device=self.device)
+        self.contract = contract_of(config, model, self.device)
         self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
@@ -147,7 +150,7 @@ class FSDP2Backend:
             raise step_errors.no_reference()
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         found: dict[int, Tensor] = {}
-        with torch.no_grad(), sharded.resharded_after():
+        with torch.no_grad(), sharded.resharded_after(), counting(self._policy.compile_watch):
             for index, batch in self._turns(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     rows, labels, part = self._rows(batch)
@@ -182,7 +185,7 @@ class FSDP2Backend:
         root = self._policy.outer
         root.train()
         try:
-            with self._policy.resharded_after():
+            with self._policy.resharded_after(), counting(self._policy.compile_watch):
                 for turn, (index, batch) in enumerate(turns):
                     self._policy.last_backward(turn == len(turns) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
@@ -328,6 +331,11 @@ class FSDP2Backend:
             watch.check()
             watch.mark_warm()
         return update
+
+    def compile_report(self) -> CompileReport | None:
+        """What torch.compile did so far on this rank; None in eager mode."""
+        watch = self._policy.compile_watch
+        return None if watch is None else watch.report()
 
     @torch.no_grad()
     def _updated(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.execution import CompileWatch, compile_blocks
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel
+from lockstep.train.contract import compile_options
 from lockstep.train.loss_module import LossModule
 from lockstep.train.mesh import RankMesh
 from lockstep.train.tensor_parallel import (
@@ -73,7 +74,9 @@ class ShardedModel:
         compiled = config.execution == "compile"
         self.compile_watch: CompileWatch | None = None
         if compiled:  # before FSDP2's hooks, which no graph can hold
-            self.compile_watch = compile_blocks(module, max_recompiles=config.max_recompiles)
+            self.compile_watch = compile_blocks(
+                module, max_recompiles=config.max_recompiles, options=compile_options(module)
+            )
         self.outer = LossModule(
             module,
             config=config,

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.execution import CompileWatch, compile_blocks
+from lockstep.execution import CompileReport
 from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_hf
-from lockstep.models.forward import head_of, hidden_states
+from lockstep.models.forward import hidden_states
+from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
 from lockstep.models.memory import advice
@@ -28,10 +29,13 @@ from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
+from lockstep.train.compiled import compile_policy
+from lockstep.train.contract import contract_of, counting
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
 from lockstep.train.rows import Rows, head_rows, part, scatter
 from lockstep.train.schedule import lr_at
+from lockstep.train.single_samples import joined, single_samples
 from lockstep.train.state import load_state, save_state
 from lockstep.train.state_parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
 
@@ -69,10 +73,10 @@ class LocalBackend:
         ref: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        if config.execution not in ("eager", "compile"):
+        if config.execution not in ("eager", "compile", "joint"):
             raise ConfigError(
                 f"train.execution = {config.execution!r} is not available with train.backend = 'local'; "
-                "set 'eager' or 'compile'"
+                "set 'eager', 'compile' or 'joint'"
             )
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
@@ -80,6 +84,7 @@ class LocalBackend:
         self.spans = spans
         self.steps_done = 0
         self.device = next(self.module.parameters()).device
+        self.contract = contract_of(config, model, self.device)
         self._lora = has_lora(self.module)
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
@@ -95,7 +100,7 @@ class LocalBackend:
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         if config.activation_checkpointing:
             checkpoint_activations(self.module)
-        self._compile_watch = self._compile() if config.execution == "compile" else None
+        self._compile_watch = compile_policy(self.module, self._ref, config)
 
     @property
     def _optimizer(self) -> MasterOptimizer:
@@ -105,11 +110,6 @@ class LocalBackend:
 
     def _frozen_copy(self) -> nn.Module:
         return copy.deepcopy(self.module).requires_grad_(False)
-
-    def _compile(self) -> CompileWatch:
-        if self._ref is not None:
-            compile_blocks(self._ref)
-        return compile_blocks(self.module, max_recompiles=self.config.max_recompiles)
 
     # --- forward and backward -------------------------------------------------------------------------------
 
@@ -123,16 +123,18 @@ class LocalBackend:
         if model == "ref" and not self._has_ref:
             raise step_errors.no_reference()
         results = []
-        with torch.no_grad(), self._as_model(model) as module:
+        with torch.no_grad(), self._as_model(model) as module, counting(self._compile_watch):
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batches):
-                    rows, labels = self._rows(batch)
-                    hidden = self._hidden(module, batch.to(self.device), rows)
-                    logprobs, _ = linear_logprobs(
-                        hidden, head_of(module).weight, labels, head=self._head(module)
-                    )
-                    results.append(scatter(logprobs, rows, batch.num_slots))
+                    found = [self._logprobs(module, one) for one in self._parts(batch)]
+                    results.append(found[0] if self._in_packs else joined(found, batch))
         return results
+
+    def _logprobs(self, module: nn.Module, batch: PackedBatch) -> Tensor:
+        rows, labels = self._rows(batch)
+        hidden = self._hidden(module, batch.to(self.device), rows)
+        logprobs, _ = linear_logprobs(hidden, head_of(module).weight, labels, head=self._head(module))
+        return scatter(logprobs, rows, batch.num_slots)
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Adds the gradients of all micro-batches of one optimizer step.
@@ -140,13 +142,14 @@ class LocalBackend:
         Raises:
             TrainError: a loss is not finite, or memory ran out; all gradients of the step are dropped.
         """
-        self._gradients.expect(len(batches))
+        self._gradients.expect(self._backwards(batches))
         stats = StepStats(losses=[], logprobs=[], entropy=[])
         self.module.train()
         try:
-            for index, batch in enumerate(batches):
-                with self._memory_errors_explained(index, batches):
-                    self._backward(batch, loss, stats)
+            with counting(self._compile_watch):
+                for index, batch in enumerate(batches):
+                    with self._memory_errors_explained(index, batches):
+                        self._backward(batch, loss, stats)
             self._check_losses(batches, stats.losses)
         except BaseException:  # half a step's gradients must not leak into the next one
             self.drop_gradients()
@@ -156,8 +159,31 @@ class LocalBackend:
         self._pending += [(batch, loss) for batch in batches]
         return stats
 
+    @property
+    def _in_packs(self) -> bool:
+        return self.config.accumulate == "pack"
+
+    def _backwards(self, batches: Sequence[PackedBatch]) -> int:
+        """At most so many backwards do these micro-batches have."""
+        return sum(1 if self._in_packs else len(batch.sample_ids) for batch in batches)
+
+    def _parts(self, batch: PackedBatch) -> list[PackedBatch]:
+        """What has a forward and a backward of its own, on the host."""
+        return [batch] if self._in_packs else single_samples(batch, static=self._static)
+
     def _backward(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
         """Forward, loss and backward of one micro-batch; adds what was seen to `stats`."""
+        if self._in_packs:
+            self._backward_at_once(batch, loss, stats)
+            return
+        seen = StepStats(losses=[], logprobs=[], entropy=[])
+        for one in self._parts(batch):
+            self._backward_at_once(one, loss, seen)
+        stats.losses.append(torch.stack(seen.losses).sum())
+        stats.logprobs.append(joined(seen.logprobs, batch))
+        stats.entropy.append(joined(seen.entropy, batch))
+
+    def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
         rows, labels = self._rows(batch)
         moved = batch.to(self.device)
         if labels.numel() == 0:  # nothing to train on, and no graph to go back through
@@ -206,12 +232,9 @@ class LocalBackend:
         return hidden if isinstance(rows, slice) else hidden.index_select(0, rows)
 
     def _head(self, module: nn.Module, *, entropy_grad: bool = False) -> HeadOptions:
-        head = head_of(module)
-        return HeadOptions(
+        return head_options(
+            module,
             temperature=self.temperature,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
-            bias=head.bias,
             compiled=self.config.execution != "eager",
             entropy_grad=entropy_grad,
         )
@@ -250,7 +273,7 @@ class LocalBackend:
         pending = list(self._pending)
         self.drop_gradients()
         for index, (batch, loss) in enumerate(pending):
-            self._gradients.expect(1)
+            self._gradients.expect(self._backwards([batch]))
             self.module.train()
             self._backward(batch, loss, StepStats(losses=[], logprobs=[], entropy=[]))
             self.module.eval()
@@ -323,6 +346,10 @@ class LocalBackend:
             self._compile_watch.check()
             self._compile_watch.mark_warm()
         return update
+
+    def compile_report(self) -> CompileReport | None:
+        """What torch.compile did so far; None in eager mode."""
+        return None if self._compile_watch is None else self._compile_watch.report()
 
     # --- weights --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.models.causal_lm import causal_lm
-from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, head_of, run_decoder
+from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_decoder
+from lockstep.models.heads import head_of, head_options
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.protocols.train import TokenLoss
@@ -109,12 +110,9 @@ class LossModule(nn.Module):
         return value
 
     def _head(self, entropy_grad: bool) -> HeadOptions:
-        head = head_of(self.policy)
-        return HeadOptions(
+        return head_options(
+            self.policy,
             temperature=self.temperature,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
-            bias=head.bias,
             compiled=self.config.execution != "eager",
             entropy_grad=entropy_grad,
             vocab=self.vocab,

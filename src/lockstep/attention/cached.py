@@ -1,0 +1,145 @@
+"""Attention to keys and values that are kept: one op that stores the new ones and attends to all.
+
+    pool        [P, K, H]: keys (another holds the values) of all documents; a document's are consecutive rows
+    slots       [T] int64: the pool row of every new token
+    cu_q        [D + 1] int32: document d's new tokens are rows cu_q[d] to cu_q[d + 1]; its last ones
+    starts      [D + 1] int32: document d's first row in the pool; in any order; the last entry is not read
+    used        [D] int32: how many keys the document has, the new ones included; 0: its rows get zeros
+    max_q       no document has more new tokens
+    max_k       no document has more keys
+    decode      every document has exactly one new token
+
+The kernel is torch's flash attention, as in `varlen`, and a row's bits are those it has in a packed training
+forward. For that the keys must be summed in the same order, and three things in the CUDA kernel would change
+it: for one query a document it swaps query heads into rows by itself *and* then splits the keys (so max_q is
+never 1 with grouped heads), it splits where `num_splits` does not forbid it (torch >= 2.12), and its key
+blocks are counted from the document's first key (so the window is left to the kernel).
+
+In decode the query heads of one kv head are made rows of a document, which then needs no causal mask; so the
+pool is read once a kv head and not once a query head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.attention.cpu_reference import enable_cpu_reference
+
+_flash = torch.ops.aten._flash_attention_forward
+# torch 2.11 has no such argument, and never splits the keys of packed documents.
+_NO_SPLITS: dict[str, Any] = (
+    {"num_splits": 1} if any(a.name == "num_splits" for a in _flash.default._schema.arguments) else {}
+)
+
+
+@torch.library.custom_op("lockstep::store_and_attend", mutates_args=("k_pool", "v_pool"))
+def store_and_attend(  # signature: an op takes tensors and numbers, no records
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    cu_q: Tensor,
+    starts: Tensor,
+    used: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    decode: bool,
+) -> Tensor:
+    """Write k and v [T, K, H] to `slots` of the pools, then q [T, N, H] attends -> [T, N, H].
+
+    `window` counts the query itself (transformers' sliding_window). See the module for the rest.
+    """
+    store(k_pool, v_pool, k, v, slots)
+    return cached_attention(
+        q,
+        k_pool,
+        v_pool,
+        cu_q=cu_q,
+        starts=starts,
+        used=used,
+        max_q=max_q,
+        max_k=max_k,
+        scale=scale,
+        window=window,
+        decode=decode,
+    )
+
+
+@store_and_attend.register_fake
+def _fake(q: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def store(k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Rows `slots` [T] of the pools become k and v [T, K, H]."""
+    k_pool.index_copy_(0, slots, k)
+    v_pool.index_copy_(0, slots, v)
+
+
+def cached_attention(  # signature: the op's
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    cu_q: Tensor,
+    starts: Tensor,
+    used: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window: int | None,
+    decode: bool,
+) -> Tensor:
+    """q [T, N, H] -> [T, N, H], over keys that are in the pools already; see the module."""
+    if q.device.type == "cpu":
+        enable_cpu_reference()
+    documents, kv_heads = used.shape[0], k_pool.shape[1]
+    group = q.shape[1] // kv_heads
+    as_rows = decode and window is None and _rows_keep_blocks(q.device)
+    if as_rows:
+        rows = q.unflatten(1, (kv_heads, group)).transpose(1, 2).reshape(-1, kv_heads, q.shape[2])
+        q, cu_q, max_q = rows, cu_q * group, group
+    elif decode:
+        max_q = 2  # with 1 the kernel would swap heads for rows, and split the keys
+    out: Tensor = _flash(
+        q,
+        k_pool,
+        v_pool,
+        cu_q,
+        starts,
+        max_q,
+        max_k,
+        0.0,
+        not as_rows,
+        False,
+        scale=scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+        seqused_k=used,
+        **_NO_SPLITS,
+    )[0]
+    if as_rows:
+        out = out.unflatten(0, (documents, group)).transpose(1, 2).flatten(1, 2)
+    return out
+
+
+@functools.cache
+def _rows_keep_blocks(device: torch.device) -> bool:
+    """Whether the kernel has the same key blocks with and without a causal mask.
+
+    Not on compute capability 8.6 and 8.9, where some head dimensions have other tiles for causal attention
+    (flash_fwd_launch_template.h, is_sm8x). The CPU kernel counts tiles from the document's first token only
+    where a row is a token.
+    """
+    if device.type == "cpu":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return (major, minor) not in ((8, 6), (8, 7), (8, 9))

@@ -1,0 +1,279 @@
+"""`lockstep bench step`: what one RL step costs, in several ways of taking it, side by side.
+
+lockstep bench step --model shape:llama-3.2-1b --execution eager,compile --engine hf,native
+lockstep bench step --cells compile+native,compile+native+invariant --repeats 9
+lockstep bench step --model shape:tiny-llama --cells eager+hf,fsdp2+eager+hf --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.cli import arguments
+from lockstep.errors import ConfigError, unknown_name
+from lockstep.lab.bench_cells import AXES, BenchCell, parse_cells, product
+
+if TYPE_CHECKING:
+    from lockstep.lab.bench import BenchOptions
+    from lockstep.lab.bench_work import BenchWork
+
+COMMANDS = {"step": "forward, backward, optimizer step and generation of one RL step, cell by cell"}
+MOST_TOKENS = 8192
+"""Of a micro-batch, where --token-budget does not say."""
+MOST_SAMPLES = 65_536
+"""More than this is a mistake in --prompts or --group."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: every cell was measured or refused; 1: one failed; 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: a wrong setting, before anything is measured.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    command, *rest = argv
+    if command not in COMMANDS:
+        raise ConfigError(unknown_name("command of lockstep bench", command, COMMANDS))
+    return step(rest)
+
+
+def usage() -> str:
+    """The text of `lockstep bench --help`."""
+    lines = "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+    return f"usage: lockstep bench COMMAND [OPTIONS]\n\n{__doc__}\ncommands:\n{lines}"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every flag of `lockstep bench step`."""
+    made = argparse.ArgumentParser(
+        prog="lockstep bench step",
+        description="Measure one RL step of the same work in several ways: each in processes of its own, in "
+        "turns, beside\nthe first of them.\n\nA cell is a name such as fsdp2+compile+native+invariant: "
+        "words of backend, execution and engine, and\n`invariant`, joined by +.",
+        epilog="Exit status 1: a cell failed, ran out of memory or hung, or the first one was refused.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    cells = made.add_argument_group("which cells")
+    cells.add_argument("--cells", metavar="LIST", help="cells joined by commas, in this order (eager+hf)")
+    for axis, values in AXES.items():
+        cells.add_argument(
+            f"--{axis}", metavar="LIST", help=f"of {', '.join(values)}; every combination ({values[0]})"
+        )
+    cells.add_argument(
+        "--ranks", type=arguments.positive, metavar="N", help="of backends with ranks (all GPUs, or 2)"
+    )
+    cells.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
+    _work_flags(made.add_argument_group("of what work"))
+    _output_flags(made.add_argument_group("measuring and output"))
+    return made
+
+
+def _work_flags(group: Any) -> None:
+    group.add_argument("--model", default="shape:tiny-llama", metavar="NAME", help="(shape:tiny-llama)")
+    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
+    group.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="as model.dtype (auto)"
+    )
+    group.add_argument(
+        "--attention",
+        default="auto",
+        metavar="NAME",
+        help="as train.attention (auto; varlen if any is invariant)",
+    )
+    group.add_argument("--prompts", type=arguments.positive, default=8, metavar="N", help="of a step (8)")
+    group.add_argument("--group", type=arguments.positive, default=4, metavar="N", help="samples each (4)")
+    group.add_argument(
+        "--prompt-tokens", type=arguments.positive, default=32, metavar="N", help="of each prompt (32)"
+    )
+    group.add_argument(
+        "--longest",
+        type=arguments.positive,
+        default=512,
+        metavar="N",
+        help="tokens of prompt and completion, at most; lengths are lognormal, as in RL (512)",
+    )
+    group.add_argument(
+        "--token-budget",
+        type=arguments.positive,
+        metavar="N",
+        help="of a micro-batch (all of a step, up to 8192, or --longest)",
+    )
+    group.add_argument("--seed", type=arguments.count, default=0, metavar="N", help="(0)")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another setting of lockstep train grpo, of all cells, such as engine.max_batch=64; repeatable",
+    )
+
+
+def _output_flags(group: Any) -> None:
+    group.add_argument(
+        "--repeats", type=arguments.positive, default=5, metavar="N", help="measured steps of each cell (5)"
+    )
+    group.add_argument(
+        "--warmup", type=arguments.positive, default=2, metavar="N", help="steps before them (2)"
+    )
+    group.add_argument(
+        "--one-at-a-time",
+        action="store_true",
+        help="each cell to its end before the next one starts, where two do not fit into memory",
+    )
+    group.add_argument(
+        "--fresh-cache",
+        action="store_true",
+        help="compile everything anew, whatever this machine has compiled",
+    )
+    group.add_argument(
+        "--timeout",
+        type=arguments.above_zero,
+        default=600.0,
+        metavar="S",
+        help="seconds of a cell's start, and of each of its steps (600)",
+    )
+    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/bench-TIME)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="the result once more")
+    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+
+
+def step(argv: Sequence[str]) -> int:
+    """`lockstep bench step`."""
+    args = parser().parse_args(list(argv))
+    options = make_options(args, command=shlex.join(["lockstep", "bench", "step", *argv]))
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    from lockstep.cli.parity import console
+    from lockstep.lab.bench import run_bench
+    from lockstep.lab.bench_report import show, write_reports
+    from lockstep.observe.files import write_json
+
+    say = arguments.nothing if args.quiet else _say
+    say(f"bench: {options.out}")
+    for note in options.notes:
+        say(note)
+    result = run_bench(options, progress=say)
+    write_reports(result, options.out)
+    if not args.quiet:
+        show(result, console())
+        print(f"{options.out}/bench.md, bench.json")
+    if args.json is not None:
+        write_json(args.json, result.as_dict())
+    print(result.verdict)
+    return 0 if result.ok else 1 if result.complete else 130
+
+
+def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions:
+    """What the flags say.
+
+    Raises:
+        ConfigError: a value that cannot be right, named with its flag.
+    """
+    from lockstep.cli.parity import device_of
+    from lockstep.lab.bench import BenchOptions
+
+    cells = _cells(args)
+    device, gpus = device_of(args.device)
+    work = _work(args)
+    notes = []
+    attention = args.attention
+    if attention == "auto" and any(cell.invariant for cell in cells):
+        attention = "varlen"
+        notes.append("attention auto -> varlen in all cells, because one of them is invariant")
+    return BenchOptions(
+        cells=cells,
+        run=_run(args, work=work, device=device, attention=attention),
+        out=args.out or arguments.default_out("bench"),
+        work=work,
+        device=device,  # type: ignore[arg-type]
+        ranks=args.ranks or gpus or 2,
+        overrides=_overrides(args.set),
+        repeats=args.repeats,
+        warmup=args.warmup,
+        one_at_a_time=args.one_at_a_time,
+        fresh_cache=args.fresh_cache,
+        timeout=args.timeout,
+        notes=notes,
+        command=command,
+    )
+
+
+def _cells(args: argparse.Namespace) -> list[BenchCell]:
+    lists = {axis: getattr(args, axis) for axis in AXES}
+    if args.cells is None:
+        return product(lists)
+    given = [axis for axis, text in lists.items() if text is not None]
+    if given:
+        raise ConfigError(f"--cells and --{given[0]} exclude each other; give the cells, or lists of values")
+    return parse_cells(args.cells)
+
+
+def _work(args: argparse.Namespace) -> BenchWork:
+    from pydantic import ValidationError
+
+    from lockstep.lab.bench_work import BenchWork
+
+    if args.prompts * args.group > MOST_SAMPLES:
+        raise ConfigError(
+            f"--prompts {args.prompts} x --group {args.group} are more than {MOST_SAMPLES} samples; lower one"
+        )
+    names = ("prompts", "group", "prompt_tokens", "longest", "seed")
+    try:
+        return BenchWork.model_validate({name: getattr(args, name) for name in names})
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+
+
+def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: str) -> Any:
+    """What all cells share, as a run of `lockstep train grpo`."""
+    from lockstep.config.load import load_run
+
+    budget = args.token_budget or max(args.longest, min(sum(work.lengths()), MOST_TOKENS))
+    if budget < args.longest:
+        raise ConfigError(
+            f"--token-budget {budget} is below --longest {args.longest}: a document must fit one micro-batch"
+        )
+    settings: dict[str, Any] = {
+        "name": "bench",
+        "steps": args.warmup + args.repeats,
+        "model.name": args.model,
+        "model.dtype": args.dtype,
+        "data.source": "ids",
+        "data.task": {"min_tokens": 1, "max_tokens": min(16, work.prompt_tokens)},
+        "data.max_prompt_tokens": work.prompt_tokens,
+        "rewards": [{"name": "ids"}],
+        "rollout.prompts_per_step": work.prompts,
+        "rollout.group_size": work.group,
+        "rollout.sampling.max_tokens": work.longest - work.prompt_tokens,
+        "rollout.sampling.ignore_eos": True,
+        "algorithm.name": "grpo" if work.group > 1 else "reinforce++",
+        "train.attention": attention,
+        "train.device": device,
+        "train.token_budget": budget,
+    }
+    if args.num_layers is not None:
+        settings["model.num_layers"] = args.num_layers
+    return load_run(kind="grpo", overrides=settings)
+
+
+def _overrides(words: Sequence[str]) -> dict[str, Any]:
+    from lockstep.cli.parity import toml_value
+
+    found = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set {word!r}: write NAME=VALUE, such as engine.max_batch=64")
+        found[name] = toml_value(text)
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,94 @@
+"""The KV pool: keys and values of all running samples, one pair of tensors per layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+SCRATCH = 0
+"""The pool row that rows without a sample write to: they fill a batch up to a static size."""
+_FRACTION = {"cuda": 0.45, "cpu": 0.25}
+"""engine.memory_fraction when it is not set: on a GPU the trainer's optimizer and activations need theirs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVShape:
+    """What a token's keys and values are."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, keys and values of all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """`count` rows from `source` on are copied to `target` on."""
+
+    source: int
+    target: int
+    count: int
+
+
+class KVPool:
+    """keys[layer] and values[layer] are [P, K, H]; P - 1 tokens of samples and the scratch row."""
+
+    def __init__(self, shape: KVShape, capacity: int) -> None:
+        def rows() -> Tensor:  # a tensor each: views of one storage would be aliased inputs of a graph
+            size = (capacity + 1, shape.heads, shape.head_dim)
+            tensor = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+            torch._dynamo.mark_dynamic(tensor, 0)  # a larger pool is no reason to compile again
+            return tensor
+
+        self.capacity = capacity
+        self.num_bytes = (capacity + 1) * shape.token_bytes
+        self.keys = [rows() for _ in range(shape.layers)]
+        self.values = [rows() for _ in range(shape.layers)]
+        self._device = shape.device
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """All at once: a source may overlap any target."""
+        if not moves:
+            return
+        sources = [np.arange(move.source, move.source + move.count) for move in moves]
+        targets = [np.arange(move.target, move.target + move.count) for move in moves]
+        rows = np.concatenate([*sources, *targets])
+        index = upload(rows, torch.empty(rows.size, dtype=torch.int64, device=self._device))
+        source, target = index.chunk(2)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def upload(array: npt.NDArray[Any], to: Tensor) -> Tensor:
+    """Copy the entries, in order, over those of `to`; a GPU is not waited for."""
+    entries = torch.from_numpy(array).view(-1)
+    return to.copy_(entries.pin_memory() if to.is_cuda else entries, non_blocking=True)
+
+
+def most_tokens(shape: KVShape, fraction: float | None, *, held: int = 0) -> int:
+    """Tokens that fit into `fraction` of the device's memory, and into nine tenths of what is free there.
+
+    Args:
+        held: bytes of a pool that the new one takes the place of.
+    """
+    share = _FRACTION[shape.device.type] if fraction is None else fraction
+    if shape.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(shape.device)
+        cached = torch.cuda.memory_reserved(shape.device) - torch.cuda.memory_allocated(shape.device)
+        limit = min(share * total, 0.9 * (free + cached + held))
+    else:
+        limit = share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(limit) // shape.token_bytes - 1

@@ -1,0 +1,305 @@
+"""One forward on the device: a chunk of prefill, or one token for every running sample.
+
+Whatever a forward reads and writes lies in static buffers, so that on CUDA a prefill is the replay of a
+graph, and a step of two: tokens to logits, and logits to tokens. The next step takes its tokens from where
+this one left them; the host may launch it before it has read them.
+
+    host columns ─► pinned ─► device ─► [ layers ─► logits ] ─► [ tokens, logprobs ] ─► pinned ─► host
+                                            ▲                        │
+                                            └──── tokens of step t ──┘ are the input of step t + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lockstep.engine.native.choose import choose, scaled
+from lockstep.engine.native.layers import Layers, Places
+from lockstep.engine.native.pool import SCRATCH, KVPool, upload
+from lockstep.engine.noise import noise_keys
+from lockstep.engine.sampling import SampleState, draw_logits
+from lockstep.models.heads import head_options
+from lockstep.ops.logprobs import HeadOptions, head_logits, row_stats
+
+SOURCE, TOKEN, POSITION, SLOT, START, USED, SEED = range(7)
+"""Columns of a step, [7, R] int64. SOURCE: the row of the last step that this row's token comes from; -1: it
+is TOKEN. POSITION: the token's. SLOT: where its keys and values go. START, USED: the sample's keys. SEED: of
+the noise of the token that comes next."""
+_COLUMNS = 7
+_PAD = np.array([-1, 0, 0, SCRATCH, SCRATCH, 1, 0])
+_IN_FLIGHT = 3
+"""Pinned buffers in turn: of the step that is read, the one that runs and the one that is made."""
+_PREFILL_DOCUMENTS = 64
+"""Documents of one compiled prefill forward."""
+
+Columns = npt.NDArray[np.int64]
+_Key = tuple[str, int] | tuple[str, int, float]
+"""Of a graph: what it does, its size, the temperature."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Tokens of one prefill forward: parts of documents, end to end."""
+
+    token_ids: Columns
+    positions: Columns
+    slots: Columns
+    lengths: Columns
+    """[D]: new tokens of each document."""
+    starts: Columns
+    used: Columns
+    """[D]: keys of each document, those of its new tokens included."""
+
+
+class Pending:
+    """Tokens and logprobs that the device may still be computing."""
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor, event: torch.cuda.Event | None) -> None:
+        self._tokens, self._logprobs, self._event = tokens, logprobs, event
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Waits for the device. To be called before two more steps are launched."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tokens.tolist(), self._logprobs.tolist()
+
+
+class Runner:
+    """Forwards of fixed sizes over a KV pool.
+
+    Args:
+        max_rows: rows of a decode step, at most.
+        chunk: tokens of a prefill forward, at most.
+        max_keys: keys of a sample, at most.
+        compiled: layers are compiled, so that forwards come in few sizes.
+        graphs: forwards are CUDA graphs; without, their launches are what a small one takes its time for.
+    """
+
+    def __init__(  # the sizes of what it holds
+        self, layers: Layers, *, max_rows: int, chunk: int, max_keys: int, compiled: bool, graphs: bool
+    ) -> None:
+        self._layers, self._max_keys = layers, max_keys
+        self._compiled, self._graphs = compiled, graphs
+        device = layers.shape.device
+        static = compiled or graphs
+        self.row_sizes = _sizes(max_rows, (64, 16, 4, 2, 1) if graphs else (8, 1)) if static else None
+        self.chunk_sizes = _sizes(chunk, (16, 4, 1)) if static else None
+        self._device, self.chunk = device, chunk
+        self.documents = _PREFILL_DOCUMENTS
+        self._pool: KVPool | None = None
+        self._captured: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._heads: dict[float, HeadOptions] = {}
+        self._memory: Any = None
+        self._turn = 0
+        pinned = device.type == "cuda"
+        self._prompts = torch.zeros(3 * chunk, dtype=torch.int64, device=device)
+        self._documents = torch.zeros(3 * (self.documents + 1), dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(_COLUMNS * max_rows, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(max_rows, device=device)
+        self._logits = torch.empty(max_rows, layers.vocab_size, dtype=layers.weight.dtype, device=device)
+        self._counting = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        shapes = ((_COLUMNS * max_rows, torch.int64), (max_rows, torch.int64), (max_rows, torch.float32))
+        self._host = [
+            [torch.zeros(size, dtype=dtype, pin_memory=pinned) for size, dtype in shapes]
+            for _ in range(_IN_FLIGHT)
+        ]
+
+    def use(self, pool: KVPool) -> None:
+        """Store keys and values in this pool from now on."""
+        if pool is not self._pool:
+            self.forget()
+            self._pool = pool
+
+    def forget(self) -> None:
+        """Let the pool go, and the graphs that hold its addresses."""
+        self._captured.clear()
+        self._memory = None  # it went with the last of its graphs: its handle must not be used again
+        self._pool = None
+
+    @property
+    def pool(self) -> KVPool:
+        assert self._pool is not None, "a runner without a pool"
+        return self._pool
+
+    # prefill
+
+    def chunk_for(self, tokens: int) -> int:
+        """How many of so many tokens the next prefill forward takes at most: a part of them, where the size
+        that has room for all would be mostly padding."""
+        if self.chunk_sizes is None or tokens >= self.chunk:
+            return self.chunk
+        size = _fitting(self.chunk_sizes, tokens)
+        smaller = [other for other in self.chunk_sizes if other < size]
+        return smaller[-1] if smaller and 2 * tokens <= size else size
+
+    def prefill(self, chunk: Chunk) -> None:
+        """Keys and values of the chunk's tokens; nobody needs its logits."""
+        tokens, documents = len(chunk.token_ids), len(chunk.lengths)
+        size, rows = tokens, documents
+        if self.chunk_sizes is not None:
+            size, rows = _fitting(self.chunk_sizes, tokens), self.documents
+        per_token = np.zeros((3, size), np.int64)
+        per_token[:, :tokens] = chunk.token_ids, chunk.positions, chunk.slots
+        per_token[2, tokens:] = SCRATCH
+        per_document = np.zeros((3, rows + 1), np.int32)
+        per_document[0, 1 : documents + 1] = chunk.lengths
+        per_document[0].cumsum(out=per_document[0])
+        per_document[1, :documents], per_document[2, :documents] = chunk.starts, chunk.used
+        upload(per_token, self._prompts[: per_token.size])
+        upload(per_document, self._documents[: per_document.size])
+        self._replayed(("prefill", size), lambda: self._prefill(size, rows))
+
+    def _prefill(self, size: int, documents: int) -> None:
+        """From the static prompts to the pool."""
+        token_ids, positions, slots = self._prompts[: 3 * size].view(3, size)
+        cu_q, starts, used = self._documents[: 3 * (documents + 1)].view(3, documents + 1)
+        places = Places(
+            slots=slots,
+            cu_q=cu_q,
+            starts=starts,
+            used=used[:-1],
+            max_q=size,
+            max_k=self._max_keys,
+            decode=False,
+        )
+        self._layers.run(token_ids, positions, self.pool, places)
+
+    # decode
+
+    def step(
+        self, columns: Columns, *, temperature: float | None, states: Sequence[SampleState] | None = None
+    ) -> Pending:
+        """Launch one token for each of n rows.
+
+        Args:
+            columns: [7, n].
+            temperature: of all rows; None: `states` say how each row is sampled.
+            states: the rows' samples, all their tokens included.
+        """
+        count = columns.shape[1]
+        size = count if self.row_sizes is None else _fitting(self.row_sizes, count)
+        host_inputs, host_tokens, host_logprobs = self._host[self._turn]
+        self._turn = (self._turn + 1) % _IN_FLIGHT
+        filled = host_inputs[: _COLUMNS * size]
+        rows = filled.numpy().reshape(_COLUMNS, size)
+        rows[:, :count], rows[:, count:] = columns, _PAD[:, None]
+        self._inputs[: _COLUMNS * size].copy_(filled, non_blocking=True)
+        self._replayed(("step", size), lambda: self._forward(size))
+        if temperature is None:
+            assert states is not None
+            self._draw_one_by_one(size, states)
+        else:
+            self._replayed(("draw", size, temperature), lambda: self._draw(size, temperature))
+        host_tokens[:count].copy_(self._tokens[:count], non_blocking=True)
+        host_logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return Pending(host_tokens[:count], host_logprobs[:count], event)
+
+    def _columns(self, size: int) -> Tensor:
+        return self._inputs[: _COLUMNS * size].view(_COLUMNS, size)
+
+    def _forward(self, size: int) -> None:
+        """From the static inputs to the static logits."""
+        columns = self._columns(size)
+        source = columns[SOURCE]
+        token_ids = torch.where(source < 0, columns[TOKEN], self._tokens[source.clamp(min=0)])
+        starts = torch.zeros(size + 1, dtype=torch.int32, device=self._device)
+        starts[:size] = columns[START]
+        places = Places(
+            slots=columns[SLOT],
+            cu_q=self._counting[: size + 1],
+            starts=starts,
+            used=columns[USED].int(),
+            max_q=1,
+            max_k=self._max_keys,
+            decode=True,
+        )
+        hidden = self._layers.norm(self._layers.run(token_ids, columns[POSITION], self.pool, places))
+        head_logits(hidden, self._layers.weight, self._head(1.0), self._logits[:size])
+
+    def _draw(self, size: int, temperature: float) -> None:
+        """From the static logits to the static tokens and logprobs."""
+        logits, head = self._logits[:size], self._head(temperature)
+        if temperature == 0:
+            tokens = logits.argmax(-1)
+        else:
+            columns = self._columns(size)
+            keys = noise_keys(columns[SEED], columns[POSITION] + 1)
+            tokens = choose(logits, keys, head, compiled=self._compiled and logits.is_cuda)
+        self._tokens[:size] = tokens
+        self._logprobs[:size] = row_stats(logits, tokens, head)[0]
+
+    def _draw_one_by_one(self, size: int, states: Sequence[SampleState]) -> None:
+        """The same where rows differ in temperature, or in what they may draw. The distribution that an
+        unshaped row is drawn from is that of `_draw`, to the bit."""
+        logits, columns = self._logits[:size], self._columns(size)
+        drawn = torch.empty_like(logits, dtype=torch.float32)
+        temperatures = [s.params.temperature for s in states] + [1.0] * (size - len(states))
+        for temperature in set(temperatures):
+            same = [i for i, t in enumerate(temperatures) if t == temperature]
+            drawn[same] = scaled(logits[same], self._head(temperature))
+        shaped = [i for i, state in enumerate(states) if state.shaped]
+        if shaped:
+            plain = scaled(logits[shaped], self._head(1.0))
+            drawn[shaped] = draw_logits(plain, [states[i] for i in shaped])
+        tokens = choose(drawn, noise_keys(columns[SEED], columns[POSITION] + 1), HeadOptions())
+        greedy = torch.tensor([t == 0 for t in temperatures], device=self._device)
+        tokens = torch.where(greedy, drawn.argmax(-1), tokens)
+        self._tokens[:size] = tokens
+        for temperature in set(temperatures):
+            same = [i for i, t in enumerate(temperatures) if t == temperature]
+            self._logprobs[same] = row_stats(logits, tokens, self._head(temperature))[0][same]
+
+    def _head(self, temperature: float) -> HeadOptions:
+        """How the trainer makes logprobs at this temperature."""
+        if temperature not in self._heads:
+            self._heads[temperature] = head_options(
+                self._layers.module, temperature=temperature, compiled=self._compiled
+            )
+        return self._heads[temperature]
+
+    # graphs
+
+    def _replayed(self, key: _Key, work: Callable[[], None]) -> None:
+        if not self._graphs:
+            work()
+            return
+        if key not in self._captured:
+            self._captured[key] = self._captured_graph(work)
+        self._captured[key].replay()
+
+    def _captured_graph(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of `work`, which runs once before, so that kernels are compiled and chosen; its outputs are
+        none of its inputs."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # one memory for all: they run one after the other, and what they leave is in the static buffers
+        with torch.cuda.graph(graph, pool=self._memory):
+            work()
+        return graph
+
+
+def _sizes(most: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Rising: the n-th parts of `most`, rounded up."""
+    return tuple(sorted({-(-most // part) for part in parts}))
+
+
+def _fitting(sizes: Sequence[int], count: int) -> int:
+    return next(size for size in sizes if size >= count)

@@ -1,0 +1,44 @@
+"""Where compiled code is kept between processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_cache() -> Path:
+    """$TORCHINDUCTOR_CACHE_DIR, else $XDG_CACHE_HOME/lockstep/inductor, else ~/.cache/lockstep/inductor."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    own = os.environ.get(_VARIABLE)
+    # torch writes its own choice, below the temporary folder, into the variable when it first needs one.
+    if own and own != os.path.abspath(default_cache_dir()):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "lockstep" / "inductor"
+
+
+def use_compile_cache() -> Path:
+    """Make inductor keep its kernels and graphs in `compile_cache()`, so that the next start finds them; what
+    calls a compiler calls this before. A second call does nothing.
+
+    The keys are torch's own: graph, shapes, settings, torch's version and hardware. FX graph cache and AOT
+    autograd cache are on unless the user turned them off (TORCHINDUCTOR_FX_GRAPH_CACHE,
+    TORCHINDUCTOR_AUTOGRAD_CACHE).
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+    folder = compile_cache()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the compile cache {folder} cannot be made ({error}); set {_VARIABLE} to a folder that can"
+        ) from error
+    os.environ[_VARIABLE] = str(folder)
+    return folder

@@ -1,0 +1,305 @@
+"""Execution mode `joint`: forward and backward of the whole decoder, exported once per static shape.
+
+    capture     dynamo_graph_capture_for_export(decoder)(token ids, positions, what attention needs)
+    export      aot_export_joint_with_descriptors: one graph of forward and backward
+    compile     aot_compile_joint_with_descriptors: partitioned, each half compiled
+    call        hidden [1, T, C] = graph(*weights by name, *inputs); its backward takes d hidden
+
+The graph goes from token ids to the last hidden states. Head and loss stay outside: the head is applied to a
+chunk of rows at a time and makes its gradients while the logits are in cache (ops/logprobs.py), which needs
+the loss as a Python function; inside of the graph it would need the float32 logits of the whole pack (4 GiB
+for 8,192 slots and a vocabulary of 128k) and could not take a loss that looks at whole documents.
+
+Weights are bound by name at each call (`_parameters[name]` of the module that has it): tied weights, weights
+that were replaced and weights that FSDP2 has just gathered are the right ones, and the graph keeps none. A
+weight that is a DTensor is gathered in front of the graph. The graph replaces the instance's `forward` and
+nothing else, so hooks of wrappers (DDP, FSDP2 on the model as a whole) run around it, names and state dict
+stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lockstep.errors import ConfigError, ModelError
+from lockstep.execution.cache import use_compile_cache
+from lockstep.execution.capacity import Capacity, DecoderCall, pad_call
+from lockstep.execution.compilers import GraphCompiler
+from lockstep.execution.cuda_graph import GraphPool, RecordedStep
+from lockstep.execution.graph_break import explain
+from lockstep.execution.regions import decoder, decoder_layers
+from lockstep.execution.shards import refuse_inner_shards, whole, whole_parameters
+from lockstep.execution.watch import log_build
+
+
+def install_joint(
+    module: nn.Module,
+    *,
+    compiler: str = "inductor",
+    options: Mapping[str, Any] | None = None,
+    capacities: Sequence[Capacity] = (),
+    cuda_graph: bool = False,
+    graphs_of: JointDecoder | None = None,
+) -> JointDecoder:
+    """Make a causal LM's decoder run as joint graphs, in place; names and state dict do not change.
+
+    A graph is made at the first call with its shape. Without gradients the forward half of the same graph
+    runs, so that logprobs before and in a training step are the same numbers.
+
+    Args:
+        compiler: "inductor", or "aot_eager" for eager numbers to the bit.
+        options: inductor settings that the graphs are compiled with.
+        capacities: shapes that calls are padded to; none: every shape has its own graph, as packs of a static
+            capacity need.
+        cuda_graph: replay forward and backward as CUDA graphs; each shape keeps its activations.
+        graphs_of: a decoder of the same architecture whose graphs this one runs with its own weights.
+
+    Raises:
+        ConfigError: a compiler that is not known, a module whose layers are compiled already, or CUDA graphs
+            of a module that is not on CUDA.
+        ModelError: the module has no list of decoder layers.
+    """
+    if decoder_layers(module)[0]._compiled_call_impl is not None:
+        raise ConfigError(
+            f"the layers of this {type(module).__name__} are compiled already (train.execution = 'compile'); "
+            "load the model again for train.execution = 'joint'"
+        )
+    base = decoder(module)
+    device = next(base.parameters()).device
+    if cuda_graph and device.type != "cuda":
+        raise ConfigError(
+            f"train.cuda_graph = true with a model on {device}: only CUDA has such graphs; set "
+            "train.device = 'cuda', or train.cuda_graph = false"
+        )
+    use_compile_cache()
+    made = JointDecoder(base, GraphCompiler(compiler, options=options), capacities, graphs_of=graphs_of)
+    made.cuda_graph = cuda_graph
+    vars(base)["forward"] = made  # an attribute of the instance: no submodule, no entry of the state dict
+    return made
+
+
+class JointDecoder:
+    """A decoder's `forward`. See `install_joint`."""
+
+    is_graph = True
+
+    def __init__(
+        self,
+        base: nn.Module,
+        compiler: GraphCompiler,
+        capacities: Sequence[Capacity] = (),
+        *,
+        graphs_of: JointDecoder | None = None,
+    ) -> None:
+        self.base, self.compiler, self.capacities = base, compiler, tuple(capacities)
+        self._graphs: dict[Any, _Graph] = {} if graphs_of is None else graphs_of._graphs
+        self._maker: JointDecoder = self if graphs_of is None else graphs_of._maker
+        self.cuda_graph = False
+        self._recorded: dict[Any, RecordedStep] = {}
+        self._pool = GraphPool()
+        self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in base.modules())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointDecoder:
+        """For a copy of the module: it makes its own graphs."""
+        twin = JointDecoder(copy.deepcopy(self.base, memo), self.compiler, self.capacities)
+        twin.cuda_graph = self.cuda_graph
+        return twin
+
+    def __call__(
+        self, *, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any
+    ) -> Any:
+        """transformers' BaseModelOutputWithPast with the last hidden states [B, L, C] and nothing else.
+
+        Raises:
+            ModelError: the decoder cannot be captured as one graph; names the module and the line.
+            ConfigError: an argument that cannot be an input of a graph.
+            TrainError: more than the capacities hold.
+        """
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        if use_cache:
+            raise ConfigError("a joint graph keeps no KV cache; generate with an engine")
+        call = DecoderCall(input_ids=input_ids, position_ids=position_ids, kwargs=kwargs)
+        width = input_ids.shape[1]
+        if self.capacities:
+            call = pad_call(call, self.capacities)
+        key = self._key(call)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._maker._make(call)
+        hidden = self._replay(key, graph, call) if self.cuda_graph else graph.run(self.base, call)
+        # The graph is one of training: it ran under enable_grad whatever the caller said.
+        hidden = hidden if torch.is_grad_enabled() else hidden.detach()
+        return BaseModelOutputWithPast(last_hidden_state=hidden[:, :width])
+
+    def _replay(self, key: Any, graph: _Graph, call: DecoderCall) -> Tensor:
+        weights = graph.weights_of(self.base)
+        recorded = self._recorded.get(key)
+        if recorded is None or not recorded.fits(weights):
+            made = RecordedStep(graph.function, weights, call.arguments(), pool=self._pool)
+            recorded = self._recorded[key] = made
+        return recorded.run(call.arguments())
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs made so far."""
+        return len(self._graphs)
+
+    def _key(self, call: DecoderCall) -> Any:
+        leaves, spec = pytree.tree_flatten(call.arguments())
+        return spec, tuple(_leaf_key(leaf) for leaf in leaves), *self._maker._mode()
+
+    def _mode(self) -> tuple[Any, ...]:
+        """What else decides about the graph: adapters switched off take their requires_grad with them."""
+        trained = bytes(p.requires_grad for p in self.base.parameters())
+        return trained, self.base.training and self._dropout
+
+    def _make(self, call: DecoderCall) -> _Graph:
+        started, before = time.time_ns() // 1000, time.perf_counter()
+        refuse_inner_shards(self.base)
+        with self._as_traced(), whole_parameters(self.base):
+            graph = _export(self.base, call, self.compiler)
+        reason = ""
+        if self._graphs:
+            rows, width = call.input_ids.shape
+            reason = (
+                f"a joint graph for {rows} x {width} token slots, beside {len(self._graphs)} of other shapes"
+            )
+        log_build(started_us=started, seconds=time.perf_counter() - before, reason=reason)
+        return graph
+
+    @contextlib.contextmanager
+    def _as_traced(self) -> Iterator[None]:
+        """The module as it was, in train mode (so that checkpointed layers are) unless dropout would be
+        baked into a graph of evaluation."""
+        own = vars(self.base).pop("forward")
+        modes = {m: m.training for m in self.base.modules()}
+        if not self._dropout:
+            self.base.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            vars(self.base)["forward"] = own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Graph:
+    """A compiled joint graph; it holds no weight."""
+
+    function: Callable[..., Tensor]
+    weights: tuple[tuple[str, str], ...]
+    """Path of the module in the decoder and name in it, of every Parameter and then of every buffer, in the
+    order of the graph's inputs; a tied weight has several names."""
+
+    def weights_of(self, base: nn.Module) -> list[Tensor]:
+        """As they are now."""
+        modules = dict(base.named_modules(remove_duplicate=False))
+        found = [_weight(modules[path], name) for path, name in self.weights]
+        gathered = {id(weight): whole(weight) for weight in found}
+        return [gathered[id(weight)] for weight in found]
+
+    def run(self, base: nn.Module, call: DecoderCall) -> Tensor:
+        return self.function(*self.weights_of(base), *call.arguments())
+
+
+class _Traced(nn.Module):
+    """What is captured: tensors in, the last hidden states out."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        # .forward: hooks of wrappers around the decoder are not part of it.
+        output: Any = self.base.forward(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **kwargs
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+
+def _export(base: nn.Module, call: DecoderCall, compiler: GraphCompiler) -> _Graph:
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+    from torch._functorch.aot_autograd import (
+        aot_compile_joint_with_descriptors,
+        aot_export_joint_with_descriptors,
+    )
+
+    traced, arguments = _Traced(base), call.arguments()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_quiet())
+        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        # Shapes are static, also those of a second graph.
+        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
+        stack.enter_context(compiler.settings())
+        stack.callback(_forget, set(globals()))
+        try:
+            captured = dynamo_graph_capture_for_export(traced)(*arguments)
+        except TorchDynamoException as error:
+            raise ModelError(explain(error, base)) from error
+        context = captured.meta["tracing_context"]
+        stack.enter_context(torch._guards.tracing(context))
+        joint = aot_export_joint_with_descriptors(stack, captured, arguments, {}, **compiler.export_options())
+        weights = tuple(_place(name) for name in [*joint.params_spec, *joint.buffers_spec])
+        distinct = {id(_weight(base.get_submodule(path), name)) for path, name in weights}
+        function = aot_compile_joint_with_descriptors(
+            joint, **compiler.compile_options(num_weights=len(distinct))
+        )
+    # The compiled backward keeps the context of its compilation; the weights in there would live on after
+    # they were replaced.
+    context.params_flat = context.params_flat_unwrap_subclasses = None
+    return _Graph(function=function, weights=weights)
+
+
+def _forget(known: set[str]) -> None:
+    """Drop what the capture left in this module's globals, beside the code that it traced: the captured
+    graph, with weights and inputs."""
+    for name in set(globals()) - known:
+        if name.startswith("__compiled_fn"):
+            del globals()[name]
+
+
+def _place(name: str) -> tuple[str, str]:
+    """ "base.layers.0.mlp.up_proj.weight" -> ("layers.0.mlp.up_proj", "weight")."""
+    path, _, leaf = name.removeprefix("base.").rpartition(".")
+    return path, leaf
+
+
+def _weight(module: nn.Module, name: str) -> Tensor:
+    found = module._parameters.get(name)
+    tensor = module._buffers[name] if found is None else found
+    assert tensor is not None
+    return tensor
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return type(leaf), leaf
+    raise ConfigError(
+        f"train.execution = 'joint' cannot take a {type(leaf).__name__} as an input of its graph; set "
+        "train.attention = 'varlen' or 'sdpa', or train.execution = 'compile'"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers clears a context variable in every forward, which is nothing to warn of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
+        yield

@@ -1,0 +1,68 @@
+"""Weights of a joint graph that are sharded over ranks: gathered in front of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+
+
+def whole(weight: Tensor) -> Tensor:
+    """A weight as a plain tensor: a DTensor is gathered over its mesh, and its gradient, added up over the
+    ranks of the mesh, comes back in its shards; any other tensor is returned as it is."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return weight
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not isinstance(weight, DTensor):
+        return weight
+    mesh = weight.device_mesh
+    gathered = weight.redistribute(placements=[Replicate()] * mesh.ndim)
+    return gathered.to_local(grad_placements=[Partial()] * mesh.ndim)
+
+
+@contextlib.contextmanager
+def whole_parameters(base: nn.Module) -> Iterator[None]:
+    """Plain Parameters in the place of DTensors, for as long as a graph is captured."""
+    swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    made: dict[int, nn.Parameter] = {}
+    for module in base.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            plain = whole(parameter)
+            if plain is parameter:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(plain.detach(), requires_grad=parameter.requires_grad)
+            swapped.append((module._parameters, name, parameter))
+    for owner, name, parameter in swapped:
+        owner[name] = made[id(parameter)]
+    try:
+        yield
+    finally:
+        for owner, name, parameter in swapped:
+            owner[name] = parameter
+
+
+def refuse_inner_shards(base: nn.Module) -> None:
+    """FSDP2 gathers a module's weights in hooks of that module, and no module inside of the graph runs any.
+
+    Raises:
+        ConfigError: a module inside of the decoder is sharded on its own.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for name, module in base.named_modules():
+        if name and isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"{name} ({type(module).__name__}) is sharded on its own by fully_shard, and "
+                "train.execution = 'joint' runs the whole decoder as one graph, without hooks inside; call "
+                "fully_shard on the model alone, or set train.execution = 'compile'"
+            )

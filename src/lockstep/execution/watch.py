@@ -1,0 +1,164 @@
+"""What compilers did in this process: counters as metrics, and a limit on recompiles."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch._dynamo.utils import compilation_time_metrics, counters, get_compilation_metrics
+
+from lockstep.errors import TrainError
+
+_REASONS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileReport:
+    """What torch.compile and joint graphs did since a CompileWatch was made."""
+
+    graphs: int
+    """Compiled graphs (forward; each has its backward)."""
+    graph_breaks: int
+    recompiles: int
+    """Graphs made after `mark_warm`; before it every graph counts as warm-up."""
+    seconds: float
+    """Wall time spent compiling."""
+    reasons: tuple[str, ...]
+    """Why there was another graph, newest last; of the last 64 compilations at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counts:
+    graphs: int = 0
+    breaks: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: _Counts) -> _Counts:
+        return _Counts(
+            graphs=self.graphs + other.graphs,
+            breaks=self.breaks + other.breaks,
+            seconds=self.seconds + other.seconds,
+        )
+
+    def since(self, start: _Counts) -> _Counts:
+        return _Counts(
+            graphs=self.graphs - start.graphs,
+            breaks=self.breaks - start.breaks,
+            seconds=self.seconds - start.seconds,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Build:
+    """One joint graph; torch's own log of compilations does not know why it was made."""
+
+    started_us: int
+    seconds: float
+    reason: str
+
+
+_builds: deque[_Build] = deque(maxlen=_REASONS)
+_build_seconds = 0.0
+
+
+def log_build(*, started_us: int, seconds: float, reason: str) -> None:
+    """A graph that was not made by torch.compile. `reason` is empty for the first one."""
+    global _build_seconds
+    _builds.append(_Build(started_us=started_us, seconds=seconds, reason=reason))
+    _build_seconds += seconds
+
+
+class CompileWatch:
+    """Counts graphs, and stops a run that keeps recompiling.
+
+    torch's counters are of the process. So a watch that must not see the graphs of others (a compiled engine
+    in the same process) counts only inside of `counting()`; one on which it was never called counts always.
+    """
+
+    def __init__(self, *, max_recompiles: int | None = None) -> None:
+        self.max_recompiles = max_recompiles
+        self._start, self._start_us = _now(), _now_us()
+        self._sections = False
+        self._depth = 0
+        self._counted = _Counts()
+        self._reasons: deque[str] = deque(maxlen=_REASONS)
+        self._warm: int | None = None
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """What is compiled inside counts; once this was used, what is compiled elsewhere does not."""
+        self._sections = True
+        self._depth += 1
+        if self._depth == 1:
+            self._start, self._start_us = _now(), _now_us()
+        try:
+            yield
+        finally:
+            if self._depth == 1:
+                self._counted = self._total()
+                self._reasons.extend(_reasons_since(self._start_us))
+            self._depth -= 1
+
+    def mark_warm(self) -> None:
+        """From here on a new graph is a recompile. Only the first call counts."""
+        if self._warm is None:
+            self._warm = self._total().graphs
+
+    def report(self) -> CompileReport:
+        """What happened so far."""
+        total = self._total()
+        new = _reasons_since(self._start_us) if self._open else []
+        return CompileReport(
+            graphs=total.graphs,
+            graph_breaks=total.breaks,
+            recompiles=0 if self._warm is None else total.graphs - self._warm,
+            seconds=total.seconds,
+            reasons=tuple([*self._reasons, *new][-_REASONS:]),
+        )
+
+    def check(self) -> None:
+        """Raises TrainError when there were more than max_recompiles since `mark_warm`."""
+        if self.max_recompiles is None:
+            return
+        report = self.report()
+        if report.recompiles > self.max_recompiles:
+            reason = report.reasons[-1] if report.reasons else "torch gave no reason"
+            raise TrainError(
+                f"{report.recompiles} recompiles after the first step exceed train.max_recompiles = "
+                f"{self.max_recompiles}; the last one because: {reason}. Set train.static_capacity = true so "
+                "that packs come in few shapes, or raise train.max_recompiles"
+            )
+
+    @property
+    def _open(self) -> bool:
+        return self._depth > 0 or not self._sections
+
+    def _total(self) -> _Counts:
+        return self._counted + _now().since(self._start) if self._open else self._counted
+
+
+def _now() -> _Counts:
+    return _Counts(
+        graphs=int(counters["stats"].get("unique_graphs", 0)),
+        breaks=sum(counters["graph_break"].values()),
+        seconds=float(sum(compilation_time_metrics.get("_compile.compile_inner", []))) + _build_seconds,
+    )
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _reasons_since(start_us: int) -> list[str]:
+    """Why graphs were made since then, oldest first."""
+    found = [(b.started_us, b.reason) for b in _builds if b.started_us >= start_us and b.reason]
+    for metrics in get_compilation_metrics():
+        started = metrics.start_time_us or 0
+        if started >= start_us and metrics.recompile_reason:
+            # The first line is the guard that failed; torch's hint and a stack trace follow.
+            text = metrics.recompile_reason.partition("\n")[0].partition(" (HINT")[0]
+            found.append((started, text))
+    return [reason for _, reason in sorted(found)]

@@ -1,0 +1,205 @@
+"""A transformers causal LM into one whose rows do not depend on other rows, in place.
+
+Names, parameters and state dict stay as they are. What could not be invariant is refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import ModelError
+from lockstep.invariant import modules as parts
+from lockstep.invariant.modules import Invariant, InvariantLinear
+from lockstep.invariant.selftest import Verdict, self_test
+
+_KINDS: dict[str, type] = {
+    "linear": parts.InvariantLinear,
+    "rms_norm": parts.InvariantNorm,
+    "mlp": parts.InvariantMLP,
+    "rotary": parts.InvariantRotary,
+}
+_CONTAINERS = ("Model", "ForCausalLM", "DecoderLayer", "Attention", "ModuleList", "ModuleDict")
+"""Ends of class names of modules that hold others, or whose own forward is elementwise."""
+_EXACT = ("Embedding", "ScaledWordEmbedding", "Identity")
+"""Ends of class names of modules that move numbers, or multiply each by a constant."""
+_ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
+"""Rotary embeddings whose frequencies do not depend on the length of what they are called with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What `convert` did to a module."""
+
+    replaced: Mapping[str, int] = field(default_factory=dict)
+    """Parts that were swapped, by kind: "linear", "rms_norm", "mlp", "rotary"."""
+    stock: Mapping[str, int] = field(default_factory=dict)
+    """Parts left as they are, by class, because their rows are independent: embeddings, containers."""
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    """Of the self-test, by op and shape."""
+
+
+def convert(
+    module: nn.Module,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    exact_backward: bool = False,
+) -> Report:
+    """Swap every linear, norm, MLP and rotary embedding of a causal LM for its row-invariant form, and run
+    the self-test, which decides what stays stock. Idempotent.
+
+    Args:
+        module: a transformers causal LM of an architecture that Lockstep supports.
+        device: where it will run; None: where its parameters are. While they are on the meta device there is
+            no self-test: call `self_test` before the first forward.
+        dtype: of weights and activations; None: that of its parameters.
+        exact_backward: the gradients of activations are row-invariant as well; slower.
+
+    Raises:
+        ModelError: a part that the claim does not cover, or weights of several dtypes, and nothing was
+            changed; or an op that failed the self-test.
+    """
+    todo = [(name, part, _kind(name, part)) for name, part in _parts(module)]
+    _check_dtypes(todo)
+    replaced: dict[str, int] = {}
+    stock: dict[str, int] = {}
+    for name, part, kind in todo:
+        if kind is None:
+            stock[type(part).__name__] = stock.get(type(part).__name__, 0) + 1
+            continue
+        replaced[kind] = replaced.get(kind, 0) + 1
+        if isinstance(part, Invariant):
+            continue
+        if kind == "linear":
+            parts.swap_linear(part, exact_backward=exact_backward)  # type: ignore[arg-type]
+        elif kind == "rms_norm":
+            parts.swap_norm(part)
+        elif kind == "mlp":
+            parts.swap_mlp(part, _activation(name, part))
+        else:
+            parts.swap_rotary(part)
+    device = device or next(module.parameters()).device
+    verdicts = {} if device.type == "meta" else self_test(module, device=device, dtype=dtype)
+    return Report(replaced=replaced, stock=stock, verdicts=verdicts)
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether `convert` was called on the module, or on what it wraps."""
+    return any(isinstance(part, Invariant) for part in module.modules())
+
+
+def linears(module: nn.Module) -> Iterator[tuple[str, InvariantLinear]]:
+    """The converted linears of a module, with their names."""
+    for name, part in module.named_modules():
+        if isinstance(part, InvariantLinear):
+            yield name, part
+
+
+def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict[str, str]:
+    """What the converted forward computes with, for the kernel contract.
+
+    Args:
+        device: where it runs; None: where its parameters are.
+
+    Returns:
+        gemm, norm, activation, logprob, rotary.
+
+    Raises:
+        ModelError: the module is not converted.
+    """
+    if not is_converted(module):
+        raise ModelError(f"{type(module).__name__} is not converted: call lockstep.invariant.convert first")
+    cuda = (device or next(module.parameters()).device).type == "cuda"
+    plans = sorted({_plan(part, cuda=cuda) for _, part in linears(module)})
+    activations = sorted({p.activation for p in module.modules() if isinstance(p, parts.InvariantMLP)})
+    where = "triton-row" if cuda else "cpu-row"
+    return {
+        "gemm": " + ".join(plans),
+        "norm": f"rms_norm {where}",
+        "activation": " + ".join(f"{name} {'stock' if cuda else 'cpu-row'}" for name in activations),
+        "logprob": f"token_stats {where}",
+        "rotary": "float32",
+    }
+
+
+def _plan(part: InvariantLinear, *, cuda: bool) -> str:
+    if part.stock:
+        return "cublaslt-without-split-k" if cuda else "stock"
+    return "triton-persistent" if cuda else f"cpu-tiles-{'-'.join(map(str, part.tiles))}"
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules, but those that a converted MLP calls through its op (its activation)."""
+    for name, part in module.named_modules():
+        if not name.endswith(".act_fn"):
+            yield name, part
+
+
+def _kind(name: str, part: nn.Module) -> str | None:
+    """How a part is converted; None: it is left as it is."""
+    for kind, converted in _KINDS.items():
+        if isinstance(part, converted):
+            return kind
+    label = type(part).__name__
+    if isinstance(part, nn.Linear):
+        if type(part) is not nn.Linear:
+            raise _refused(name, part, "it is a linear of another kind")
+        return "linear"
+    if label in parts.NORMS:
+        return "rms_norm"
+    if label in parts.MLPS:
+        _activation(name, part)
+        return "mlp"
+    if label in parts.ROTARY:
+        _check_rotary(name, part)
+        return "rotary"
+    if isinstance(part, nn.Dropout) and part.p == 0.0:
+        return None
+    if label.endswith(_CONTAINERS) or label.endswith(_EXACT):
+        return None
+    raise _refused(name, part, "no row-invariant form of it is known")
+
+
+def _activation(name: str, part: Any) -> str:
+    config = part.config
+    act = getattr(config, "hidden_activation", None) or config.hidden_act
+    if act not in parts.ACTIVATIONS:
+        raise _refused(
+            name, part, f"its activation {act!r} is none of {', '.join(sorted(parts.ACTIVATIONS))}"
+        )
+    return parts.ACTIVATIONS[act]
+
+
+def _check_rotary(name: str, part: Any) -> None:
+    kinds = part.rope_type.values() if isinstance(part.rope_type, dict) else [part.rope_type]
+    for kind in kinds:
+        if kind not in _ROTARY_KINDS:
+            raise _refused(
+                name, part, f"frequencies of rope_type {kind!r} depend on the longest sequence of a batch"
+            )
+
+
+def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
+    seen: dict[torch.dtype, str] = {}
+    for name, part, kind in todo:
+        if kind in ("linear", "rms_norm"):
+            for label, parameter in part.named_parameters(recurse=False):
+                seen.setdefault(parameter.dtype, f"{name}.{label}")
+    if len(seen) > 1:
+        which = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in seen.items())
+        raise ModelError(
+            f"batch-invariant ops need weights of one dtype, and {which}: set model.dtype, or "
+            "train.batch_invariant = false"
+        )
+
+
+def _refused(name: str, part: nn.Module, why: str) -> ModelError:
+    label = f"{name} ({type(part).__name__})" if name else type(part).__name__
+    return ModelError(
+        f"{label} is outside of the batch-invariant claim: {why}; set train.batch_invariant = false"
+    )

@@ -1,0 +1,139 @@
+"""What a converted module's parts become: subclasses with another forward, swapped in as `__class__`.
+
+A class keeps its parts' names, parameters, hooks and deep copies as they are, and torch.compile compiles
+layers of one class once, which functions put on instances would not let it do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.invariant.linear import TILES, linear
+from lockstep.invariant.row_ops import gelu_and_mul, rms_norm, rotary, silu_and_mul
+
+STOCK = "stock"
+
+NORMS: dict[str, tuple[str, bool]] = {
+    "LlamaRMSNorm": ("variance_epsilon", False),
+    "Qwen2RMSNorm": ("variance_epsilon", False),
+    "Qwen3RMSNorm": ("variance_epsilon", False),
+    "MistralRMSNorm": ("variance_epsilon", False),
+    "Gemma3RMSNorm": ("eps", True),
+}
+"""Class -> (attribute with epsilon, whether 1 is added to the weight)."""
+MLPS = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP", "MistralMLP", "Gemma3MLP")
+ROTARY = (
+    "LlamaRotaryEmbedding",
+    "Qwen2RotaryEmbedding",
+    "Qwen3RotaryEmbedding",
+    "MistralRotaryEmbedding",
+    "Gemma3RotaryEmbedding",
+)
+ACTIVATIONS: dict[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+"""transformers' names of activations -> the op that computes them."""
+
+
+class Invariant:
+    """Marks a part that was converted."""
+
+
+class InvariantLinear(Invariant, nn.Linear):
+    """nn.Linear through lockstep::linear, or stock where the self-test found that invariant."""
+
+    tiles: tuple[int, ...]
+    """Row counts of products on the CPU."""
+    stock: bool
+    """Whether F.linear is used."""
+    exact_backward: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.stock:
+            return F.linear(input, self.weight, self.bias)
+        out: Tensor = linear(input, self.weight, self.bias, self.tiles, self.exact_backward)
+        return out
+
+
+class InvariantNorm(Invariant):
+    """RMSNorm over the last dimension."""
+
+    weight: Tensor
+    norm_eps: float
+    unit_offset: bool
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = rms_norm(hidden_states, self.weight, self.norm_eps, self.unit_offset)
+        return out
+
+
+class InvariantMLP(Invariant):
+    """down(act(gate(x)) * up(x)). On CUDA act and product are elementwise in stock code, too."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: Callable[[Tensor], Tensor]
+    activation: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if x.is_cuda:
+            hidden = self.act_fn(gate) * up
+        else:
+            hidden = (silu_and_mul if self.activation == "silu" else gelu_and_mul)(gate, up)
+        out: Tensor = self.down_proj(hidden)
+        return out
+
+
+class InvariantRotary(Invariant):
+    """cos and sin of the positions, the same in eager code and in any graph."""
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        scaling = float(getattr(self, f"{prefix}attention_scaling"))
+        cos, sin = rotary(position_ids, getattr(self, f"{prefix}inv_freq").to(x.device), scaling)
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+@functools.cache
+def converted_class(mixin: type, original: type) -> type:
+    """The subclass of `original` that runs `mixin`'s forward, under the name that FSDP policies look for."""
+    return type(original.__name__, (mixin, original), {"__module__": original.__module__})
+
+
+def swap_linear(part: nn.Linear, *, exact_backward: bool) -> None:
+    """Products in all tiles until the self-test says which are equal."""
+    _swap(part, InvariantLinear, tiles=TILES, stock=False, exact_backward=exact_backward)
+
+
+def swap_norm(part: nn.Module) -> None:
+    """RMSNorm of one of NORMS."""
+    epsilon, unit_offset = NORMS[type(part).__name__]
+    _swap(part, InvariantNorm, norm_eps=float(getattr(part, epsilon)), unit_offset=unit_offset)
+
+
+def swap_mlp(part: nn.Module, activation: str) -> None:
+    """One of MLPS; `activation` is a value of ACTIVATIONS."""
+    _swap(part, InvariantMLP, activation=activation)
+
+
+def swap_rotary(part: nn.Module) -> None:
+    """One of ROTARY."""
+    _swap(part, InvariantRotary)
+
+
+def _swap(part: nn.Module, mixin: type, **attributes: Any) -> None:
+    part.__class__ = converted_class(mixin, type(part))  # type: ignore[arg-type]
+    for name, value in attributes.items():
+        setattr(part, name, value)

@@ -1,0 +1,297 @@
+"""Ops on rows, each row's result a function of the row alone: norm, activation, mean, the figures of a token.
+
+On the CPU they are compositions of ATen ops whose result for an element or a row does not depend on its
+place. Not every ATen op is such: silu, sigmoid and gelu finish a tensor's last few elements with another exp
+than its vectors, and a sum to one number is split over threads where a sum to two is not. On CUDA one Triton
+program computes one row, whatever the number of rows.
+
+They are opaque to torch.compile, which lays out a reduction by its number of rows. Shapes: C the last
+dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SPLIT_SUM = 2**15
+"""ATen splits a sum to a single number over threads from this many elements on."""
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """[R, C] -> [R]; the sum of a row alone is that of the row among others."""
+    if x.shape[0] == 1 and x.shape[1] >= _SPLIT_SUM:
+        return x.expand(2, -1).contiguous().sum(-1)[:1]
+    return x.sum(-1)
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """A dense x as [R, C] rows in memory order, and the permutation that put its dimensions so."""
+    strides = x.stride()
+    order = (*sorted(range(x.ndim - 1), key=lambda dim: -strides[dim]), x.ndim - 1)
+    return x.permute(order).reshape(-1, x.shape[-1]), order
+
+
+def from_rows(rows: Tensor, like: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The inverse of `as_rows`: the shape of `like`, and its strides where it is dense."""
+    shape = [like.shape[dim] for dim in order[:-1]]
+    back = [order.index(dim) for dim in range(like.ndim)]
+    return rows.view(*shape, rows.shape[-1]).permute(back)
+
+
+# --- rms_norm ---
+
+
+@torch.library.custom_op("lockstep::rms_norm", mutates_args=(), device_types="cpu")
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    """transformers' RMSNorm over the last dimension, computed in float32.
+
+    weight * normed.to(x.dtype), or Gemma's (normed * (1 + weight)).to(x.dtype) with `unit_offset`.
+    """
+    rows, order = as_rows(x)
+    wide = rows.float()
+    mean = row_sums(wide * wide).div_(wide.shape[1])
+    normed = wide * torch.rsqrt(mean + eps)[:, None]
+    normed = (normed * (1.0 + weight.float())).to(x.dtype) if unit_offset else weight * normed.to(x.dtype)
+    return from_rows(normed, x, order)
+
+
+@rms_norm.register_kernel("cuda")
+def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    from lockstep.invariant import triton_kernels
+
+    rows, order = as_rows(x)
+    return from_rows(triton_kernels.rms_norm(rows, weight, eps, unit_offset=unit_offset), x, order)
+
+
+@rms_norm.register_fake
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+    rows, order = as_rows(x)
+    return from_rows(torch.empty_like(rows), x, order)
+
+
+def _rms_norm_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ctx.eps, ctx.unit_offset = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _rms_norm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    """With n = x r, r = rsqrt(mean(x^2) + eps), g = dy * scale: dx = r (g - n mean(g n)), dw = sum dy n."""
+    x, weight = ctx.saved_tensors
+    wide, grad = x.float(), dy.float()
+    r = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)
+    normed = wide * r
+    dx = dweight = None
+    if ctx.needs_input_grad[0]:
+        scaled = grad * (1.0 + weight.float() if ctx.unit_offset else weight.float())
+        dx = (r * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(x.dtype)
+    if ctx.needs_input_grad[1]:
+        rounded = normed if ctx.unit_offset else normed.to(x.dtype).float()
+        dweight = (grad * rounded).flatten(0, -2).sum(0).to(weight.dtype)
+    return dx, dweight, None, None
+
+
+rms_norm.register_autograd(_rms_norm_backward, setup_context=_rms_norm_context)
+
+
+# --- activations ---
+
+_SQRT_2_OVER_PI = 0.7978845608028654
+
+
+def _silu(x: Tensor) -> Tensor:
+    """float32; torch.exp is the same in vectors and tails, torch.sigmoid is not."""
+    return x / torch.exp(-x).add_(1.0)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """The tanh form, float32."""
+    inner = (x * x * x).mul_(0.044715).add_(x).mul_(_SQRT_2_OVER_PI)
+    return (x * 0.5).mul_(inner.tanh_().add_(1.0))
+
+
+@torch.library.custom_op("lockstep::silu_and_mul", mutates_args=())
+def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up; silu in float32, rounded before the product, as torch does."""
+    return _silu(gate.float()).to(gate.dtype) * up
+
+
+@torch.library.custom_op("lockstep::gelu_and_mul", mutates_args=())
+def gelu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, the tanh form; in float32, rounded before the product."""
+    return _gelu(gate.float()).to(gate.dtype) * up
+
+
+def _gated_fake(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+def _gated_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _silu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = ctx.saved_tensors
+    wide = gate.float()
+    sigmoid = torch.sigmoid(wide)
+    dact = dy.float() * up.float()
+    dgate = dact * sigmoid * (1.0 + wide * (1.0 - sigmoid))
+    return dgate.to(gate.dtype), (dy.float() * wide * sigmoid).to(up.dtype)
+
+
+def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = ctx.saved_tensors
+    x = gate.float()
+    tanh = torch.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+    slope = _SQRT_2_OVER_PI * (1.0 + 3 * 0.044715 * x * x)
+    derivative = 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope
+    act = 0.5 * x * (1.0 + tanh)
+    return (dy.float() * up.float() * derivative).to(gate.dtype), (dy.float() * act).to(up.dtype)
+
+
+for _op, _backward in ((silu_and_mul, _silu_backward), (gelu_and_mul, _gelu_backward)):
+    _op.register_fake(_gated_fake)
+    _op.register_autograd(_backward, setup_context=_gated_context)
+
+
+# --- mean ---
+
+
+@torch.library.custom_op("lockstep::mean", mutates_args=(), device_types="cpu")
+def mean(x: Tensor) -> Tensor:
+    """Mean over the last dimension, summed in float32, in the dtype of x: [..., C] -> [...]."""
+    rows = x.reshape(-1, x.shape[-1]).float()
+    return row_sums(rows).div_(rows.shape[1]).to(x.dtype).view(x.shape[:-1])
+
+
+@mean.register_kernel("cuda")
+def _mean_cuda(x: Tensor) -> Tensor:
+    from lockstep.invariant import triton_kernels
+
+    return triton_kernels.mean(x.reshape(-1, x.shape[-1])).view(x.shape[:-1])
+
+
+@mean.register_fake
+def _mean_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[:-1])
+
+
+def _mean_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.shape = inputs[0].shape
+
+
+def _mean_backward(ctx: Any, dy: Tensor) -> Tensor:
+    share: Tensor = dy[..., None] / ctx.shape[-1]
+    return share.expand(ctx.shape)
+
+
+mean.register_autograd(_mean_backward, setup_context=_mean_context)
+
+
+# --- the figures of a sampled token ---
+
+_TILE_ELEMENTS = 2**19
+"""On the CPU: float32 elements worked on at a time, so that the passes over them stay in a core's cache."""
+
+
+@torch.library.custom_op("lockstep::token_stats", mutates_args=(), device_types="cpu")
+def token_stats(
+    logits: Tensor, labels: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logprob and entropy of the labels, and lse, [R] float32 each, of logits [R, V].
+
+    The distribution is softmax(x), x = scale * logits or cap * tanh(scale * logits / cap), as in
+    lockstep.ops.logprobs. A negative label has logprob 0 and entropy 0.
+    """
+    step = max(1, _TILE_ELEMENTS // logits.shape[1])
+    parts = [
+        _tile_stats(logits[at : at + step], labels[at : at + step], scale, cap)
+        for at in range(0, max(1, logits.shape[0]), step)
+    ]
+    logprobs, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropy, lse
+
+
+def _scaled(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+    x = logits.to(torch.float32, copy=True)
+    if cap is not None:
+        return x.mul_(scale / cap).tanh_().mul_(cap)
+    return x if scale == 1.0 else x.mul_(scale)
+
+
+def _tile_stats(
+    logits: Tensor, labels: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = _scaled(logits, scale, cap)
+    peak = x.amax(-1, keepdim=True)
+    at_label = x.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    e = x.sub_(peak).exp()
+    total = row_sums(e)
+    log_total = total.log()
+    entropy = log_total - row_sums(e.mul_(x)) / total
+    lse = peak[:, 0] + log_total
+    valid = labels >= 0
+    return torch.where(valid, at_label - lse, 0.0), torch.where(valid, entropy, 0.0), lse
+
+
+@token_stats.register_kernel("cuda")
+def _token_stats_cuda(
+    logits: Tensor, labels: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    from lockstep.invariant import triton_kernels
+
+    return triton_kernels.token_stats(logits, labels, scale=scale, cap=cap)
+
+
+@token_stats.register_fake
+def _token_stats_fake(
+    logits: Tensor, labels: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = labels.shape[0]
+    return tuple(logits.new_empty(rows, dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+
+
+def _token_stats_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, labels, ctx.scale, ctx.cap = inputs
+    ctx.save_for_backward(logits, labels, output[1], output[2])
+
+
+def _token_stats_backward(
+    ctx: Any, dlogprob: Tensor, dentropy: Tensor, dlse: Tensor
+) -> tuple[Tensor, None, None, None]:
+    """dx_v = a [v = label] + p_v (b (lse - entropy - x_v) + dlse - a), then through scale and cap."""
+    logits, labels, entropy, lse = ctx.saved_tensors
+    valid = labels >= 0
+    a, b = torch.where(valid, dlogprob, 0.0)[:, None], torch.where(valid, dentropy, 0.0)[:, None]
+    x = _scaled(logits, ctx.scale, ctx.cap)
+    p = torch.exp(x - lse[:, None])
+    dx = p * (b * ((lse - entropy)[:, None] - x) + dlse[:, None] - a)
+    dx = dx.scatter_add(1, labels.clamp(min=0)[:, None], a)
+    if ctx.cap is not None:
+        dx = dx * (1.0 - (x / ctx.cap) ** 2)
+    return (dx * ctx.scale).to(logits.dtype), None, None, None
+
+
+token_stats.register_autograd(_token_stats_backward, setup_context=_token_stats_context)
+
+
+# --- rotary tables ---
+
+
+@torch.library.custom_op("lockstep::rotary", mutates_args=())
+def rotary(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """transformers' rotary tables: cos and sin [..., 2 F] float32 of positions [...] times inv_freq [F]."""
+    angles = positions[..., None].float() * inv_freq.float()
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos() * scaling, both.sin() * scaling
+
+
+@rotary.register_fake
+def _rotary_fake(positions: Tensor, inv_freq: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, 2 * inv_freq.shape[0])
+    return (
+        inv_freq.new_empty(shape, dtype=torch.float32),
+        inv_freq.new_empty(shape, dtype=torch.float32),
+    )

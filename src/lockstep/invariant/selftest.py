@@ -1,0 +1,329 @@
+"""The start-up self-test: every weight shape and op of a module, a row alone against the row among many.
+
+A stock op that passes is used; one that does not is replaced by the op of this package, which is tested as
+well. Verdicts are kept in ~/.cache/lockstep (XDG_CACHE_HOME) by hardware, torch version, threads, settings
+and this package's source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import ModelError
+from lockstep.invariant import linear as linear_ops
+from lockstep.invariant import modules as parts
+from lockstep.invariant import row_ops
+from lockstep.invariant.checks import NUM_ROWS, RowOp, dependence
+from lockstep.invariant.settings import cuda_settings
+
+log = logging.getLogger(__name__)
+
+_LOGITS_ELEMENTS = 2**28
+"""At most so many outputs of one product in a test."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What was found about one op at one shape."""
+
+    choice: str
+    """"stock", "triton", "cpu-row", or the tiles as "tiles 128 64 32 16 8"."""
+    rejected: tuple[str, ...] = ()
+    """The choices that failed before it, and how."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """One op at one shape: inputs, and what to try in turn, lazily."""
+
+    name: str
+    inputs: Callable[[], tuple[Tensor, ...]]
+    choices: Callable[[tuple[Tensor, ...]], Iterator[tuple[str, RowOp]]]
+
+
+def self_test(
+    module: nn.Module,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    cache: bool = True,
+) -> dict[str, Verdict]:
+    """Test the ops of a converted module, and let its linears use what passed.
+
+    Args:
+        module: converted. Only its shapes are read, so it may be on the meta device.
+        device: where it will run; None: where its parameters are.
+        dtype: of weights and activations; None: that of its parameters.
+        cache: whether verdicts are kept on disk, and read from there.
+
+    Returns:
+        Verdicts by op and shape, such as "linear 1536x576".
+
+    Raises:
+        ModelError: an op of this package failed: it names the op.
+    """
+    first = next(module.parameters())
+    device, dtype = device or first.device, dtype or first.dtype
+    if device.type == "meta":
+        raise ModelError("the module's weights are on the meta device: tell self_test the device")
+    store = _Store(device, dtype, enabled=cache)
+    verdicts = {}
+    for case in _cases(module, device, dtype):
+        if case.name not in verdicts:
+            verdicts[case.name] = store.get(case.name) or store.put(case.name, _verdict(case, device))
+    for _, part in _linears(module):
+        _apply(part, verdicts[_linear_name(part)].choice)
+    store.save()
+    return verdicts
+
+
+def _verdict(case: _Case, device: torch.device) -> Verdict:
+    inputs = case.inputs()
+    rejected: list[str] = []
+    with torch.no_grad():
+        for choice, op in case.choices(inputs):
+            found = dependence(op, *inputs)
+            if found is None:
+                if rejected:
+                    log.info("%s: %s is not row-invariant here; using %s", case.name, rejected[0], choice)
+                return Verdict(choice=choice, rejected=tuple(rejected))
+            rejected.append(f"{choice} ({found})")
+    raise ModelError(
+        f"{case.name}: no form of it is row-invariant on this {_hardware(device)}: {'; '.join(rejected)}. "
+        "Set train.batch_invariant = false"
+    )
+
+
+# --- the cases of a module ---
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[str, parts.InvariantLinear]]:
+    for name, part in module.named_modules():
+        if isinstance(part, parts.InvariantLinear):
+            yield name, part
+
+
+def _linear_name(part: nn.Linear) -> str:
+    bias = "" if part.bias is None else " with bias"
+    return f"linear {part.out_features}x{part.in_features}{bias}"
+
+
+def _cases(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[_Case]:
+    make = _Inputs(device, dtype)
+    vocab = 0
+    for name, part in module.named_modules():
+        if isinstance(part, parts.InvariantLinear):
+            yield _linear_case(part, make)
+            vocab = part.out_features if name.endswith("lm_head") else vocab
+        elif isinstance(part, parts.InvariantNorm):
+            yield _norm_case(part, make)
+        elif isinstance(part, parts.InvariantMLP):
+            yield _mlp_case(part, make)
+        elif isinstance(part, parts.InvariantRotary):
+            yield from _rotary_cases(part, make)
+    if vocab:
+        yield _stats_case(vocab, make)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Random rows, the same every time."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(sum(shape))
+        values = torch.randn(*shape, device=self.device, generator=generator)
+        return values.mul_(std).to(dtype or self.dtype)
+
+    def rows(self, width: int) -> int:
+        limit = NUM_ROWS[self.device.type]
+        return limit if self.device.type == "cpu" else max(512, min(limit, _LOGITS_ELEMENTS // width))
+
+
+def _linear_case(part: nn.Linear, make: _Inputs) -> _Case:
+    wide, narrow = part.out_features, part.in_features
+
+    def choices(inputs: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
+        weight = make.normal(wide, narrow, std=narrow**-0.5)
+        bias = None if part.bias is None else make.normal(wide)
+        if make.device.type == "cuda":
+            yield parts.STOCK, lambda x: F.linear(x, weight, bias)
+            yield "triton", lambda x: linear_ops.linear(x, weight, bias, linear_ops.TILES)
+            return
+        for tiles in (equal_tiles(inputs[0], weight, bias), (16,), (8,), (1,)):
+            yield tiles_name(tiles), lambda x, tiles=tiles: linear_ops.linear(x, weight, bias, tiles)
+
+    return _Case(
+        name=_linear_name(part), inputs=lambda: (make.normal(make.rows(wide), narrow),), choices=choices
+    )
+
+
+def equal_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """Those of TILES whose rows are those of tiles of 16 rows, to the bit, for the first 128 rows of x."""
+    x = x[: max(linear_ops.TILES)]
+    reference = linear_ops.tiled_product(x, weight, bias, tiles=(16,))
+    return tuple(
+        tile
+        for tile in linear_ops.TILES
+        if torch.equal(linear_ops.tiled_product(x, weight, bias, tiles=(tile,)), reference)
+    )
+
+
+def tiles_name(tiles: tuple[int, ...]) -> str:
+    """A Verdict's choice."""
+    return f"tiles {' '.join(map(str, tiles))}"
+
+
+def _apply(part: parts.InvariantLinear, choice: str) -> None:
+    part.stock = choice == parts.STOCK
+    if choice.startswith("tiles "):
+        part.tiles = tuple(int(tile) for tile in choice.removeprefix("tiles ").split())
+
+
+def _norm_case(part: Any, make: _Inputs) -> _Case:
+    width, offset = part.weight.shape[0], part.unit_offset
+
+    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
+        weight = make.normal(width)
+        yield _row_choice(make), lambda x: row_ops.rms_norm(x, weight, 1e-6, offset)
+
+    name = f"rms_norm {width}{' with unit offset' if offset else ''}"
+    return _Case(name=name, inputs=lambda: (make.normal(make.rows(width), width),), choices=choices)
+
+
+def _mlp_case(part: Any, make: _Inputs) -> _Case:
+    width, activation = part.up_proj.out_features, part.activation
+    op = row_ops.silu_and_mul if activation == "silu" else row_ops.gelu_and_mul
+
+    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
+        if make.device.type == "cuda":
+            yield parts.STOCK, lambda gate, up: part.act_fn(gate) * up
+        else:
+            yield _row_choice(make), op
+
+    def inputs() -> tuple[Tensor, ...]:
+        both = make.normal(2, make.rows(width), width)
+        return both[0], both[1]
+
+    return _Case(name=f"{activation}_and_mul {width}", inputs=inputs, choices=choices)
+
+
+def _rotary_cases(part: Any, make: _Inputs) -> Iterator[_Case]:
+    for name, buffer in part.named_buffers():
+        if not name.endswith("inv_freq") or "original" in name:
+            continue
+        width = buffer.shape[0]
+
+        def choices(_: tuple[Tensor, ...], width: int = width) -> Iterator[tuple[str, RowOp]]:
+            steps = torch.arange(width, device=make.device, dtype=torch.float32) / width
+            yield _row_choice(make), lambda positions: row_ops.rotary(positions, 10000.0**-steps, 1.0)
+
+        def inputs() -> tuple[Tensor, ...]:
+            return (torch.arange(make.rows(1), device=make.device) * 37,)
+
+        yield _Case(name=f"rotary {width}", inputs=inputs, choices=choices)
+
+
+def _stats_case(vocab: int, make: _Inputs) -> _Case:
+    def inputs() -> tuple[Tensor, ...]:
+        rows = make.rows(vocab)
+        return make.normal(rows, vocab, std=3.0), torch.arange(rows, device=make.device) * 7919 % vocab
+
+    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
+        yield _row_choice(make), lambda logits, labels: row_ops.token_stats(logits, labels, 1 / 0.7, None)
+
+    return _Case(name=f"token_stats {vocab}", inputs=inputs, choices=choices)
+
+
+def _row_choice(make: _Inputs) -> str:
+    return "triton" if make.device.type == "cuda" else "cpu-row"
+
+
+# --- what is kept ---
+
+
+class _Store:
+    """Verdicts in a JSON file, whose name says what they hold for."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, enabled: bool) -> None:
+        self._path = cache_file(device, dtype) if enabled else None
+        self._found: dict[str, Verdict] = {}
+        self._changed = False
+        if self._path is not None and self._path.exists():
+            try:
+                kept = json.loads(self._path.read_text())
+                self._found = {
+                    name: Verdict(choice=v["choice"], rejected=tuple(v["rejected"]))
+                    for name, v in kept.items()
+                }
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                log.warning("%s cannot be read (%s): testing again", self._path, error)
+
+    def get(self, name: str) -> Verdict | None:
+        return self._found.get(name)
+
+    def put(self, name: str, verdict: Verdict) -> Verdict:
+        self._found[name], self._changed = verdict, True
+        return verdict
+
+    def save(self) -> None:
+        """Whole or not at all: other processes may be at it."""
+        if self._path is None or not self._changed:
+            return
+        text = json.dumps({name: asdict(verdict) for name, verdict in sorted(self._found.items())}, indent=1)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(f".{os.getpid()}")
+            part.write_text(text)
+            part.replace(self._path)
+        except OSError as error:
+            log.warning("the self-test's verdicts are not kept: %s", error)
+
+
+def cache_file(device: torch.device, dtype: torch.dtype) -> Path:
+    """Where verdicts for this machine, torch and package are kept."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    conditions = [
+        _hardware(device),
+        str(dtype),
+        torch.__version__,
+        str(torch.get_num_threads()),
+        *(cuda_settings() if device.type == "cuda" else ()),
+        _source_hash(),
+    ]
+    digest = hashlib.sha256("\n".join(conditions).encode()).hexdigest()[:16]
+    return root / "lockstep" / f"invariant-{digest}.json"
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _source_hash() -> str:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -1,0 +1,63 @@
+"""Settings under which stock GEMMs and compiled elementwise code are row-invariant."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+
+def configure_cuda() -> None:
+    """Make cuBLASLt add over K in one order for any number of rows: no split-K, no sums in low precision.
+
+    It may be called at any time, and concerns products that are launched, or captured, after it. That it does
+    what it says on this GPU is for the self-test to find out. CUBLAS_WORKSPACE_CONFIG is left alone: with it
+    a product costs the host about 150 us instead of 16, in code outside of CUDA graphs.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    matmul.allow_tf32 = False
+
+
+def cuda_settings() -> tuple[str, ...]:
+    """What of the process's settings decides the bits of a CUDA matrix product."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        str(torch.backends.cuda.preferred_blas_library()),
+        f"bf16 {matmul.allow_bf16_reduced_precision_reduction}",
+        f"split-k {getattr(matmul, 'allow_bf16_reduced_precision_reduction_split_k', None)}",
+        f"tf32 {matmul.allow_tf32}",
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        os.environ.get("CUBLASLT_WORKSPACE_SIZE", ""),
+    )
+
+
+def inductor_options() -> dict[str, Any]:
+    """Options for torch.compile: fused code rounds where eager code rounds, and no choice is made by timing.
+
+    Only those that this torch has.
+    """
+    from torch._inductor import config
+
+    wanted = {
+        "emulate_precision_casts": True,
+        "max_autotune": False,
+        "max_autotune_pointwise": False,
+        "max_autotune_gemm": False,
+        "coordinate_descent_tuning": False,
+        "deterministic": True,
+        "batch_invariant": True,
+        "eager_numerics.division_rounding": True,
+    }
+    return {name: value for name, value in wanted.items() if _has(config, name)}
+
+
+def _has(config: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(config, part):
+            return False
+        config = getattr(config, part)
+    return True

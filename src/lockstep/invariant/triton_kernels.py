@@ -1,0 +1,279 @@
+"""Row-invariant Triton kernels for CUDA; Triton's interpreter runs them on a CPU (TRITON_INTERPRET=1).
+
+A block shape never depends on the number of rows, nor does anything else that decides the order of a sum.
+Triton makes an argument that is 1 a constant, and lays a row out over threads by the alignment of its
+address: numbers of rows are therefore never specialised, and rows begin at multiples of 16 bytes or are
+copied there.
+
+Imported only where it is used: a CPU installation has no Triton.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ALIGNMENT = 16
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""The interpreter's dot multiplies the bits of bfloat16 as if they were integers."""
+
+
+@triton.jit(do_not_specialize=["num_rows", "programs"])
+def _matmul_kernel(  # signature: pointers, sizes and strides of a Triton kernel
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    c_ptr,
+    num_rows,
+    num_cols,
+    depth,
+    stride_a,
+    stride_b_depth,
+    stride_b_col,
+    stride_c,
+    programs,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """c [M, N] = a [M, K] @ b [K, N] + bias [N]; a persistent program takes every `programs`-th block of c.
+
+    Blocks that share columns of b follow each other: b, the weight, is the large one where it matters.
+    """
+    blocks_m = tl.cdiv(num_rows, BLOCK_M)
+    blocks = blocks_m * tl.cdiv(num_cols, BLOCK_N)
+    for block in range(tl.program_id(0), blocks, programs):
+        rows = (block % blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols = (block // blocks_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows_64, cols_64 = rows.to(tl.int64), cols.to(tl.int64)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, depth, BLOCK_K):
+            ks = start + tl.arange(0, BLOCK_K)
+            a = tl.load(
+                a_ptr + rows_64[:, None] * stride_a + ks[None, :],
+                mask=(rows < num_rows)[:, None] & (ks < depth)[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                b_ptr + ks[:, None] * stride_b_depth + cols_64[None, :] * stride_b_col,
+                mask=(ks < depth)[:, None] & (cols < num_cols)[None, :],
+                other=0.0,
+            )
+            if WIDEN:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            c_ptr + rows_64[:, None] * stride_c + cols_64[None, :],
+            total.to(c_ptr.dtype.element_ty),
+            mask=(rows < num_rows)[:, None] & (cols < num_cols)[None, :],
+        )
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """a [M, K] @ b [K, N] + bias [N], in one order over K for any M; into `out` [M, N] if given."""
+    num_rows, depth = a.shape
+    num_cols = b.shape[1]
+    out = a.new_empty(num_rows, num_cols) if out is None else out
+    if num_rows == 0:
+        return out
+    a = _aligned(a)
+    block_m, block_n, block_k = 64, 128, 32 if a.dtype == torch.float32 else 64
+    programs = min(_num_processors(a.device), triton.cdiv(num_rows, block_m) * triton.cdiv(num_cols, block_n))
+    with _on(a):
+        _matmul_kernel[(programs,)](
+            a,
+            b,
+            bias,
+            out,
+            num_rows,
+            num_cols,
+            depth,
+            a.stride(0),
+            b.stride(0),
+            b.stride(1),
+            out.stride(0),
+            programs,
+            HAS_BIAS=bias is not None,
+            PRECISION="ieee",
+            WIDEN=_INTERPRETED,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=4,
+            num_stages=3,
+        )
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(  # signature: pointers, sizes and constants of a Triton kernel
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    eps,
+    UNIT_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: see lockstep.invariant.row_ops.rms_norm."""
+    first = tl.program_id(0).to(tl.int64) * width
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    x = tl.load(x_ptr + first + cols, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    if UNIT_OFFSET:
+        out = (normed * (1.0 + weight.to(tl.float32))).to(x.dtype)
+    else:
+        out = (normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    tl.store(out_ptr + first + cols, out, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool) -> Tensor:
+    """x [R, C], contiguous; one program a row."""
+    out = torch.empty_like(x)
+    if x.shape[0] == 0:
+        return out
+    x, width = _aligned(x), x.shape[1]
+    block = triton.next_power_of_2(width)
+    with _on(x):
+        _rms_norm_kernel[(x.shape[0],)](
+            x, weight, out, width, eps, UNIT_OFFSET=unit_offset, BLOCK=block, num_warps=_warps(block)
+        )
+    return out
+
+
+@triton.jit
+def _scaled(logits, scale, cap, HAS_CAP: tl.constexpr):
+    x = logits.to(tl.float32) * scale
+    if HAS_CAP:
+        # tanh(z) = 1 - 2 / (exp(2 z) + 1), which saturates where exp overflows or vanishes.
+        x = cap * (1.0 - 2.0 / (tl.exp(2.0 * (x / cap)) + 1.0))
+    return x
+
+
+@triton.jit
+def _token_stats_kernel(  # signature: pointers, sizes and constants of a Triton kernel
+    logits_ptr,
+    labels_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    lse_ptr,
+    width,
+    stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row, twice over the vocabulary: its maximum, then its sums; by then it is in the L2 cache."""
+    row = tl.program_id(0).to(tl.int64)
+    first = logits_ptr + row * stride
+    peaks = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = _scaled(tl.load(first + cols, mask=cols < width, other=0.0), scale, cap, HAS_CAP)
+        peaks = tl.maximum(peaks, tl.where(cols < width, x, float("-inf")))
+    peak = tl.max(peaks, 0)
+    totals = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = _scaled(tl.load(first + cols, mask=cols < width, other=0.0), scale, cap, HAS_CAP) - peak
+        e = tl.where(cols < width, tl.exp(x), 0.0)
+        totals += e
+        weighted += e * x
+    total = tl.sum(totals, 0)
+    log_total = tl.log(total)
+    label = tl.load(labels_ptr + row)
+    at_label = _scaled(tl.load(first + tl.maximum(label, 0)), scale, cap, HAS_CAP)
+    lse = peak + log_total
+    tl.store(logprob_ptr + row, tl.where(label >= 0, at_label - lse, 0.0))
+    tl.store(entropy_ptr + row, tl.where(label >= 0, log_total - tl.sum(weighted, 0) / total, 0.0))
+    tl.store(lse_ptr + row, lse)
+
+
+def token_stats(
+    logits: Tensor, labels: Tensor, *, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See lockstep.invariant.row_ops.token_stats; one program a row."""
+    rows = logits.shape[0]
+    # three tensors, not views of one: outputs of a custom op may not alias each other
+    logprob, entropy, lse = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    if rows == 0:
+        return logprob, entropy, lse
+    logits = _aligned(logits)
+    with _on(logits):
+        _token_stats_kernel[(rows,)](
+            logits,
+            labels,
+            logprob,
+            entropy,
+            lse,
+            logits.shape[1],
+            logits.stride(0),
+            scale,
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            BLOCK=4096,
+            num_warps=8,
+        )
+    return logprob, entropy, lse
+
+
+@triton.jit
+def _mean_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    totals = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        totals += tl.load(x_ptr + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, (tl.sum(totals, 0) / width).to(out_ptr.dtype.element_ty))
+
+
+def mean(x: Tensor) -> Tensor:
+    """[R, C] -> [R]; one program a row."""
+    out = x.new_empty(x.shape[0])
+    if x.shape[0] == 0:
+        return out
+    x = _aligned(x)
+    with _on(x):
+        _mean_kernel[(x.shape[0],)](x, out, x.shape[1], BLOCK=1024, num_warps=4)
+    return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Contiguous, and begun at a multiple of 16 bytes."""
+    if x.data_ptr() % _ALIGNMENT == 0:
+        return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 3  # under the interpreter: a few, so that programs do take several blocks
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,201 @@
+"""What equal kernel contracts are used for: rollout logprobs as old logprobs, and the proof of it each step.
+
+Trainer and engine that have the same contract give every token the same logprob to the bit. So the forward
+pass that would compute old_logprobs is left out; what the trainer computes anyway at the weights that the
+rollouts came from, and a few micro-batches that take turns, are compared with the rollout's, and one unequal
+bit ends the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError, TrainError
+from lockstep.protocols import InferenceEngine, TrainBackend
+from lockstep.schema.batch import PackedBatch, PolicyBatch
+from lockstep.schema.contract import KernelContract
+from lockstep.schema.rollout import RolloutGroup
+
+Logprobs = Callable[[Sequence[PackedBatch]], list[Tensor]]
+"""A forward of the policy: [T] float32 per micro-batch."""
+
+
+def agreed_contract(backend: TrainBackend, engine: InferenceEngine, *, engine_name: str) -> KernelContract:
+    """The contract that both keep under train.batch_invariant = true.
+
+    Raises:
+        ConfigError: they differ, field by field, or one of them has none.
+    """
+    ours: KernelContract | None = getattr(backend, "contract", None)
+    theirs: KernelContract | None = getattr(engine, "contract", None)
+    for side, found in ((f"{type(backend).__name__}", ours), (f"engine.name = {engine_name!r}", theirs)):
+        if found is None:
+            raise ConfigError(
+                f"train.batch_invariant = true, but {side} has no kernel contract (its attribute "
+                "`contract`): nothing says which kernels it computes with. Set engine.name = 'native' and a "
+                "train backend of Lockstep, or train.batch_invariant = false"
+            )
+    assert ours is not None and theirs is not None
+    different = ours.difference(theirs)
+    if different:
+        raise ConfigError(
+            "train.batch_invariant = true, but the kernel contracts of trainer (here) and engine (there) "
+            f"differ in {len(different)} field{'s' if len(different) > 1 else ''}: {'; '.join(different)}. "
+            "Set what these fields name alike for both, or train.batch_invariant = false"
+        )
+    return ours
+
+
+@dataclasses.dataclass(slots=True)
+class Agreement:
+    """Of one run whose contracts match. `begin` once per rollout batch.
+
+    Args:
+        contract: of both sides.
+        reuse: whether rollout logprobs are to be taken as old_logprobs.
+        at_once: micro-batches of one comparison: as many as ranks compute at the same time.
+    """
+
+    contract: KernelContract
+    reuse: bool
+    at_once: int = 1
+    _step: int = 0
+    _names: list[str] = dataclasses.field(default_factory=list)
+    _compared: int = 0
+    _tokens: int = 0
+    _reused: bool = False
+    _first: bool = True
+
+    def begin(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """`groups` are the rollouts of `step`: sample_id i is the i-th of them."""
+        self._step, self._compared, self._tokens, self._reused = step, 0, 0, False
+        self._names = [
+            f"prompt {group.prompt.index}, sample {number}"
+            for group in groups
+            for number in range(len(group.rollouts))
+        ]
+
+    def old_logprobs(
+        self, minibatches: list[list[PackedBatch]], logprobs: Logprobs
+    ) -> list[list[PackedBatch]]:
+        """The same micro-batches with old_logprobs; to be called before the first update.
+
+        The first minibatch is compared when it is trained on (`check`), at the very same weights; of the
+        others `at_once` micro-batches are computed here, other ones each step.
+
+        Raises:
+            TrainError: a logprob differs.
+        """
+        if not self.reuse:
+            return [self._computed(batches, logprobs) for batches in minibatches]
+        later = [batch for batches in minibatches[1:] for batch in batches]
+        if later:
+            chosen = self._chosen(later)
+            self._compare(chosen, logprobs(chosen))
+        self._reused = True
+        return [[self._with(batch, _policy(batch).rollout_logprobs) for batch in b] for b in minibatches]
+
+    def _chosen(self, later: list[PackedBatch]) -> list[PackedBatch]:
+        """Those whose turn it is; the first time one of each size as well, for which a compiled forward makes
+        its graphs: later on a new one would count as a recompile."""
+        count = min(self.at_once, len(later))
+        turn = self._step * count
+        chosen = [(turn + i) % len(later) for i in range(count)]
+        if self._first:
+            self._first = False
+            sizes = {_size(later[number]) for number in chosen}
+            for number, batch in enumerate(later):
+                if _size(batch) not in sizes:
+                    sizes.add(_size(batch))
+                    chosen.append(number)
+        return [later[number] for number in chosen]
+
+    def _computed(self, batches: list[PackedBatch], logprobs: Logprobs) -> list[PackedBatch]:
+        found = logprobs(batches)
+        self._compare(batches, found)
+        return [self._with(batch, old) for batch, old in zip(batches, found, strict=True)]
+
+    @staticmethod
+    def _with(batch: PackedBatch, old: Tensor) -> PackedBatch:
+        return dataclasses.replace(_policy(batch), old_logprobs=old)
+
+    def check(self, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> None:
+        """What the first forward and backward of the step saw, before its weights are updated.
+
+        Raises:
+            TrainError: a logprob differs.
+        """
+        if self.reuse or _policy(batches[0]).old_logprobs is None:  # else all were compared before
+            self._compare(batches, logprobs)
+
+    def metrics(self, trained_tokens: int) -> dict[str, float]:
+        """Of the rollout batch: the share of its tokens that was compared, all of them equal."""
+        found = {"contract_verified": min(1.0, self._compared / max(trained_tokens, 1))}
+        if self._reused:
+            found["old_logprobs_reused"] = 1.0
+        return found
+
+    def _compare(self, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> None:
+        # One wait for the device: almost always there is nothing to say.
+        wrong = [_differs(_policy(batch), found) for batch, found in zip(batches, logprobs, strict=True)]
+        counts = torch.stack([w.sum() for w in wrong]).tolist() if wrong else []
+        for index, count in enumerate(counts):
+            if count:
+                raise TrainError(self._complaint(index, batches, logprobs, wrong, sum(counts)))
+        self._compared += sum(int(batch.loss_mask.sum()) for batch in batches)
+
+    def _complaint(
+        self,
+        index: int,
+        batches: Sequence[PackedBatch],
+        logprobs: Sequence[Tensor],
+        wrong: Sequence[Tensor],
+        count: int,
+    ) -> str:
+        batch, found = _policy(batches[index]), logprobs[index].detach().cpu()
+        slot = int(wrong[index].cpu().nonzero()[0, 0])
+        document, start = _document_of(batch, slot)
+        first = int(batch.loss_mask[start:].nonzero()[0, 0])  # of the document: what predicts its completion
+        sample, position = batch.sample_ids[document], slot - start + 1
+        name = self._names[sample] if sample < len(self._names) else f"sample_id {sample}"
+        ours, theirs = float(found[slot]), float(batch.rollout_logprobs[slot])
+        tokens = sum(int(b.loss_mask.sum()) for b in batches)
+        return (
+            f"step {self._step}, {name}, position {position} (token {position - first - 1} of its "
+            f"completion, id {int(batch.labels[slot])}): the engine's logprob is {theirs!r}, the trainer's "
+            f"{ours!r}, at the same weights; {count} of {tokens} compared tokens differ. Under "
+            f"train.batch_invariant = true both keep the kernel contract {self.contract.hash[:12]} and must "
+            "be equal to the bit. No weight was changed. Set train.batch_invariant = false to go on with a "
+            "gap, and report this with the run's manifest.json"
+        )
+
+
+def _size(batch: PackedBatch) -> tuple[int, int]:
+    """What a static capacity consists of."""
+    return batch.num_slots, len(batch.cu_seqlens)
+
+
+def _differs(batch: PolicyBatch, logprobs: Tensor) -> Tensor:
+    """[T] bool, where `logprobs` are; NaN differs from everything."""
+    mask = batch.loss_mask.to(logprobs.device)
+    return mask & (logprobs.detach() != batch.rollout_logprobs.to(logprobs.device))
+
+
+def _document_of(batch: PackedBatch, slot: int) -> tuple[int, int]:
+    """(number, first slot) of the document that `slot` is in."""
+    start = 0
+    for number, length in enumerate(batch.lengths):
+        if slot < start + length:
+            return number, start
+        start += length
+    raise AssertionError(f"slot {slot} is in no document")
+
+
+def _policy(batch: Any) -> PolicyBatch:
+    assert isinstance(batch, PolicyBatch), "rollouts are packed as policy batches"
+    return batch

@@ -1,0 +1,35 @@
+"""What torch.compile did in a step, of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.protocols import TrainBackend
+from lockstep.ranks.context import RankContext
+
+_COUNTED = ("graphs", "recompiles", "graph_breaks", "seconds")
+
+
+class CompileMeter:
+    """compile/* per step: what a backend's `compile_report` counted since the last reading.
+
+    Args:
+        backend: the train backend; one without compiled parts has nothing to say.
+        ranks: each compiles for itself; the largest count of all is told, because the others waited for it.
+    """
+
+    def __init__(self, backend: TrainBackend, *, ranks: RankContext) -> None:
+        self._report: Any = getattr(backend, "compile_report", lambda: None)
+        self._ranks = ranks
+        self._before = dict.fromkeys(_COUNTED, 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """Collective where the backend compiles; empty elsewhere."""
+        report = self._report()
+        if report is None:
+            return {}
+        now = {name: float(getattr(report, name)) for name in _COUNTED}
+        own = {name: now[name] - self._before[name] for name in _COUNTED}
+        self._before = now
+        everyone = self._ranks.gather(own, what="the step's compilations")
+        return {f"compile/{name}": max(found[name] for found in everyone) for name in _COUNTED}

@@ -1,0 +1,69 @@
+"""train.deterministic: what torch, CUDA and NCCL must be told so that a run can be repeated to the bit.
+
+The same run on the same machine: the same device, number of ranks, CPU threads and versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor
+
+from lockstep.config.train import TrainConfig
+from lockstep.protocols import TrainBackend
+from lockstep.recording.fingerprint import fingerprint, module_tensors
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_VALUES = (":16:8", ":4096:8")
+_NCCL = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+"""Sums over ranks in one order, whatever NCCL measured when it started, and none inside of a switch. What the
+environment says already stays."""
+
+
+@contextlib.contextmanager
+def deterministic(train: TrainConfig) -> Iterator[None]:
+    """Around a run, from before its ranks join and its model is loaded; what was changed is put back.
+
+    Without train.deterministic nothing is changed.
+    """
+    if not train.deterministic:
+        yield
+        return
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
+    fill: Any = torch.utils.deterministic
+    cudnn = torch.backends.cudnn
+    before = torch.get_deterministic_debug_mode(), fill.fill_uninitialized_memory
+    cudnn_before = cudnn.deterministic, cudnn.benchmark
+    with inductor.patch(deterministic=True):  # no kernel is chosen by a measurement; torch sets it too
+        try:
+            torch.use_deterministic_algorithms(True)
+            # Memory that nobody has written is read by nobody (tests fill it with NaN): filling it is a pass
+            # over every new tensor for nothing.
+            fill.fill_uninitialized_memory = False
+            cudnn.deterministic, cudnn.benchmark = True, False
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before[0])
+            fill.fill_uninitialized_memory = before[1]
+            cudnn.deterministic, cudnn.benchmark = cudnn_before
+
+
+def prepare_cublas() -> None:
+    """Before the first matrix product on CUDA: workspaces of a fixed size, which torch insists on under
+    deterministic algorithms."""
+    if os.environ.get(CUBLAS) not in _CUBLAS_VALUES:
+        os.environ[CUBLAS] = _CUBLAS_VALUES[1]
+
+
+def weights_hash(backend: TrainBackend) -> str:
+    """lockstep.recording.fingerprint of the policy's weights in the compute dtype. Collective where ranks
+    have parts of them."""
+    update = backend.weights(policy_version=0)
+    if update.shared_module is not None:
+        return fingerprint(module_tensors(update.shared_module).items())
+    return fingerprint(update.tensors())

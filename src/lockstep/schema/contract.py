@@ -1,0 +1,94 @@
+"""The kernel contract: the numerical choices that decide the bits of a logprob, as one hashed record.
+
+A trainer and a generator whose contracts are equal give a token the same logprob to the bit; where they
+differ, `difference` says in what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+"""Counted up when the kernels behind a name give other bits than before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelContract:
+    """What a forward pass was made of. Two records are for the same bits when all fields are equal.
+
+    Example:
+        >>> ours = KernelContract(gemm="cpu-tiles", attention="varlen", attention_splits=1, norm="row",
+        ...     activation="row", logprob="serial", lm_head_dtype="float32", logits_dtype="float32",
+        ...     collectives="none", compile="inductor", dtype="float32", weights_dtype="float32",
+        ...     device="cpu", torch="2.13.0", threads=2)
+        >>> ours.difference(dataclasses.replace(ours, compile="eager"))
+        ["compile: 'inductor' here, 'eager' there"]
+    """
+
+    gemm: str
+    """Which matrix products, such as cpu-tiles-32 or cublaslt-without-split-k."""
+    attention: str
+    """Which attention kernel."""
+    attention_splits: int
+    """Parts that the keys of one query are split into and added up from; 1: none."""
+    norm: str
+    activation: str
+    logprob: str
+    """Which function of the logits gives the logprob of a label."""
+    lm_head_dtype: str
+    """The head's matrix product is computed in."""
+    logits_dtype: str
+    """Logits are rounded to, before the logprob function widens them to float32."""
+    collectives: str
+    """Sums over ranks inside of a forward; none where ranks only gather weights."""
+    compile: str
+    """How the decoder layers run: eager, or inductor with the settings of the mode."""
+    dtype: str
+    """Of activations."""
+    weights_dtype: str
+    device: str
+    """Name of the GPU, or cpu with its instruction set."""
+    torch: str
+    threads: int
+    """CPU threads of torch; 0 on a GPU, where they decide nothing."""
+    version: int = VERSION
+
+    @property
+    def hash(self) -> str:
+        """sha256 over the fields as canonical JSON: 64 hexadecimal digits."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def difference(self, other: KernelContract) -> list[str]:
+        """ "FIELD: OURS here, THEIRS there" for every field that differs; empty: they are equal."""
+        ours, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        return [f"{k}: {v!r} here, {theirs[k]!r} there" for k, v in ours.items() if v != theirs[k]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields and `hash`, for manifests and recordings."""
+        return dataclasses.asdict(self) | {"hash": self.hash}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> KernelContract:
+        """The inverse of `as_json`.
+
+        Raises:
+            ValueError: a field is missing, unknown or of another type, or the hash is of other fields.
+        """
+        wanted = {field.name: field.type for field in dataclasses.fields(cls)}
+        given = {name: value for name, value in values.items() if name != "hash"}
+        if given.keys() != wanted.keys():
+            wrong = sorted(given.keys() ^ wanted.keys())
+            raise ValueError(f"a kernel contract has other fields than {wrong}; it is of another version")
+        for name, kind in wanted.items():
+            if type(given[name]).__name__ != kind:
+                raise ValueError(f"kernel contract: {name} = {given[name]!r} is no {kind}")
+        found = cls(**given)
+        if values.get("hash", found.hash) != found.hash:
+            raise ValueError(f"kernel contract: its hash is {values['hash']!r}, its fields give {found.hash}")
+        return found

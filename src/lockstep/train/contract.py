@@ -1,0 +1,57 @@
+"""The kernel contract that a train backend keeps."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import invariant
+from lockstep.attention import kernel_of
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
+from lockstep.execution import CompileWatch
+from lockstep.models.causal_lm import causal_lm
+from lockstep.models.contract import kernel_contract
+from lockstep.models.load import LoadedModel
+from lockstep.schema.contract import KernelContract
+
+
+def compile_options(module: nn.Module) -> dict[str, Any] | None:
+    """What torch.compile must be told of this module: nothing, unless it is batch-invariant. An engine that
+    computes the same bits tells it the same."""
+    return invariant.inductor_options() if invariant.is_converted(module) else None
+
+
+def counting(watch: CompileWatch | None) -> contextlib.AbstractContextManager[None]:
+    """Inside, compilations are the trainer's; an engine in the same process has its own."""
+    return contextlib.nullcontext() if watch is None else watch.counting()
+
+
+def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -> KernelContract | None:
+    """None: `config.batch_invariant` is off.
+
+    Raises:
+        ConfigError: it is on, and the model's modules were not made for it.
+    """
+    if not config.batch_invariant:
+        return None
+    module = causal_lm(model.module)
+    base = getattr(module, module.base_model_prefix)
+    found = kernel_contract(
+        model.module,
+        attention=kernel_of(base.config._attn_implementation),
+        execution=config.execution,
+        dtype=model.dtype,
+        device=device,
+    )
+    if found is None:
+        raise ConfigError(
+            f"train.batch_invariant = true, but {type(module).__name__} was not converted, or attends by "
+            f"another kernel than varlen ({base.config._attn_implementation!r}), or runs under "
+            f"train.execution = {config.execution!r}; load it with attention 'varlen' and call "
+            "lockstep.invariant.convert on it before the backend is made"
+        )
+    return found

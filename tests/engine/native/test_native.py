@@ -1,0 +1,129 @@
+"""What is the engine's own: where it refuses, what it gives back, what it counts."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from native_parts import generated, policy, requests
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.build import make_engine
+from lockstep.engine.native import pool as pools
+from lockstep.errors import EngineError
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def model():
+    return policy("tiny-llama", "float32")
+
+
+def engine_of(model, **settings):
+    return make_engine(EngineConfig(name="native", **settings), model=model)
+
+
+def greedy(length, max_tokens):
+    return GenerationRequest(
+        prompt_token_ids=tuple(range(3, 3 + length)),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+        seeds=(0,),
+    )
+
+
+def test_a_sample_that_can_never_fit_is_refused_before_anything_runs(model):
+    engine = engine_of(model, kv_cache_tokens=40)
+    wanted = (
+        r"request 1: .* prompt of 20 tokens and max_tokens = 22 can need 41 .* holds 40; raise engine\.kv"
+    )
+    with pytest.raises(EngineError, match=wanted):
+        engine.generate([greedy(3, 3), greedy(20, 22)])
+    assert engine.counts.steps == 0
+    ((completion,),) = engine.generate([greedy(20, 21)])  # 40 keys: the last token's are never needed
+    assert len(completion.token_ids) == 21 and engine.stats().kv_cache_use == 0.0
+
+
+def test_memory_bounds_the_pool_when_nothing_else_does(model, monkeypatch):
+    token_bytes = 2 * 2 * 2 * 16 * 4
+    monkeypatch.setattr(pools.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": token_bytes}.get)
+    tight = engine_of(model, memory_fraction=0.3)
+    with pytest.raises(EngineError, match=r"29; raise engine\.memory_fraction"):
+        tight.generate([greedy(20, 22)])
+    assert len(tight.generate([greedy(20, 8), greedy(10, 8)])) == 2
+    assert tight.stats().kv_cache_bytes == 30 * token_bytes
+
+
+def test_running_out_of_memory_says_what_to_set_and_gives_the_pool_back(model, monkeypatch):
+    engine = engine_of(model)
+    engine.generate([greedy(4, 4)])
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._runner), "prefill", fail)
+        with pytest.raises(
+            EngineError, match=r"out of memory .*engine\.memory_fraction.*engine\.kv_cache_tok"
+        ):
+            engine.generate([greedy(4, 4)])
+    assert engine._pool is None
+    assert len(engine.generate([greedy(4, 4)])[0][0].token_ids) == 4
+
+
+def test_the_pool_lives_on_and_sleep_gives_it_back(model):
+    engine = engine_of(model)
+    engine.generate([greedy(20, 10)])
+    pool = engine._pool
+    engine.generate([greedy(5, 10)])
+    assert engine._pool is pool and pool.capacity == 29
+    engine.generate([greedy(25, 10)])
+    assert engine._pool.capacity == 36  # a quarter more than before, at least
+    engine.sleep()
+    assert engine._pool is None
+    with pytest.raises(EngineError, match="asleep; call wake"):
+        engine.generate([greedy(5, 10)])
+    engine.wake()
+    assert len(engine.generate([greedy(5, 10)])[0][0].token_ids) == 10
+    engine.close()
+    engine.close()
+    for call in (engine.sleep, engine.wake, lambda: engine.generate([])):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
+def test_new_weights_in_place_are_seen_by_the_next_call():
+    """And a module that is not converted, trained on by nobody else, gives other tokens than before."""
+    model = policy("tiny-llama", "float32", converted=False)
+    engine = engine_of(model)
+    before = engine.generate(requests())
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.mul_(1.3)
+    after = engine.generate(requests())
+    again, _ = generated(model, requests())
+    assert [c.token_ids for row in after for c in row] == [c.token_ids for c in again]
+    assert after != before
+
+
+def test_eager_turns_compilation_off_and_the_contract_says_so(model):
+    trained = dataclasses.replace(model, execution="compile")
+    eager = engine_of(trained, eager=True)
+    compiled = engine_of(trained)
+    assert eager.contract.compile == "eager" and compiled.contract.compile == "inductor"
+    assert eager.contract.difference(compiled.contract)
+    assert not eager._compiled and compiled._compiled
+
+
+def test_settings_of_other_engines_are_refused():
+    with pytest.raises(ValueError, match=r"engine\.tp = 2 has no effect with engine\.name = 'native'"):
+        EngineConfig(name="native", tp=2)
+    with pytest.raises(
+        ValueError, match=r"engine\.prefill_chunk = 64 has no effect with engine\.name = 'hf'"
+    ):
+        EngineConfig(name="hf", prefill_chunk=64)
+    with pytest.raises(ValueError, match="'native' is in the trainer's process"):
+        EngineConfig(name="native", transfer="disk")

@@ -1,0 +1,192 @@
+"""The whole of scheduling around a model that anybody can compute.
+
+Its next token is a hash of all keys that the sample attends to and of the seed; a key is the token at a
+position. So a key that is missing, stale, moved wrongly or another sample's changes every token after it.
+"""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.engine.native.generation import Counts, Generation
+from lockstep.engine.native.pool import KVPool, KVShape
+from lockstep.engine.native.runner import POSITION, SEED, SLOT, SOURCE, START, TOKEN, USED
+from lockstep.engine.native.scheduler import Group, Sample, Scheduler
+from lockstep.engine.sampling import SampleState
+from lockstep.errors import EngineError
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
+
+EOS = 5
+SHAPE = KVShape(layers=1, heads=1, head_dim=1, dtype=torch.float64, device=torch.device("cpu"))
+
+
+def next_token(keys, seed):
+    total = seed * 31
+    for position, token in enumerate(keys):
+        total = (total * 7 + int(token) * (position + 3)) % 100_003
+    return total % 40
+
+
+def expected(prompt, seed, max_tokens):
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] == EOS:
+            return tokens[len(prompt) :], "stop"
+    return tokens[len(prompt) :], "length"
+
+
+class HashRunner:
+    """Stands in for lockstep.engine.native.runner.Runner."""
+
+    def __init__(self, pool, *, chunk, documents):
+        self.pool, self.chunk, self.documents = pool, chunk, documents
+        self.last = []
+        self.prefilled = 0
+        self.finite = True
+
+    def chunk_for(self, tokens):
+        return self.chunk if tokens >= self.chunk else 1 + tokens // 2
+
+    def prefill(self, chunk):
+        assert len(chunk.token_ids) <= self.chunk and len(chunk.lengths) <= self.documents
+        ends = np.cumsum(chunk.lengths)
+        for end, length, start, used in zip(ends, chunk.lengths, chunk.starts, chunk.used, strict=True):
+            part = slice(end - length, end)
+            assert chunk.positions[part].tolist() == list(range(used - length, used))
+            assert chunk.slots[part].tolist() == list(range(start + used - length, start + used))
+        self.pool.keys[0][chunk.slots, 0, 0] = torch.from_numpy(chunk.token_ids).double()
+        self.prefilled += len(chunk.token_ids)
+
+    def step(self, columns, *, temperature, states):
+        keys = self.pool.keys[0][:, 0, 0]
+        tokens = []
+        for row in columns.T:
+            token = row[TOKEN] if row[SOURCE] < 0 else self.last[row[SOURCE]]
+            keys[row[SLOT]] = float(token)
+            assert row[USED] == row[POSITION] + 1 and row[SLOT] == row[START] + row[POSITION]
+            tokens.append(next_token(keys[row[START] : row[START] + row[USED]].tolist(), row[SEED]))
+        self.last = tokens
+        return Done(tokens, [-1.0 if self.finite else float("nan")] * len(tokens))
+
+
+class Done:
+    def __init__(self, *both):
+        self.both = both
+
+    def read(self):
+        return self.both
+
+
+def samples_of(requests):
+    for index, (prompt, seeds, max_tokens) in enumerate(requests):
+        sampling = SamplingParams(max_tokens=max_tokens)
+        group = Group(
+            index=index,
+            request=GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seeds=seeds),
+        )
+        for i, seed in enumerate(seeds):
+            state = SampleState(params=sampling, seed=seed, prompt_token_ids=prompt, end_ids=(EOS,))
+            yield Sample(group=group, index=i, state=state, stops=None, end=len(prompt) + max_tokens)
+
+
+def run(requests, *, capacity, max_rows, ahead, abort=None, **how):
+    """Everything to the end. `how`: roomy, chunk, documents."""
+    pool = KVPool(SHAPE, capacity)
+    runner = HashRunner(pool, chunk=how.get("chunk", 16), documents=how.get("documents", 3))
+    samples = list(samples_of(requests))
+    scheduler = Scheduler(samples, pool=pool, max_rows=max_rows, roomy=how.get("roomy", False))
+    counts, seen = Counts(), {}
+
+    def on_finish(sample, reason, stop):
+        key = sample.group.index, sample.index
+        assert key not in seen
+        seen[key] = (sample.state.token_ids, reason)
+        assert sample.state.token_ids == [] or len(sample.logprobs) == len(sample.state.token_ids)
+
+    generation = Generation(
+        runner, scheduler, ahead=ahead, temperature=1.0, counts=counts, on_finish=on_finish
+    )
+    generation.run(abort=abort or threading.Event())
+    assert len(seen) == len(samples)
+    if abort is None:
+        assert scheduler.use == 0.0 and not scheduler.waiting
+    return seen, counts, runner
+
+
+def random_requests(rng):
+    def prompt():
+        return tuple(rng.choice([t for t in range(40) if t != EOS]) for _ in range(rng.randint(1, 30)))
+
+    return [
+        (prompt(), tuple(rng.randrange(1000) for _ in range(rng.randint(1, 6))), rng.randint(1, 60))
+        for _ in range(rng.randint(1, 8))
+    ]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_every_sample_is_what_it_would_be_alone(ahead):
+    """Pools from one sample's size to plenty: everything between waiting, moving, packing and preempting."""
+    preemptions = wasted = 0
+    for case in range(60):
+        rng = random.Random(case)
+        requests = random_requests(rng)
+        longest = max(len(prompt) + most for prompt, _, most in requests) - 1
+        seen, counts, _ = run(
+            requests,
+            capacity=longest + rng.choice([0, 5, 60, 400]),
+            max_rows=rng.randint(1, 12),
+            ahead=ahead,
+            chunk=rng.choice([1, 7, 64]),
+            documents=rng.choice([1, 3]),
+        )
+        for index, (prompt, seeds, max_tokens) in enumerate(requests):
+            for i, seed in enumerate(seeds):
+                assert seen[index, i] == expected(prompt, seed, max_tokens), case
+        preemptions += counts.preemptions
+        wasted += counts.wasted_rows
+        assert counts.step_rows == sum(len(tokens) for tokens, _ in seen.values()) + counts.wasted_rows
+    assert preemptions > 20, "the cases show nothing about preemption"
+    assert (wasted > 0) == bool(ahead)
+
+
+def test_with_room_for_all_nobody_is_moved_or_preempted_and_a_prompt_is_computed_once():
+    requests = [((1, 2, 3, 4, 6, 7, 8), tuple(range(6)), 20), ((9, 9, 9), tuple(range(4)), 20)]
+    _, counts, runner = run(requests, capacity=10 * 26, max_rows=16, ahead=1, roomy=True)
+    assert counts.preemptions == 0
+    assert runner.prefilled == 6 + 2  # the last token of a prompt is the input of the first step
+    assert counts.wasted_rows <= 10  # one row for each that a stop token ended
+
+
+def test_a_sample_that_ends_by_length_wastes_no_row():
+    seen, counts, _ = run([((1, 2), (3, 4, 8), 4)], capacity=100, max_rows=4, ahead=1)
+    by_length = [tokens for tokens, reason in seen.values() if reason == "length"]
+    stopped = [tokens for tokens, reason in seen.values() if reason == "stop" and len(tokens) < 4]
+    assert len(by_length) > 0 and counts.wasted_rows == len(stopped)
+
+
+def test_abort_reports_everybody_once():
+    abort = threading.Event()
+    abort.set()
+    seen, _, _ = run([((1, 2), (3, 4, 5), 9)], capacity=100, max_rows=2, ahead=1, abort=abort)
+    assert seen == {(0, i): ([], "abort") for i in range(3)}
+
+
+def test_logits_that_are_not_finite_name_the_sample():
+    pool = KVPool(SHAPE, 50)
+    runner = HashRunner(pool, chunk=8, documents=2)
+    runner.finite = False
+    samples = list(samples_of([((1, 2), (3, 4), 9)]))
+    generation = Generation(
+        runner,
+        Scheduler(samples, pool=pool, max_rows=4, roomy=True),
+        ahead=1,
+        temperature=1.0,
+        counts=Counts(),
+        on_finish=lambda *_: None,
+    )
+    with pytest.raises(EngineError, match=r"request 0: the logits of token 0 of sample 0 .*model\.dtype"):
+        generation.run(abort=threading.Event())

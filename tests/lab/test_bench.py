@@ -1,0 +1,172 @@
+"""The suite around its workers: turns, medians, and what becomes of cells that crash, hang or are refused.
+What a real worker measures is at the end."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli import bench as command
+from lockstep.errors import ConfigError
+from lockstep.lab import bench as lab
+from lockstep.lab.bench import BenchOptions, run_bench
+from lockstep.lab.bench_report import markdown, write_reports
+from lockstep.lab.bench_result import BenchResult
+
+WORKER = Path(__file__).parent / "fake_bench_worker.py"
+SMALL = ["--prompts", "2", "--group", "2", "--longest", "24", "--prompt-tokens", "4", "--dtype", "float32"]
+
+
+def options(out: Path, cells: str, *argv: str) -> BenchOptions:
+    words = ["--cells", cells, "--out", str(out), "--device", "cpu", "--repeats", "3", *SMALL, *argv]
+    return command.make_options(command.parser().parse_args(words))
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Workers only pretend; behaviour.json says how."""
+    monkeypatch.setattr(lab, "WORKER", (str(WORKER),))
+    behave(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def behave(out: Path, cells: dict[str, Any] | None = None) -> None:
+    (out.parent / "behaviour.json").write_text(json.dumps(cells or {}))
+
+
+def statuses(result: BenchResult) -> dict[str, str]:
+    return {cell.name: cell.status for cell in result.cells}
+
+
+def test_cells_take_turns_and_are_compared_turn_by_turn(faked: Path) -> None:
+    behave(faked, {"compile+hf": {"scale": 0.5, "recompiles": 2, "gap": 0.25}, "eager+hf": {"scale": 1.0}})
+    result = run_bench(options(faked, "eager+hf,compile+hf"))
+    first, second = result.cells
+    turns = [f"{cell} {turn}" for turn in (1, 2, 3) for cell in ("eager+hf", "compile+hf")]
+    assert (faked / "order.txt").read_text().splitlines() == turns
+    # seconds of a turn: 9.5, 19, 28.5 and half of that
+    assert first.spread("step").median == 19.0 and first.spread("step").largest == 28.5
+    assert first.spread("step").share == 1.0
+    assert second.median("generate") == 6.0
+    assert [second.ratio(first, phase) for phase in ("step", "backward")] == [0.5, 0.5]
+    assert second.ratio(first, "weights") is None, "nothing is a share of nothing"
+    assert first.generated_per_second == 600 / 12 and first.trained_per_second == 1200 / 6
+    assert first.mfu == pytest.approx(3e12 / 6 / 4e12)
+    assert result.ok and result.verdict == (
+        "bench: 2 of 2 cells measured; fastest step compile+hf, 9.5 s, 0.50 of eager+hf"
+    )
+    write_reports(result, faked)
+    found = json.loads((faked / "bench.json").read_text())["cells"][1]
+    assert found["ratios"]["train"] == 0.5 and found["outcome"]["recompiles"] == 2
+    assert "| compile+hf | ok | 1 | 9,500 ±50% |" in markdown(result)
+    assert "| 0.500 | 0.500 | 0.500 | 100 | 400 | 0.250 | 1.00 | 0.5 | 2.0 | 2 | 2.5e-01 |" in markdown(
+        result
+    )
+
+
+def test_one_at_a_time(faked: Path) -> None:
+    result = run_bench(options(faked, "eager+hf,compile+hf", "--one-at-a-time"))
+    turns = [f"{cell} {turn}" for cell in ("eager+hf", "compile+hf") for turn in (1, 2, 3)]
+    assert (faked / "order.txt").read_text().splitlines() == turns and result.ok
+
+
+def test_every_ending_is_a_row(faked: Path) -> None:
+    behave(
+        faked,
+        {
+            "eager+hf": {"scale": 1.0},
+            "compile+hf": {"scale": 1.0, "how": "crash"},
+            "eager+native": {"scale": 1.0, "how": "hang"},
+            "compile+native": {"how": "refuse"},
+            "fsdp2+eager+hf": {"how": "oom"},
+            "fsdp2+compile+hf": {"how": "slow start"},
+            "fsdp2+eager+native": {"scale": 1.0, "how": "no end"},
+        },
+    )
+    cells = "eager+hf,compile+hf,eager+native,compile+native,fsdp2+eager+hf,fsdp2+compile+hf,"
+    cells += "fsdp2+eager+native"
+    said: list[str] = []
+    result = run_bench(
+        options(faked, cells, "--timeout", "3", "--set", "train.lr=1e-5"), progress=said.append
+    )
+    assert statuses(result) == {
+        "eager+hf": "ok",
+        "compile+hf": "failed",
+        "eager+native": "hung",
+        "compile+native": "refused",
+        "fsdp2+eager+hf": "oom",
+        "fsdp2+compile+hf": "hung",
+        "fsdp2+eager+native": "hung",
+    }
+    by_name = {cell.name: cell for cell in result.cells}
+    assert by_name["compile+hf"].reason == "ValueError: the second step broke"
+    assert len(by_name["compile+hf"].times) == 1 and len(by_name["eager+hf"].times) == 3
+    assert by_name["eager+native"].reason == "step 2 took more than 3 s (--timeout)"
+    assert by_name["fsdp2+compile+hf"].reason == "loading and warming up took more than 3 s (--timeout)"
+    assert by_name["compile+native"].reason == "the kernel contracts differ in gemm"
+    assert by_name["fsdp2+eager+hf"].reason.endswith("give --one-at-a-time)")
+    assert not result.ok and "; eager+native hung" in result.verdict
+    assert any(line == "compile+native: refused: the kernel contracts differ in gemm" for line in said)
+    pid = int(Path(by_name["eager+native"].log).read_text().partition("pid ")[2].split()[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    job = json.loads((faked / "eager-hf" / "job.json").read_text())
+    assert job["run"]["train"]["lr"] == 1e-5 and job["ranks"] == 1
+
+
+def test_what_the_support_table_refuses_starts_no_process(faked: Path) -> None:
+    result = run_bench(options(faked, "eager+hf,deepspeed+joint+hf"))
+    assert statuses(result) == {"eager+hf": "ok", "deepspeed+joint+hf": "refused"}
+    assert result.cells[1].log == "" and "train.execution" in result.cells[1].reason
+    assert result.ok, "what is refused was not asked to be fast"
+    with pytest.raises(ConfigError, match=r"train\.execution"):
+        run_bench(options(faked.parent / "other", "deepspeed+joint+hf"))
+
+
+def test_ctrl_c_keeps_what_there_is(faked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Any, cell: Any, repeat: int) -> None:
+        if repeat == 2:
+            raise KeyboardInterrupt
+        turn(self, cell, repeat)
+
+    turn = lab._Suite._turn
+    monkeypatch.setattr(lab._Suite, "_turn", interrupted)
+    result = run_bench(options(faked, "eager+hf,compile+hf"))
+    assert [len(cell.times) for cell in result.cells] == [1, 1]
+    assert not result.complete and result.verdict.endswith("; interrupted")
+
+
+def test_a_folder_with_something_in_it(faked: Path) -> None:
+    faked.mkdir()
+    (faked / "x").write_text("")
+    with pytest.raises(ConfigError, match="is there already"):
+        run_bench(options(faked, "eager+hf"))
+
+
+@pytest.mark.slow
+def test_real_steps_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run_bench(options(out, "eager+hf,fsdp2+eager+native", "--warmup", "1", "--repeats", "2"))
+    assert statuses(result) == {"eager+hf": "ok", "fsdp2+eager+native": "ok"}, [
+        cell.reason for cell in result.cells
+    ]
+    for cell in result.cells:
+        assert cell.outcome is not None and cell.ready is not None and len(cell.times) == 2
+        assert (cell.outcome.sampled_tokens, cell.outcome.tokens) == result_tokens(out, cell.name)
+        assert 0 <= cell.outcome.logprob_gap < 1e-4, "trainer and engine have the same weights"
+        for row in cell.times:
+            assert 0 < row.forward + row.backward <= row.train
+            assert row.generate + row.train + row.optimizer + row.weights == pytest.approx(row.step)
+    assert [cell.ranks for cell in result.cells] == [1, 2]
+    rows = (out / "fsdp2-eager-native" / "ranks").glob("rank-*.log")
+    assert sorted(path.name for path in rows)[-1].startswith("rank-1")
+
+
+def result_tokens(out: Path, name: str) -> tuple[int, int]:
+    work = json.loads((out / name.replace("+", "-") / "job.json").read_text())["work"]
+    from lockstep.lab.bench_work import BenchWork
+
+    made = BenchWork.model_validate(work)
+    return made.completion_tokens, sum(made.lengths())

@@ -1,0 +1,120 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.lab.bench_cells import BenchCell, parse_cell, parse_cells, product
+from lockstep.lab.bench_job import give_turn, read_times, read_turn
+from lockstep.lab.bench_work import BenchWork, peak_flops, requests, samples, training_flops
+from lockstep.lab.bench_worker import PhaseClock
+
+
+def test_names_and_cells() -> None:
+    cell = parse_cell("invariant+native+compile+fsdp2")
+    assert cell == BenchCell(backend="fsdp2", execution="compile", engine="native", invariant=True)
+    assert (cell.name, cell.slug) == ("fsdp2+compile+native+invariant", "fsdp2-compile-native-invariant")
+    assert parse_cell("compile").name == "compile+hf"
+    assert cell.settings() == {
+        "train.backend": "fsdp2",
+        "train.execution": "compile",
+        "train.batch_invariant": True,
+        "engine.name": "native",
+    }
+    lists = {"execution": "eager,compile", "invariant": "off,on", "backend": None, "engine": "native"}
+    assert [cell.name for cell in product(lists)] == [
+        "eager+native",
+        "eager+native+invariant",
+        "compile+native",
+        "compile+native+invariant",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("eager+hff", "cell 'eager\\+hff': unknown word 'hff'"),
+        ("eager+compile", "names its execution twice"),
+        ("invariant+invariant", "names its invariant twice"),
+        ("on", "unknown word 'on'"),
+        (",", "names no cell"),
+        ("eager,eager+hf", "eager\\+hf would be measured twice"),
+    ],
+)
+def test_cells_that_cannot_be_right(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_cells(text)
+
+
+def test_lists_that_cannot_be_right() -> None:
+    with pytest.raises(ConfigError, match="--execution: unknown value 'fast'"):
+        product({"execution": "fast"})
+    with pytest.raises(ConfigError, match="measured twice"):
+        product({"engine": "hf,hf"})
+
+
+def test_the_work_of_a_step() -> None:
+    work = BenchWork(prompts=6, group=3, prompt_tokens=10, longest=100)
+    lengths = work.lengths()
+    assert len(lengths) == 18 and lengths == work.lengths()
+    assert all(lengths[3 * i] == lengths[3 * i + 1] == lengths[3 * i + 2] for i in range(6))
+    assert min(lengths) >= 11 and max(lengths) <= 100 and len(set(lengths)) > 3
+    assert work.completion_tokens == sum(lengths) - 180
+    made = requests(work, vocab_size=50)
+    assert [len(r.seeds) for r in made] == [3] * 6 and len({s for r in made for s in r.seeds}) == 18
+    assert [10 + r.sampling.max_tokens for r in made] == lengths[::3]
+    parts = [requests(work, vocab_size=50, part=i, parts=2) for i in range(2)]
+    assert sorted(parts[0] + parts[1], key=lambda r: r.seeds) == sorted(made, key=lambda r: r.seeds)
+    documents = samples(work, vocab_size=50)
+    assert [len(sample) for sample in documents] == lengths
+    # every completion token is trained on, each from the slot before it
+    assert sum(int(sample.loss_mask.sum()) for sample in documents) == work.completion_tokens
+    assert not documents[0].loss_mask[:9].any() and not documents[0].loss_mask[-1]
+    with pytest.raises(ValueError, match="no room behind a prompt of 10"):
+        BenchWork(prompt_tokens=10, longest=10)
+
+
+def test_lengths_are_spread_like_those_of_rollouts() -> None:
+    drawn = torch.tensor(BenchWork(prompts=4000, group=1, longest=4096, prompt_tokens=8).lengths()).float()
+    # median 0.2 x longest, sigma of the logarithm 0.8
+    assert drawn.median() == pytest.approx(0.2 * 4096, rel=0.05)
+    assert drawn.log().std() == pytest.approx(0.8, rel=0.07)
+
+
+def test_flops_by_hand() -> None:
+    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, num_hidden_layers=3)
+    # 6 x 100 x (4 + 2); attention 3 x 2 x 2 heads x 4 head_dim x 3 layers x (16 + 4)
+    assert training_flops(config, parameters=100, lengths=[4, 2]) == 3600 + 3 * 2 * 2 * 4 * 3 * 20
+    config.head_dim = 16
+    assert training_flops(config, parameters=0, lengths=[1]) == 3 * 2 * 2 * 16 * 3
+
+
+def test_peaks_of_known_gpus() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("Some GPU") is None
+
+
+def test_turns_and_rows(tmp_path) -> None:
+    assert read_turn(tmp_path) == 0
+    give_turn(tmp_path, 2)
+    assert read_turn(tmp_path) == 2
+    give_turn(tmp_path, "end")
+    assert read_turn(tmp_path) is None
+    row = (
+        '{"step": 1, "generate": 1, "train": 1, "forward": 1, "backward": 1, "optimizer": 1, "weights": 0}\n'
+    )
+    (tmp_path / "rows.jsonl").write_text(row + row[:20])
+    assert len(read_times(tmp_path)) == 1, "a line that is not written to its end does not count"
+
+
+def test_the_clock_adds_up_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 10.0, 13.0, 20.0, 20.5])
+    monkeypatch.setattr("lockstep.lab.bench_worker.time.perf_counter", lambda: next(times))
+    clock = PhaseClock(torch.device("cpu"))
+    for name in ("forward", "backward", "forward"):
+        with clock(name):
+            pass
+    assert clock.take() == {"forward": 1.5, "backward": 3.0}
+    assert clock.take() == {}

@@ -1,0 +1,191 @@
+"""What equal kernel contracts are used for, without a model: logprobs made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep.algorithms.samples import rollout_samples
+from lockstep.errors import ConfigError, TrainError
+from lockstep.loop.agreement import Agreement, agreed_contract
+from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.schema.contract import KernelContract
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+
+CONTRACT = KernelContract(
+    gemm="cpu-tiles-32",
+    attention="aten flash (cpu reference)",
+    attention_splits=1,
+    norm="row",
+    activation="row",
+    logprob="serial",
+    lm_head_dtype="float32",
+    logits_dtype="float32",
+    collectives="none",
+    compile="inductor",
+    dtype="float32",
+    weights_dtype="float32",
+    device="cpu AVX2",
+    torch="2.13.0",
+    threads=1,
+)
+
+
+def groups_of(num_groups=3, group_size=2):
+    """Group g, sample s: prompt of g + 1 tokens, 3 completion tokens with logprobs -(g + s / 8 + t / 64)."""
+    groups = []
+    for g in range(num_groups):
+        rollouts = tuple(
+            Rollout(
+                completion=Completion(
+                    prompt_token_ids=tuple(range(1, g + 2)),
+                    token_ids=(50, 51, 52),
+                    logprobs=tuple(-(g + s / 8 + t / 64) for t in range(3)),
+                    finish_reason="length",
+                    stop_reason=None,
+                    text=None,
+                    seed=0,
+                    engine="native",
+                    policy_version=0,
+                ),
+                reward=0.0,
+                rewards={},
+            )
+            for s in range(group_size)
+        )
+        groups.append(
+            RolloutGroup(
+                prompt=Prompt(index=100 + g, token_ids=tuple(range(1, g + 2)), text=""), rollouts=rollouts
+            )
+        )
+    return groups
+
+
+def minibatches_of(groups, *, minibatches, budget=6):
+    """Samples in order, split into minibatches, each into micro-batches of one document."""
+    samples = rollout_samples(groups)
+    size = len(samples) // minibatches
+    parts = [samples[i * size : (i + 1) * size] for i in range(minibatches)]
+    limits = PackLimits(token_budget=budget, static_capacity=False, layout="packed")
+    return [plan_micro_batches(part, [s.loss_mask.float() for s in part], limits) for part in parts]
+
+
+def flat(minibatches):
+    return [batch for batches in minibatches for batch in batches]
+
+
+class Trainer:
+    """Its logprobs are the rollout's, but for one token of one sample."""
+
+    def __init__(self, wrong_sample=None, wrong_slot=None, value=-9.0):
+        self.wrong_sample, self.wrong_slot, self.value = wrong_sample, wrong_slot, value
+        self.computed = []
+
+    def __call__(self, batches):
+        found = []
+        for batch in batches:
+            self.computed.append(batch.sample_ids)
+            logprobs = batch.rollout_logprobs.clone()
+            start = 0
+            for sample, length in zip(batch.sample_ids, batch.lengths, strict=False):
+                if sample == self.wrong_sample:
+                    logprobs[start + self.wrong_slot] = self.value
+                start += length
+            found.append(logprobs)
+        return found
+
+
+def test_the_forward_is_left_out_and_other_micro_batches_are_checked_each_step():
+    groups = groups_of()
+    parts = minibatches_of(groups, minibatches=3)
+    agreement, trainer = Agreement(CONTRACT, reuse=True), Trainer()
+    for step in range(5):
+        agreement.begin(step, groups)
+        with_old = agreement.old_logprobs(parts, trainer)
+        for before, after in zip(flat(parts), flat(with_old), strict=True):
+            assert torch.equal(after.old_logprobs, before.rollout_logprobs)
+        agreement.check(with_old[0], trainer(with_old[0]))
+        # The first minibatch (6 tokens) is seen in training, one of 3 tokens is computed, of 18; in the first
+        # step, one of the other size too.
+        share = 12 / 18 if step == 0 else 9 / 18
+        assert agreement.metrics(18) == {"contract_verified": share, "old_logprobs_reused": 1.0}
+    alone = [ids for ids in trainer.computed if ids not in ((0,), (1,))]
+    assert alone == [(2,), (4,), (3,), (4,), (5,), (2,)]
+
+
+def test_as_many_are_checked_as_ranks_compute_at_once():
+    groups = groups_of()
+    agreement, trainer = Agreement(CONTRACT, reuse=True, at_once=2), Trainer()
+    for step in range(3):
+        agreement.begin(step, groups)
+        agreement.old_logprobs(minibatches_of(groups, minibatches=3), trainer)
+    assert trainer.computed == [(2,), (3,), (4,), (4,), (5,), (2,), (3,)]
+
+
+def test_a_wrong_bit_is_an_error_that_names_the_token_and_both_values():
+    groups = groups_of()
+    wrong = Trainer(wrong_sample=3, wrong_slot=2, value=-1.140625 + 2**-23)
+    parts = minibatches_of(groups, minibatches=3)
+    agreement = Agreement(CONTRACT, reuse=True)
+    agreement.begin(0, groups)
+    agreement.old_logprobs(parts, wrong)  # step 0 looks at samples 2 and 4
+    agreement.begin(1, groups)
+    # Sample 3: group 1, its sample 1, prompt of 2 tokens; slot 2 predicts the document's token 3.
+    with pytest.raises(TrainError) as caught:
+        agreement.old_logprobs(parts, wrong)
+    message = str(caught.value)
+    assert message.startswith(
+        "step 1, prompt 101, sample 1, position 3 (token 1 of its completion, id 51): the engine's logprob "
+        "is -1.140625, the trainer's -1.1406248807907104, at the same weights; 1 of 3 compared"
+    )
+    assert CONTRACT.hash[:12] in message and "No weight was changed" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0])
+def test_what_is_trained_on_first_is_checked_before_the_update(value):
+    groups = groups_of()
+    (batches,) = minibatches_of(groups, minibatches=1, budget=64)
+    agreement = Agreement(CONTRACT, reuse=True)
+    agreement.begin(7, groups)
+    with pytest.raises(TrainError, match=r"step 7, prompt 102, sample 0, position 5 .token 2 of its"):
+        agreement.check(batches, Trainer(4, 4, value)(batches))
+    agreement.check(batches, Trainer()(batches))
+    assert agreement.metrics(18) == {"contract_verified": 1.0}
+
+
+def test_without_reuse_all_are_computed_and_compared():
+    groups = groups_of()
+    parts = minibatches_of(groups, minibatches=2)
+    agreement, trainer = Agreement(CONTRACT, reuse=False), Trainer()
+    agreement.begin(0, groups)
+    with_old = agreement.old_logprobs(parts, trainer)
+    assert sorted(trainer.computed) == [(i,) for i in range(6)]
+    agreement.check(with_old[0], [])  # compared already
+    assert agreement.metrics(18) == {"contract_verified": 1.0}
+    with pytest.raises(TrainError, match="prompt 102, sample 1"):
+        agreement.old_logprobs(parts, Trainer(5, 3))
+
+
+def test_the_padded_tail_and_prompts_are_not_compared():
+    groups = groups_of()
+    (batches,) = minibatches_of(groups, minibatches=1, budget=64)
+    agreement = Agreement(CONTRACT, reuse=True)
+    agreement.begin(0, groups)
+    found = [torch.where(b.loss_mask, b.rollout_logprobs, torch.tensor(float("nan"))) for b in batches]
+    agreement.check(batches, found)
+
+
+def test_contracts_that_differ_are_refused_by_field():
+    ours = SimpleNamespace(contract=CONTRACT)
+    same = SimpleNamespace(contract=dataclasses.replace(CONTRACT))
+    assert agreed_contract(ours, same, engine_name="native") == CONTRACT
+    other = SimpleNamespace(contract=dataclasses.replace(CONTRACT, compile="eager", threads=2))
+    with pytest.raises(ConfigError, match=r"in 2 fields: compile: .inductor. here, .eager. there; "):
+        agreed_contract(ours, other, engine_name="native")
+    with pytest.raises(ConfigError, match=r"engine.name = .my:Engine. has no kernel contract"):
+        agreed_contract(ours, SimpleNamespace(), engine_name="my:Engine")
+    with pytest.raises(ConfigError, match="SimpleNamespace has no kernel contract"):
+        agreed_contract(SimpleNamespace(contract=None), same, engine_name="native")
