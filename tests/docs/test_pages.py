@@ -177,8 +177,19 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
     answers = load_run(kind="grpo", overrides=shared | boxed)
     assert isinstance(answers, GRPORun)
     train_online(answers)
+    to_the_bit = {
+        "steps": 1,
+        "run_dir": str(tmp_path / "bits"),
+        "train.execution": "compile",
+        "train.batch_invariant": True,
+        "train.deterministic": True,
+        "train.minibatches": 2,
+    }
+    equal = load_run("tiny", kind="grpo", overrides=to_the_bit)
+    assert isinstance(equal, GRPORun)
+    train_online(equal)
 
-    real = logged(tmp_path / "grpo") | logged(tmp_path / "sft") | logged(tmp_path / "math")
+    real = set().union(*(logged(tmp_path / name) for name in ("grpo", "sft", "math", "bits")))
     named = documented()
     by_name = {
         re.sub(r"^reward/(ids|overlong|math|length|verifier)(?=$|/)", "reward/NAME", name) for name in real

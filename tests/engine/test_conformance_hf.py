@@ -17,7 +17,7 @@ from lockstep.schema.weights import WeightUpdate  # noqa: E402
 @pytest.fixture(scope="module", params=["one", "two", "tied"])
 def subject(request):
     model = conformance_model(tied=request.param == "tied")
-    config = EngineConfig(max_batch=48, replicas=2 if request.param == "two" else 1)
+    config = EngineConfig(name="hf", max_batch=48, replicas=2 if request.param == "two" else 1)
     engine = make_engine(config, model=model)
 
     def push(version):

@@ -102,6 +102,8 @@ ELSEWHERE = {
     "update_seconds",
     "bucket_mb",  # the transfer
     "unseeded",  # only says that it is accepted
+    "kv_cache_tokens",  # the native engine
+    "prefill_chunk",
 }
 
 
