@@ -247,6 +247,8 @@ def test_one_failure_among_three(
     [
         (["--flash-attn", "--attention", "sdpa"], "both choose the kernel"),
         (["--compile", "--deepcompile"], "both choose the execution mode"),
+        (["--no-compile", "--joint"], "--compile and --joint both choose"),
+        (["--batch-invariant"], "splits the keys"),
         (["--optimizer-step", "--no-backward"], "needs gradients"),
         (["--attention", "flex"], "no backward on a CPU"),
         (["--attention", "nonsense"], "unknown attention kernel"),

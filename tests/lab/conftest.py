@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import invariant
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.model import ModelConfig
@@ -82,6 +83,8 @@ def record_steps(
     config = ModelConfig(name="shape:tiny-llama", dtype=dtype, seed=seed)
     train = TrainConfig(device="cpu", lr=0.05, static_capacity=bucket is not None, **axes)
     model = load_model(config, attention=train.attention, device=torch.device("cpu"))
+    if train.batch_invariant:
+        invariant.convert(model.module)
     backend = LocalBackend(train, model=model, total_steps=num_updates, temperature=0.8)
     options = GRPOConfig().resolved()
     inputs = []
@@ -123,7 +126,9 @@ def record_steps(
             "dtype": dtype,
             "static_capacity": bucket is not None,
             "activation_checkpointing": train.activation_checkpointing,
+            "batch_invariant": bool(train.batch_invariant),
         },
+        contract=None if backend.contract is None else backend.contract.as_json(),
         capacity={"token_budget": 128, "max_seqlen": 64, "max_documents": 8},
     )
     return MemoryRecording(path, header, inputs)

@@ -116,6 +116,14 @@ CELLS = [
         padding_side="left",
     ),
     Cell(
+        attention="varlen",
+        execution="joint",
+        layout="packed",
+        dtype="float32",
+        device="cpu",
+        batch_invariant=True,
+    ),
+    Cell(
         attention="hf:eager",
         execution="eager",
         layout="packed",
@@ -135,6 +143,25 @@ def test_flags_give_the_cell_back_whatever_the_recording(cell: Cell) -> None:
     args = parser().parse_args(cell.flags())
     other = header(**(CPU | {"attention": "varlen", "layout": "padded", "execution": "compile"}))
     assert resolve_cell(other, device=args.device, given=cell_fields(args))[0] == cell
+
+
+def test_a_recording_inside_of_the_claim_leaves_it_where_the_cell_has_to_and_says_why() -> None:
+    recorded = header(**(CPU | {"attention": "varlen", "batch_invariant": True}))
+    cell, notes = resolve_cell(recorded, device="cpu")
+    assert cell.batch_invariant and cell.label() == "varlen + eager + packed + batch-invariant"
+    cell, notes = resolve_cell(recorded, device="cpu", given={"attention": "sdpa"})
+    assert not cell.batch_invariant
+    (note,) = (note for note in notes if note.startswith("batch_invariant: on -> off ("))
+    assert "splits the keys" in note
+    with pytest.raises(ConfigError, match="splits the keys"):
+        resolve_cell(recorded, device="cpu", given={"attention": "sdpa", "batch_invariant": True})
+    with pytest.raises(ConfigError, match="--batch-invariant with --deepcompile"):
+        resolve_cell(recorded, device="cpu", given={"execution": "deepcompile", "batch_invariant": True})
+
+
+def test_the_joint_graph_is_not_deepspeeds() -> None:
+    with pytest.raises(ConfigError, match="--joint with --zero-stage"):
+        resolve_cell(header(**CPU), device="cpu", given={"execution": "joint", "zero_stage": 2})
 
 
 def test_deepcompile_has_a_flag() -> None:

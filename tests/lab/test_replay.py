@@ -53,6 +53,8 @@ def losses(result: ReplayResult) -> list[float]:
         {"dtype": "bfloat16"},
         {"bucket": STATIC},
         {"activation_checkpointing": True},
+        {"attention": "varlen", "batch_invariant": True, "dtype": "bfloat16"},
+        pytest.param({"execution": "joint", "bucket": STATIC}, marks=pytest.mark.slow),
         pytest.param({"execution": "compile", "bucket": STATIC}, marks=pytest.mark.slow),
         pytest.param({"execution": "compile", "bucket": STATIC, "layout": "padded"}, marks=pytest.mark.slow),
     ],

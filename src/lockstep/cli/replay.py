@@ -65,6 +65,7 @@ def _cell_flags(group: Any) -> None:
     group.add_argument("--flash-attn", action=_SWITCH, help="--attention varlen, or --attention sdpa")
     group.add_argument("--attention", metavar="KERNEL", help="sdpa, varlen, flex or hf:NAME")
     group.add_argument("--compile", action=_SWITCH, help="every block of layers by torch.compile")
+    group.add_argument("--joint", action="store_true", help="the whole decoder as one graph")
     group.add_argument("--deepcompile", action="store_true", help="DeepSpeed's compiler")
     group.add_argument("--packing", action=_SWITCH, help="documents end to end, or one a row with pads")
     group.add_argument("--padding-side", choices=["left", "right"], help="of --no-packing")
@@ -76,6 +77,7 @@ def _cell_flags(group: Any) -> None:
     group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="by DeepSpeed, at this stage")
     group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
     group.add_argument("--activation-checkpointing", action=_SWITCH, help="less memory, more time")
+    group.add_argument("--batch-invariant", action=_SWITCH, help="as train.batch_invariant")
     group.add_argument(
         "--model", metavar="NAME", help="instead of the recorded one: folder, hub name, shape:NAME"
     )
@@ -223,8 +225,10 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.flash_attn is not None and args.attention is not None:
         raise ConfigError("--flash-attn and --attention both choose the kernel; give one of them")
-    if args.deepcompile and args.compile is not None:
-        raise ConfigError("--compile and --deepcompile both choose the execution mode; give one of them")
+    modes = {"--compile": args.compile is not None, "--joint": args.joint, "--deepcompile": args.deepcompile}
+    if sum(modes.values()) > 1:
+        both = " and ".join(name for name, given in modes.items() if given)
+        raise ConfigError(f"{both} both choose the execution mode; give one of them")
     if args.optimizer_step and not args.backward:
         raise ConfigError("--optimizer-step needs gradients; leave --no-backward out")
     given: dict[str, Any] = {}
@@ -237,6 +241,7 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         "padding_side",
         "dtype",
         "activation_checkpointing",
+        "batch_invariant",
         "zero_stage",
         "num_layers",
         "model",
@@ -248,6 +253,8 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         given["attention"] = "varlen" if args.flash_attn else "sdpa"
     if args.compile is not None:
         given["execution"] = "compile" if args.compile else "eager"
+    if args.joint:
+        given["execution"] = "joint"
     if args.deepcompile:
         given["execution"] = "deepcompile"
     if args.packing is not None:

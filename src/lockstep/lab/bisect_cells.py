@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lockstep import invariant
 from lockstep.errors import ConfigError
 from lockstep.lab.replay import Replayer, ReplayOptions
 from lockstep.lab.sides import Side
@@ -79,6 +80,8 @@ def _side(name: str, replayer: Replayer) -> Side:
         """Over the same Parameters, with the same padded tail."""
         config = backend.config.model_copy(update={"execution": "eager"})
         module = share_parameters(backend.module, attention=replayer.options.cell.attention)
+        if config.batch_invariant:
+            invariant.convert(module)
         twin = LocalBackend(
             config,
             model=dataclasses.replace(backend.model, module=module),

@@ -25,16 +25,18 @@ _DEFAULTS: dict[str, Any] = {
     "device": "cpu",
     "static_capacity": False,
     "activation_checkpointing": False,
+    "batch_invariant": False,
 }
 """What a header without these axes means: a foreign module need not know all of them."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "execution": ("eager", "compile", "deepcompile"),
+    "execution": ("eager", "compile", "joint", "deepcompile"),
     "layout": ("packed", "padded"),
     "padding_side": ("left", "right"),
     "dtype": ("float32", "bfloat16", "float16"),
     "static_capacity": (True, False),
     "activation_checkpointing": (True, False),
+    "batch_invariant": (True, False),
 }
 
 
@@ -45,7 +47,7 @@ class Cell:
     attention: str
     """sdpa, varlen, flex, hf:NAME."""
     execution: Execution
-    """eager, compile (every block of layers), deepcompile (DeepSpeed's)."""
+    """eager, compile (every block of layers), joint (the decoder as one graph), deepcompile (DeepSpeed's)."""
     layout: Layout
     padding_side: Literal["left", "right"] = "right"
     """Of layout padded."""
@@ -54,6 +56,8 @@ class Cell:
     device: str
     """cpu, cuda, cuda:N."""
     activation_checkpointing: bool = False
+    batch_invariant: bool = False
+    """The modules are converted by lockstep.invariant: a row's bits do not depend on other rows."""
     zero_stage: int | None = None
     """DeepSpeed's; None: lockstep's own backend."""
     num_layers: int | None = None
@@ -81,6 +85,8 @@ class Cell:
             parts.append(f"ZeRO {self.zero_stage}")
         if self.activation_checkpointing:
             parts.append("checkpointing")
+        if self.batch_invariant:
+            parts.append("batch-invariant")
         if self.num_layers is not None:
             parts.append(f"{self.num_layers} layer{'' if self.num_layers == 1 else 's'}")
         if self.ranks > 1:
@@ -89,12 +95,13 @@ class Cell:
 
     def flags(self) -> list[str]:
         """The flags of `lockstep replay` that give this cell, whatever the recording."""
-        compiled = {"eager": "--no-compile", "compile": "--compile", "deepcompile": "--deepcompile"}
+        compiled = {"eager": "--no-compile"}
         checkpointing = "" if self.activation_checkpointing else "no-"
-        flags = ["--attention", self.attention, compiled[self.execution]]
+        invariant = "" if self.batch_invariant else "no-"
+        flags = ["--attention", self.attention, compiled.get(self.execution, f"--{self.execution}")]
         flags += ["--packing" if self.layout == "packed" else "--no-packing"]
         flags += ["--padding-side", self.padding_side, "--dtype", self.dtype, "--device", self.device]
-        flags += [f"--{checkpointing}activation-checkpointing"]
+        flags += [f"--{checkpointing}activation-checkpointing", f"--{invariant}batch-invariant"]
         for name, value in (
             ("zero-stage", self.zero_stage),
             ("num-layers", self.num_layers),
@@ -114,6 +121,7 @@ ALL_OFF: Mapping[str, Any] = {
     "layout": "padded",
     "padding_side": "right",
     "activation_checkpointing": False,
+    "batch_invariant": False,
 }
 """`--preset all-off`, the most conservative choice: fields of Cell, for `resolve_cell`."""
 
@@ -171,6 +179,9 @@ def resolve_cell(
     names = {field.name for field in dataclasses.fields(Cell)}
     values = {name: value for name, value in axes.items() if name in names} | given | {"device": target}
     cell = Cell(**values)
+    if "batch_invariant" not in given:
+        cell, why = within_the_claim(cell)
+        notes += [f"batch_invariant: on -> off ({why})"] if why else []
     checked = check_cell(cell)
     if checked.support == "untested" and not cell.deepspeed:
         notes.append(f"support: untested combination ({checked.support_note})")
@@ -185,8 +196,29 @@ def _device(device: str) -> str:
     return device
 
 
+def within_the_claim(cell: Cell) -> tuple[Cell, str]:
+    """The cell, not batch-invariant where it cannot be, and why it cannot; "" where nothing was changed."""
+    if not cell.batch_invariant:
+        return cell, ""
+    try:
+        check_cell(cell)
+    except ConfigError as error:
+        return dataclasses.replace(cell, batch_invariant=False), str(error.__cause__ or error)
+    return cell, ""
+
+
 def check_cell(cell: Cell) -> Axes:
     """What the support table says about the cell. Raises ConfigError with its refusal."""
+    if cell.deepspeed and cell.execution == "joint":
+        raise ConfigError(
+            "--joint with --zero-stage: DeepSpeed gathers weights by hooks of modules, which the joint graph "
+            "does not call; leave one of them out"
+        )
+    if cell.batch_invariant and cell.execution == "deepcompile":
+        raise ConfigError(
+            "--batch-invariant with --deepcompile: DeepSpeed's compiler chooses kernels of its own; use "
+            "--compile, or --no-batch-invariant"
+        )
     execution = "compile" if cell.execution == "deepcompile" else cell.execution
     train = train_config(cell, static_capacity=False).model_copy(update={"execution": execution})
     model = ModelConfig(dtype=cast(Any, cell.dtype))
@@ -195,7 +227,8 @@ def check_cell(cell: Cell) -> Axes:
         return resolve_axes(run, engine=None)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}. Replay sets these with --attention, --compile, --packing, --device and --dtype"
+            f"{error}. Replay sets these with --attention, --compile, --packing, --device, --dtype and "
+            "--batch-invariant"
         ) from error
 
 
@@ -210,4 +243,5 @@ def train_config(cell: Cell, *, static_capacity: bool, token_budget: int = 4096)
         token_budget=token_budget,
         static_capacity=static_capacity,
         activation_checkpointing=cell.activation_checkpointing,
+        batch_invariant=cell.batch_invariant,
     )

@@ -147,6 +147,11 @@ def _checkpointing(value: str) -> tuple[str, dict[str, Any]]:
     return ("checkpointing" if on else "no checkpointing"), {"activation_checkpointing": on}
 
 
+def _batch_invariant(value: str) -> tuple[str, dict[str, Any]]:
+    on = _switch(value)
+    return ("batch-invariant" if on else "ordinary"), {"batch_invariant": on}
+
+
 def _ranks(value: str) -> tuple[str, dict[str, Any]]:
     count = _whole(value, least=1)
     return f"{count} rank{'s' if count > 1 else ''}", {"ranks": count}
@@ -173,9 +178,9 @@ KINDS: dict[str, _Kind] = {
     ),
     "execution": _Kind(
         fields=("execution",),
-        read=_one_of("execution", "eager", "compile", "deepcompile"),
+        read=_one_of("execution", "eager", "compile", "joint", "deepcompile"),
         usual=("eager", "compile"),
-        help="eager, compile, deepcompile",
+        help="eager, compile, joint, deepcompile",
     ),
     "packing": _Kind(
         fields=("layout",), read=_packing, usual=("off", "on"), help="off: padded rows; on: one packed row"
@@ -202,6 +207,9 @@ KINDS: dict[str, _Kind] = {
     "layers": _Kind(fields=("num_layers",), read=_layers, usual=("2", "all"), help="a number of layers; all"),
     "activation-checkpointing": _Kind(
         fields=("activation_checkpointing",), read=_checkpointing, usual=("off", "on"), help="off, on"
+    ),
+    "batch-invariant": _Kind(
+        fields=("batch_invariant",), read=_batch_invariant, usual=("off", "on"), help="off, on"
     ),
     "ranks": _Kind(fields=("ranks",), read=_ranks, usual=("1", "2"), help="processes of one replay"),
     "model": _Kind(fields=("model",), read=_model, usual=(), help="as --model takes it"),

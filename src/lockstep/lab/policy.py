@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from lockstep import invariant
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import RecordingError
@@ -166,6 +167,8 @@ class Policy:
         self.recording, self.options = recording, options
         self.config = model_config(recording.header, options)
         self._device = torch.device(options.cell.device)
+        if options.cell.batch_invariant and self._device.type == "cuda":
+            invariant.configure_cuda()
         self._capacities, self._inputs = capacities, len(order)
         self._found: dict[tuple[str | None, str | None, int], Path | None] = {}
         alone = options.cell.ranks == 1 and not options.simulate and not options.shuffle
@@ -183,6 +186,8 @@ class Policy:
         self.model = self._load_base()
         self.fingerprint = "" if self._stored(meta) else self._fingerprint(self.model.module)
         self._cast()
+        if self.options.cell.batch_invariant:
+            invariant.convert(self.model.module, device=self._device, dtype=self._cell_dtype)
         self._place(meta)
 
     # --- weights --------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from lockstep.lab.summary import summarise
 from lockstep.models.dtypes import DTYPES
 from lockstep.observe.spans import Spans
 from lockstep.schema.batch import PackedBatch
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import RecordedInput
 
 if TYPE_CHECKING:
@@ -374,12 +375,25 @@ def opening(replayer: Replayer) -> list[str]:
         f"{replayer.capacities.describe()}",
         *options.notes,
         replayer.statement,
+        *_contract_lines(replayer),
     ]
     if options.optimizer_step:
         lines.append(
             "optimizer steps move the weights: only the first input is comparable with the recording"
         )
     return lines
+
+
+def _contract_lines(replayer: Replayer) -> list[str]:
+    """Whether the replay computes by the kernels of the recording, where both promise bits."""
+    recorded = replayer.recording.header.contract
+    here: KernelContract | None = getattr(replayer.policy.backend, "contract", None)
+    if recorded is None or here is None:
+        return []
+    difference = here.difference(KernelContract.from_json(recorded))
+    if not difference:
+        return [f"kernel contract {here.hash[:12]}, the recorded one: logprobs must be equal to the bit"]
+    return [f"kernel contract {here.hash[:12]}, not the recorded one: {'; '.join(difference)}"]
 
 
 def finish(
