@@ -21,6 +21,7 @@ FILE = {"source": "rows.jsonl"}
         ({"eval": {"samples_per_prompt": 4}}, "same completion every time"),
         ({"train": {"betas": (0.9, 1.0)}}, "below 1"),
         ({"train": {"lr": math.inf}}, "finite"),
+        ({"train": {"cuda_graph": True}}, r"no effect with train.execution = 'eager'.*set .*= 'joint'"),
         (
             {"algorithm": {"rollout_correction": {"kind": "icepop", "low": 3.0}}},
             "would be masked",

@@ -9,7 +9,8 @@ from torch import nn
 
 from lockstep import invariant
 from lockstep.errors import ModelError
-from lockstep.invariant.modules import InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
+from lockstep.invariant.modules import STOCK, InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
+from lockstep.invariant.selftest import _apply
 from lockstep.models.architectures import SUPPORTED
 
 LAYERS = {
@@ -103,6 +104,27 @@ def test_exact_backward_gives_the_same_gradients():
         torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_own_code_computes_what_has_an_exact_backward():
+    module = tiny("llama", torch.float32)
+    invariant.convert(module, exact_backward=True)
+    _apply(module.lm_head, STOCK)
+    assert not module.lm_head.stock
+    invariant.convert(ordinary := tiny("llama", torch.float32))
+    _apply(ordinary.lm_head, STOCK)
+    assert ordinary.lm_head.stock
+
+
+def test_the_contract_says_which_shape_is_computed_how():
+    """The same two kinds of product the other way round are other bits."""
+    module = tiny("llama", torch.float32)
+    invariant.convert(module)
+    assert "(" not in invariant.kernels_of(module)["gemm"]
+    module.lm_head.tiles = (16,)
+    gemm = invariant.kernels_of(module)["gemm"]
+    assert gemm.startswith("cpu-tiles-128-64-32-16-8 (") and gemm.endswith(" + cpu-tiles-16 (256x64)")
+    assert "256x64" not in gemm.partition(" + ")[0]
+
+
 def test_a_copy_is_converted_and_apart():
     module = tiny("llama", torch.float32)
     invariant.convert(module)
@@ -134,7 +156,6 @@ def test_kernels_of():
         "norm": "rms_norm cpu-row",
         "activation": "gelu_tanh cpu-row",
         "logprob": "token_stats cpu-row",
-        "rotary": "float32",
     }
     cuda = invariant.kernels_of(module, device=torch.device("cuda"))
     assert cuda["gemm"] == "triton-persistent" and cuda["norm"] == "rms_norm triton-row"

@@ -53,11 +53,17 @@ def rotary_twin(positions, inv_freq, scaling):
     return angles.cos(), angles.sin()
 
 
+def mass_twin(logits, scale, cap, block):
+    blocks = (logits.float() * scale).exp().view(logits.shape[0], -1, block)
+    return torch.stack([halves(blocks[:, i]) for i in range(blocks.shape[1])], 1).log()
+
+
 TWINS = [
     (linear_ops, "linear", linear_twin, r"linear 64x64 with bias"),
     (row_ops, "rms_norm", norm_twin, r"rms_norm \d+"),
     (row_ops, "silu_and_mul", lambda gate, up: F.silu(gate) * up, r"silu_and_mul 150"),
     (row_ops, "token_stats", stats_twin, r"token_stats 256"),
+    (row_ops, "block_mass", mass_twin, r"block_mass 256"),
     (row_ops, "rotary", rotary_twin, r"rotary \d+"),
 ]
 
@@ -142,7 +148,8 @@ def test_a_damaged_cache_is_tested_again(cache, caplog):
     module = tiny("llama", torch.float32)
     first = invariant.convert(module).verdicts
     (file,) = cache.iterdir()
-    for text in ("{", "[1]", '{"linear 256x64": {}}'):
+    untested = '{"linear 256x64": {"choice": "tiles 7", "rejected": []}}'
+    for text in ("{", "[1]", '{"linear 256x64": {}}', untested, untested.replace("tiles 7", "tiles-junk")):
         file.write_text(text)
         caplog.clear()
         assert invariant.self_test(module) == first

@@ -53,6 +53,14 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 2**-6)):
             lambda x, y: row_ops.token_stats(x, y, 1.4, cap),
             logits, labels, rtol=1e-5, atol=1e-5,
         )
+    logits[:, 300:600], logits[5, :] = float("-inf"), float("-inf")
+    for width in (5000, 100):
+        for cap in (None, 5.0):
+            check(
+                lambda x: kernels.block_mass(x, scale=1.4, cap=cap, block=256),
+                lambda x: row_ops.block_mass(x, 1.4, cap, 256),
+                logits[:, :width].contiguous(), rtol=1e-5, atol=1e-5,
+            )
     check(kernels.mean, row_ops.mean, x, **near)
     # A row that does not begin at a multiple of 16 bytes is copied to one that does.
     shifted = torch.randn(201).to(dtype)[1:][None]
@@ -62,6 +70,7 @@ assert kernels.matmul(torch.ones(3, 200), torch.ones(200, 150), None, out=out) i
 assert kernels.matmul(torch.ones(0, 8), torch.ones(8, 4), None).shape == (0, 4)
 assert kernels.rms_norm(torch.ones(0, 8), torch.ones(8), 1e-6, unit_offset=False).shape == (0, 8)
 assert kernels.mean(torch.ones(0, 8)).shape == (0,)
+assert kernels.block_mass(torch.ones(0, 300), scale=1.0, cap=None, block=256).shape == (0, 2)
 assert kernels.token_stats(torch.ones(0, 8), torch.ones(0).long(), scale=1.0, cap=None)[0].shape == (0,)
 print("kernels agree")
 """

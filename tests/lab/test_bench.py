@@ -66,6 +66,15 @@ def test_cells_take_turns_and_are_compared_turn_by_turn(faked: Path) -> None:
     )
 
 
+def test_a_gap_that_is_no_number_is_shown(faked: Path) -> None:
+    behave(faked, {"compile+hf": {"scale": 1.0, "gap": "NaN"}})
+    result = run_bench(options(faked, "eager+hf,compile+hf"))
+    write_reports(result, faked)
+    first, second = json.loads((faked / "bench.json").read_text())["cells"]
+    assert (first["outcome"]["logprob_gap"], second["outcome"]["logprob_gap"]) == (0.0, "NaN")
+    assert "| nan |" in (faked / "bench.md").read_text()
+
+
 def test_one_at_a_time(faked: Path) -> None:
     result = run_bench(options(faked, "eager+hf,compile+hf", "--one-at-a-time"))
     turns = [f"{cell} {turn}" for cell in ("eager+hf", "compile+hf") for turn in (1, 2, 3)]
@@ -113,6 +122,7 @@ def test_every_ending_is_a_row(faked: Path) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     job = json.loads((faked / "eager-hf" / "job.json").read_text())
+    assert (job["timeout"], job["patience"]) == (3.0, 24.0), "one turn; one of each of 7 cells, and one more"
     assert job["run"]["train"]["lr"] == 1e-5 and job["ranks"] == 1
 
 
@@ -160,6 +170,8 @@ def test_real_steps_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
             assert 0 < row.forward + row.backward <= row.train
             assert row.generate + row.train + row.optimizer + row.weights == pytest.approx(row.step)
     assert [cell.ranks for cell in result.cells] == [1, 2]
+    flops = [cell.outcome.training_flops for cell in result.cells if cell.outcome is not None]
+    assert flops[0] == flops[1] > 0, "parameters that are cut up count as a whole"
     rows = (out / "fsdp2-eager-native" / "ranks").glob("rank-*.log")
     assert sorted(path.name for path in rows)[-1].startswith("rank-1")
 

@@ -1,3 +1,4 @@
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -5,9 +6,10 @@ import torch
 
 from lockstep.errors import ConfigError
 from lockstep.lab.bench_cells import BenchCell, parse_cell, parse_cells, product
-from lockstep.lab.bench_job import give_turn, read_times, read_turn
+from lockstep.lab.bench_job import BenchOutcome, give_turn, read_times, read_turn
 from lockstep.lab.bench_work import BenchWork, peak_flops, requests, samples, training_flops
 from lockstep.lab.bench_worker import PhaseClock
+from lockstep.lab.job_files import read_lines
 
 
 def test_names_and_cells() -> None:
@@ -107,6 +109,13 @@ def test_turns_and_rows(tmp_path) -> None:
     )
     (tmp_path / "rows.jsonl").write_text(row + row[:20])
     assert len(read_times(tmp_path)) == 1, "a line that is not written to its end does not count"
+
+
+def test_a_line_ends_where_json_says_so(tmp_path) -> None:
+    said = [BenchOutcome(status="failed", reason=f"a\u2028b {index}") for index in range(2)]
+    lines = [json.dumps(row.model_dump(), ensure_ascii=False) + "\n" for row in said]
+    (tmp_path / "rows").write_text("".join(lines), encoding="utf-8")
+    assert read_lines(tmp_path / "rows", BenchOutcome) == said
 
 
 def test_the_clock_adds_up_and_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:

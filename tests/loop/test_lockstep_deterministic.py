@@ -14,7 +14,8 @@ from loop_runs import TINY, Commands
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.loop.determinism import deterministic
+from lockstep.errors import ConfigError
+from lockstep.loop.determinism import deterministic, prepare_cublas
 from lockstep.models.load import load_model
 from lockstep.recording.fingerprint import fingerprint, module_tensors
 
@@ -98,7 +99,23 @@ def test_what_torch_is_told_and_that_it_is_put_back(monkeypatch: pytest.MonkeyPa
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
             torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
         raise KeyError
-    assert state() == before
+    assert state() == before and "NCCL_ALGO" not in os.environ
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with deterministic(TrainConfig(deterministic=True)):
+        assert os.environ["NCCL_ALGO"] == "Tree"
+    assert os.environ["NCCL_ALGO"] == "Tree"
+
+
+def test_a_workspace_that_torch_does_not_accept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    with pytest.raises(ConfigError, match=r"':4096:2:16:8': .* accepts :16:8 or :4096:8; set one of them"):
+        prepare_cublas()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    prepare_cublas()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    prepare_cublas()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_memory_that_nobody_wrote_is_not_filled() -> None:

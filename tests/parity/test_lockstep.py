@@ -25,6 +25,10 @@ MODELS = ["tiny-llama", "tiny-qwen3", "tiny-gemma3"]
 random, those of norms and biases too."""
 
 
+FSDP2 = ("--train.backend", "fsdp2")
+DDP = ("--train.backend", "deepspeed", "--train.zero-stage", "0")
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()
@@ -91,16 +95,18 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("execution", "flags"),
+    ("model", "dtype", "execution", "flags"),
     [
-        ("compile", ("--train.backend", "fsdp2")),
-        ("eager", ("--train.backend", "deepspeed", "--train.zero-stage", "0")),
+        ("tiny-llama", "float32", "compile", FSDP2),
+        ("tiny-gemma3", "bfloat16", "eager", FSDP2),
+        ("tiny-llama", "float32", "compile", DDP),
+        ("tiny-qwen3", "bfloat16", "eager", DDP),
     ],
-    ids=["fsdp2", "ddp"],
+    ids=["fsdp2, compile", "fsdp2, bfloat16", "ddp, compile", "ddp, bfloat16"],
 )
-def test_two_ranks_without_a_gap(execution, flags, tmp_path):
+def test_two_ranks_without_a_gap(model, dtype, execution, flags, tmp_path):
     """Each rank samples with an engine of its own; gap and gradients are of all ranks."""
-    (tmp_path / "run.toml").write_text(config("tiny-llama", "float32", execution, minibatches=1))
+    (tmp_path / "run.toml").write_text(config(model, dtype, execution, minibatches=1))
     command = [sys.executable, "-m", "lockstep", "train", "run.toml", "--run-dir", "run", "--ranks", "2"]
     ended = subprocess.run(
         [*command, *flags, "--train.deterministic"],

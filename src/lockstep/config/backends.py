@@ -51,6 +51,11 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
             f"train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, or leave "
             "train.tp_plan at 'auto'"
         )
+    if train.cuda_graph and train.execution != "joint":
+        raise ConfigError(
+            f"train.cuda_graph = true has no effect with train.execution = {train.execution!r}: it replays "
+            "joint graphs; set train.execution = 'joint', or leave train.cuda_graph out"
+        )
     _check_batch_invariant(train)
     if train.ring > 1:
         _check_ring(train)

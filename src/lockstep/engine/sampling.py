@@ -180,7 +180,10 @@ def _top_p(z: Tensor, top_p: float) -> Tensor:
     head, index = probs.topk(width, dim=-1)
     if width < z.shape[-1] and bool((head.sum(-1) < top_p).any()):
         head, index = probs.sort(-1, descending=True)
-    keep = (head.cumsum(-1) - head) < top_p
+    # Under deterministic algorithms CUDA has no cumsum of floats.
+    slow = head.is_cuda and torch.are_deterministic_algorithms_enabled()
+    mass = head.cpu().cumsum(-1).to(head.device) if slow else head.cumsum(-1)
+    keep = (mass - head) < top_p
     keep[:, 0] = True
     return torch.full_like(z, _NEVER).scatter(-1, index, z.gather(-1, index).masked_fill(~keep, _NEVER))
 

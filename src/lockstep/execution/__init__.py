@@ -3,7 +3,7 @@
 from lockstep.execution.cache import compile_cache, use_compile_cache
 from lockstep.execution.capacity import Capacity
 from lockstep.execution.joint import JointDecoder, install_joint
-from lockstep.execution.regions import compile_blocks, decoder, decoder_layers, is_compiled
+from lockstep.execution.regions import compile_blocks, decoder, decoder_layers, is_compiled, prepare_compiler
 from lockstep.execution.watch import CompileReport, CompileWatch
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "decoder_layers",
     "install_joint",
     "is_compiled",
+    "prepare_compiler",
     "use_compile_cache",
 ]

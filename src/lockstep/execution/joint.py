@@ -61,7 +61,8 @@ def install_joint(
         options: inductor settings that the graphs are compiled with.
         capacities: shapes that calls are padded to; none: every shape has its own graph, as packs of a static
             capacity need.
-        cuda_graph: replay forward and backward as CUDA graphs; each shape keeps its activations.
+        cuda_graph: replay forward and backward as CUDA graphs; all shapes share their
+            activations, and each keeps its inputs and one set of gradients.
         graphs_of: a decoder of the same architecture whose graphs this one runs with its own weights.
 
     Raises:

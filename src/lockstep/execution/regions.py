@@ -23,6 +23,12 @@ from lockstep.execution.watch import CompileWatch
 _RECOMPILE_LIMIT = 64
 
 
+def prepare_compiler() -> None:
+    """Before anything is compiled: where compiled code is kept, and how many graphs a layer may have."""
+    use_compile_cache()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+
+
 def compile_blocks(
     module: nn.Module,
     *,
@@ -40,8 +46,7 @@ def compile_blocks(
     Raises:
         ModelError: the module has no list of decoder layers.
     """
-    use_compile_cache()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    prepare_compiler()
     settings = dict(options) if options else None
     for layer in decoder_layers(module):
         layer.compile(backend=backend, fullgraph=True, dynamic=False, options=settings)

@@ -58,7 +58,8 @@ def convert(
         device: where it will run; None: where its parameters are. While they are on the meta device there is
             no self-test: call `self_test` before the first forward.
         dtype: of weights and activations; None: that of its parameters.
-        exact_backward: the gradients of activations are row-invariant as well; slower.
+        exact_backward: the gradients of the inputs of linears are row-invariant as well, but those of the
+            head; slower, and for nothing that Lockstep's loop needs.
 
     Raises:
         ModelError: a part that the claim does not cover, or weights of several dtypes, and nothing was
@@ -93,13 +94,6 @@ def is_converted(module: nn.Module) -> bool:
     return any(isinstance(part, Invariant) for part in module.modules())
 
 
-def linears(module: nn.Module) -> Iterator[tuple[str, InvariantLinear]]:
-    """The converted linears of a module, with their names."""
-    for name, part in module.named_modules():
-        if isinstance(part, InvariantLinear):
-            yield name, part
-
-
 def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict[str, str]:
     """What the converted forward computes with, for the kernel contract.
 
@@ -107,7 +101,7 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
         device: where it runs; None: where its parameters are.
 
     Returns:
-        gemm, norm, activation, logprob, rotary.
+        gemm (with the shapes of each, where there are several), norm, activation, logprob.
 
     Raises:
         ModelError: the module is not converted.
@@ -115,15 +109,20 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
     if not is_converted(module):
         raise ModelError(f"{type(module).__name__} is not converted: call lockstep.invariant.convert first")
     cuda = (device or next(module.parameters()).device).type == "cuda"
-    plans = sorted({_plan(part, cuda=cuda) for _, part in linears(module)})
+    shapes: dict[str, set[str]] = {}
+    for _, part in parts.linears(module):
+        shape = f"{part.out_features}x{part.in_features}{'' if part.bias is None else ' with bias'}"
+        shapes.setdefault(_plan(part, cuda=cuda), set()).add(shape)
+    plans = [
+        plan + (f" ({', '.join(sorted(found))})" if len(shapes) > 1 else "") for plan, found in shapes.items()
+    ]
     activations = sorted({p.activation for p in module.modules() if isinstance(p, parts.InvariantMLP)})
     where = "triton-row" if cuda else "cpu-row"
     return {
-        "gemm": " + ".join(plans),
+        "gemm": " + ".join(sorted(plans)),
         "norm": f"rms_norm {where}",
         "activation": " + ".join(f"{name} {'stock' if cuda else 'cpu-row'}" for name in activations),
         "logprob": f"token_stats {where}",
-        "rotary": "float32",
     }
 
 

@@ -7,7 +7,7 @@ layers of one class once, which functions put on instances would not let it do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -61,6 +61,13 @@ class InvariantLinear(Invariant, nn.Linear):
             return F.linear(input, self.weight, self.bias)
         out: Tensor = linear(input, self.weight, self.bias, self.tiles, self.exact_backward)
         return out
+
+
+def linears(module: nn.Module) -> Iterator[tuple[str, InvariantLinear]]:
+    """The converted linears of a module, with their names."""
+    for name, part in module.named_modules():
+        if isinstance(part, InvariantLinear):
+            yield name, part
 
 
 class InvariantNorm(Invariant):

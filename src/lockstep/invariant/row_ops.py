@@ -1,4 +1,5 @@
-"""Ops on rows, each row's result a function of the row alone: norm, activation, mean, the figures of a token.
+"""Ops on rows, each row's result a function of the row alone: norm, activation, mean, the figures of a token,
+the mass of blocks of the vocabulary.
 
 On the CPU they are compositions of ATen ops whose result for an element or a row does not depend on its
 place. Not every ATen op is such: silu, sigmoid and gelu finish a tensor's last few elements with another exp
@@ -14,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _SPLIT_SUM = 2**15
@@ -275,6 +277,35 @@ def _token_stats_backward(
 
 
 token_stats.register_autograd(_token_stats_backward, setup_context=_token_stats_context)
+
+
+# --- what a token is drawn by ---
+
+
+def log_mass(x: Tensor, block: int) -> Tensor:
+    """[R, M] float32: the logarithm of the sum of exp over each `block` entries of x [R, V], float32."""
+    x = F.pad(x, (0, -x.shape[1] % block), value=float("-inf")).view(x.shape[0], -1, block)
+    peak = x.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)  # a block may be all -inf
+    return (x - peak).exp().sum(-1).log() + peak.squeeze(-1)
+
+
+@torch.library.custom_op("lockstep::block_mass", mutates_args=(), device_types="cpu")
+def block_mass(logits: Tensor, scale: float, cap: float | None, block: int) -> Tensor:
+    """[R, M] float32: the logarithm of each block's mass under logits [R, V], before normalisation. Scale and
+    cap as in `token_stats`; a block has `block` entries, a power of two, and the last one what is left."""
+    return log_mass(_scaled(logits, scale, cap), block)
+
+
+@block_mass.register_kernel("cuda")
+def _block_mass_cuda(logits: Tensor, scale: float, cap: float | None, block: int) -> Tensor:
+    from lockstep.invariant import triton_kernels
+
+    return triton_kernels.block_mass(logits, scale=scale, cap=cap, block=block)
+
+
+@block_mass.register_fake
+def _block_mass_fake(logits: Tensor, scale: float, cap: float | None, block: int) -> Tensor:
+    return logits.new_empty((logits.shape[0], -(-logits.shape[1] // block)), dtype=torch.float32)
 
 
 # --- rotary tables ---

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _LOGITS_ELEMENTS = 2**28
 """At most so many outputs of one product in a test."""
+_BLOCK = 256
+"""Entries of a block of the vocabulary: lockstep.engine.noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,7 @@ def self_test(
     for case in _cases(module, device, dtype):
         if case.name not in verdicts:
             verdicts[case.name] = store.get(case.name) or store.put(case.name, _verdict(case, device))
-    for _, part in _linears(module):
+    for _, part in parts.linears(module):
         _apply(part, verdicts[_linear_name(part)].choice)
     store.save()
     return verdicts
@@ -109,12 +111,6 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
 # --- the cases of a module ---
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[str, parts.InvariantLinear]]:
-    for name, part in module.named_modules():
-        if isinstance(part, parts.InvariantLinear):
-            yield name, part
-
-
 def _linear_name(part: nn.Linear) -> str:
     bias = "" if part.bias is None else " with bias"
     return f"linear {part.out_features}x{part.in_features}{bias}"
@@ -135,6 +131,7 @@ def _cases(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Itera
             yield from _rotary_cases(part, make)
     if vocab:
         yield _stats_case(vocab, make)
+        yield _mass_case(vocab, make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +186,7 @@ def tiles_name(tiles: tuple[int, ...]) -> str:
 
 
 def _apply(part: parts.InvariantLinear, choice: str) -> None:
-    part.stock = choice == parts.STOCK
+    part.stock = choice == parts.STOCK and not part.exact_backward  # stock code has a stock backward
     if choice.startswith("tiles "):
         part.tiles = tuple(int(tile) for tile in choice.removeprefix("tiles ").split())
 
@@ -249,6 +246,16 @@ def _stats_case(vocab: int, make: _Inputs) -> _Case:
     return _Case(name=f"token_stats {vocab}", inputs=inputs, choices=choices)
 
 
+def _mass_case(vocab: int, make: _Inputs) -> _Case:
+    def choices(_: tuple[Tensor, ...]) -> Iterator[tuple[str, RowOp]]:
+        yield _row_choice(make), lambda logits: row_ops.block_mass(logits, 1 / 0.7, None, _BLOCK)
+
+    def inputs() -> tuple[Tensor, ...]:
+        return (make.normal(make.rows(vocab), vocab, std=3.0),)
+
+    return _Case(name=f"block_mass {vocab}", inputs=inputs, choices=choices)
+
+
 def _row_choice(make: _Inputs) -> str:
     return "triton" if make.device.type == "cuda" else "cpu-row"
 
@@ -267,7 +274,7 @@ class _Store:
             try:
                 kept = json.loads(self._path.read_text())
                 self._found = {
-                    name: Verdict(choice=v["choice"], rejected=tuple(v["rejected"]))
+                    name: Verdict(choice=_known(v["choice"]), rejected=tuple(v["rejected"]))
                     for name, v in kept.items()
                 }
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -292,6 +299,16 @@ class _Store:
             part.replace(self._path)
         except OSError as error:
             log.warning("the self-test's verdicts are not kept: %s", error)
+
+
+def _known(choice: Any) -> str:
+    """A choice as `self_test` makes them: anything else, such as other tiles, was never tested."""
+    if choice in (parts.STOCK, "triton", "cpu-row"):
+        return str(choice)
+    name, _, tiles = str(choice).partition(" ")
+    if name == "tiles" and tiles and set(tiles.split()) <= {"1", *map(str, linear_ops.TILES)}:
+        return str(choice)
+    raise ValueError(f"there is no choice {choice!r}")
 
 
 def cache_file(device: torch.device, dtype: torch.dtype) -> Path:

@@ -236,6 +236,55 @@ def token_stats(
 
 
 @triton.jit
+def _block_mass_kernel(  # signature: pointers, sizes and constants of a Triton kernel
+    logits_ptr,
+    out_ptr,
+    width,
+    blocks,
+    stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """GROUP blocks of one row: see lockstep.invariant.row_ops.block_mass."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    cols = group[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits_ptr + row * stride + cols, mask=cols < width, other=0.0)
+    x = tl.where(cols < width, _scaled(x, scale, cap, HAS_CAP), float("-inf"))
+    peak = tl.maximum(tl.max(x, 1), -3.4028234663852886e38)  # a block may be all -inf
+    mass = tl.log(tl.sum(tl.exp(x - peak[:, None]), 1)) + peak
+    tl.store(out_ptr + row * blocks + group, mass, mask=group < blocks)
+
+
+def block_mass(logits: Tensor, *, scale: float, cap: float | None, block: int) -> Tensor:
+    """See lockstep.invariant.row_ops.block_mass; a program for each few blocks of a row."""
+    rows, width = logits.shape
+    blocks = triton.cdiv(width, block)
+    out = logits.new_empty((rows, blocks), dtype=torch.float32)
+    if rows == 0:
+        return out
+    logits, group = _aligned(logits), 8
+    with _on(logits):
+        _block_mass_kernel[(rows, triton.cdiv(blocks, group))](
+            logits,
+            out,
+            width,
+            blocks,
+            logits.stride(0),
+            scale,
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            BLOCK=block,
+            GROUP=group,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
 def _mean_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     totals = tl.zeros((BLOCK,), dtype=tl.float32)

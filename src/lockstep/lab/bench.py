@@ -204,6 +204,7 @@ class _Suite:
             work=options.work,
             warmup=options.warmup,
             out=folder,
+            timeout=options.timeout,
             patience=options.timeout * (len(options.cells) + 1),
         )
         folder.mkdir()

@@ -13,16 +13,15 @@ cells can take turns:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from lockstep.config.base import Config
 from lockstep.config.run import GRPORun
-from lockstep.errors import ConfigError
 from lockstep.lab.bench_work import BenchWork
+from lockstep.lab.job_files import read_if_whole, read_job_file, read_lines
 from lockstep.observe.files import write_atomic
 
 TURN, READY, ROWS, RESULT, RANK_LOGS = "turn", "ready.json", "rows.jsonl", "result.json", "ranks"
@@ -45,8 +44,11 @@ class BenchJob(Config):
     """Whole steps before anything is measured; the first one compiles."""
     out: Path
     """A folder that is there."""
+    timeout: PositiveFloat = 600.0
+    """Seconds of the start and of one turn, after which the suite ends it; as long waits one rank for
+    another."""
     patience: PositiveFloat = 600.0
-    """Seconds without a turn, or for one rank to wait for another, after which it gives up."""
+    """Seconds without a turn, while other cells take theirs, after which it gives up."""
 
     def write(self) -> Path:
         """OUT/job.json."""
@@ -103,8 +105,9 @@ class BenchOutcome(Config):
     training_flops: float = 0.0
     peak_flops: float | None = None
     """Of all GPUs; None: not known."""
-    logprob_gap: float | None = None
-    """Largest |trainer - engine| over the tokens of one more generation behind the last step, nats."""
+    logprob_gap: float | None = Field(default=None, allow_inf_nan=True)
+    """Largest |trainer - engine| over the tokens of one more generation behind the last step, nats; NaN where
+    one of them is."""
     axes: dict[str, Any] = Field(default_factory=dict)
     """What every "auto" has become."""
     statement: str = ""
@@ -113,44 +116,22 @@ class BenchOutcome(Config):
 
 def read_job(path: Path) -> BenchJob:
     """A job file. Raises ConfigError."""
-    try:
-        return BenchJob.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where or 'the job'}: {first['msg']}") from error
+    return read_job_file(path, BenchJob)
 
 
 def read_ready(folder: Path) -> Ready | None:
     """None: the cell is not warm yet."""
-    try:
-        return Ready.model_validate_json((folder / READY).read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None
+    return read_if_whole(folder / READY, Ready)
 
 
 def read_outcome(folder: Path) -> BenchOutcome | None:
     """None: the worker has not ended, or ended before it could write one."""
-    try:
-        return BenchOutcome.model_validate_json((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None
+    return read_if_whole(folder / RESULT, BenchOutcome)
 
 
 def read_times(folder: Path) -> list[StepTimes]:
     """The steps measured so far; a last line that is cut off is left out."""
-    path = folder / ROWS
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(StepTimes.model_validate(json.loads(line)))
-        except (json.JSONDecodeError, ValidationError):
-            break
-    return rows
+    return read_lines(folder / ROWS, StepTimes)
 
 
 def give_turn(folder: Path, turn: int | str) -> None:

@@ -1,7 +1,7 @@
 """One cell of `lockstep bench step`: `python -m lockstep.lab.bench_worker JOB.json` (lockstep.lab.bench_job).
 
 The parts are those of `lockstep train grpo` (lockstep.loop.build), so what is timed is what trains. Exit
-status 0: all turns are taken; 2: refused before the first; 1: anything else.
+status 0: all turns are taken; 2: refused while loading; 1: anything else.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lockstep.lab.bench_job import (
     read_turn,
 )
 from lockstep.lab.bench_work import peak_flops, requests, samples, training_flops
+from lockstep.lab.orphans import ended_with
 from lockstep.observe.files import jsonable, write_json
 from lockstep.ranks.launch import in_launcher, launch_command, without_local_rank
 
@@ -89,46 +90,50 @@ class PhaseClock:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
+    parent = os.getppid()
     words = without_local_rank(sys.argv[1:] if argv is None else argv)
     if len(words) != 1:
         print("usage: python -m lockstep.lab.bench_worker JOB.json", file=sys.stderr)
         return REFUSED
     path = Path(words[0]).resolve()
     job = read_job(path)
-    if job.ranks > 1 and not in_launcher():
-        command = [sys.executable, "-u", "-m", "lockstep.lab.bench_worker", str(path)]
-        return launch_command(command, ranks=job.ranks, timeout=None, log_dir=job.out / RANK_LOGS)
-    return run_rank(job)
+    with ended_with(parent):
+        if job.ranks > 1 and not in_launcher():
+            command = [sys.executable, "-u", "-m", "lockstep.lab.bench_worker", str(path)]
+            return launch_command(command, ranks=job.ranks, timeout=None, log_dir=job.out / RANK_LOGS)
+        return run_rank(job)
 
 
 def run_rank(job: BenchJob) -> int:
     """This rank's part of the job."""
-    from lockstep.ranks.context import RankContext, init_ranks
-
     faulthandler.enable()
     cell = _Cell(job)
     try:
         with contextlib.ExitStack() as stack:
-            if in_launcher():
-                cell.ranks = stack.enter_context(init_ranks(device=job.device, seconds=job.patience))
-            else:
-                cell.ranks = RankContext.alone()
-            with cell.watched("loading"):
+            with cell.watched():  # once: the suite has one timeout for all of it
+                cell.ranks = stack.enter_context(_join(job))
                 cell.load()
-            stack.callback(cell.parts.close)
-            with cell.watched("warming up"):
+                cell.loaded = True
+                stack.callback(cell.parts.close)
                 cell.warm_up()
             cell.take_turns()
-            with cell.watched("the end"):
+            with cell.watched():
+                cell.say("the end")
                 cell.tell("ok")
             return 0
     except LockstepError as error:
-        refused = isinstance(error, (ConfigError, ModelError, EngineError)) and not cell.warm
+        refused = isinstance(error, (ConfigError, ModelError, EngineError)) and not cell.loaded
         cell.tell("refused" if refused else "failed", error)
         return REFUSED if refused else 1
     except Exception as error:
         cell.tell("failed", error)
         raise
+
+
+def _join(job: BenchJob) -> RankContext:
+    from lockstep.ranks.context import RankContext, init_ranks
+
+    return init_ranks(device=job.device, seconds=job.timeout) if in_launcher() else RankContext.alone()
 
 
 @dataclass
@@ -140,7 +145,8 @@ class _Cell:
     parts: OnlineParts = field(init=False)
     batches: list[PackedBatch] = field(default_factory=list)
     taken: int = 0
-    warm: bool = False
+    loaded: bool = False
+    """What fails from now on was not refused."""
     started: float = field(default_factory=time.perf_counter)
     watch: CompileWatch | None = None
     memory: PeakMemory | None = None
@@ -157,6 +163,7 @@ class _Cell:
         from lockstep.models.causal_lm import text_config
         from lockstep.models.quiet import quiet_transformers
 
+        self.say("loading")
         job, self.watch = self.job, CompileWatch()
         with quiet_transformers():
             self.parts = build_online(job.run, ranks=self.ranks, work_dir=job.out / "engine")
@@ -178,6 +185,7 @@ class _Cell:
 
     def warm_up(self) -> None:
         """Whole steps; what compiles, compiles now."""
+        self.say("warming up")
         first = 0.0
         for step in range(self.job.warmup):
             started = self._clock()
@@ -187,7 +195,6 @@ class _Cell:
         assert self.watch is not None
         self.clock.take()
         self.watch.mark_warm()
-        self.warm = True
         report = self.watch.report()
         ready = Ready(
             load_seconds=self.load_seconds,
@@ -209,7 +216,8 @@ class _Cell:
             while self.taken < turn:
                 if self.taken == 0 and self.memory is not None:
                     self.memory.reset()
-                with self.watched(f"step {self.taken + 1}"):
+                self.say(f"step {self.taken + 1}")
+                with self.watched():
                     times = self.step()
                 self.taken += 1
                 if self.ranks.is_first:
@@ -255,30 +263,30 @@ class _Cell:
 
     def _logprob_gap(self) -> float:
         """Largest |trainer - engine| over all tokens of one more generation, of all ranks. Collective."""
+        import torch
+
         from lockstep.algorithms.samples import policy_sample
 
         completions = self._generate()
         every = [c for part in self.ranks.gather(completions, what="the gap") for c in part]
         made = [policy_sample(c, advantages=0.0, sample_id=i) for i, c in enumerate(every)]
         batches = self.parts.plan(made, [sample.loss_mask.float() for sample in made])
-        largest = 0.0
+        gaps = []
         for batch, scored in zip(batches, self.parts.backend.logprobs(batches, model="policy"), strict=True):
             mask = batch.loss_mask.cpu()
             rollout = getattr(batch, "rollout_logprobs").cpu()[mask]  # noqa: B009  (a PolicyBatch)
-            largest = max(largest, float((scored.cpu()[mask] - rollout).abs().max()))
-        return largest
+            gaps.append((scored.cpu()[mask] - rollout).abs())
+        return float(torch.cat(gaps).max())  # unlike Python's, torch's max is NaN where one of them is
 
     # --- waiting --------------------------------------------------------------------------------------------
 
     def _next_turn(self) -> int | None:
         """The number in `turn` once it has grown; None: the end."""
-        until, parent = time.monotonic() + self.job.patience, os.getppid()
+        until = time.monotonic() + self.job.patience
         while True:
             turn = read_turn(self.job.out)
             if turn is None or turn > self.taken:
                 return turn
-            if os.getppid() != parent:
-                raise LockstepError("whoever measures has gone")
             if time.monotonic() > until:
                 raise LockstepError(f"no turn came within {self.job.patience:g} s")
             time.sleep(_POLL_SECONDS)
@@ -298,10 +306,9 @@ class _Cell:
         return time.perf_counter()
 
     @contextlib.contextmanager
-    def watched(self, what: str) -> Iterator[None]:
-        """Tracebacks of all threads into the log shortly before this would count as hung."""
-        self.say(what)
-        faulthandler.dump_traceback_later(0.9 * self.job.patience, exit=False)
+    def watched(self) -> Iterator[None]:
+        """Tracebacks of all threads into the log shortly before the suite kills what it takes for hung."""
+        faulthandler.dump_traceback_later(0.9 * self.job.timeout, exit=False)
         try:
             yield
         finally:
@@ -366,9 +373,14 @@ class _Cell:
     def _matmul_parameters(self) -> int:
         """All, tied ones once; without the input embedding where it is a matrix of its own."""
         module: Any = self.parts.model.module
-        count = sum(p.numel() for p in module.parameters())
+        count = sum(map(_entries, module.parameters()))
         tied = bool(self.config.tie_word_embeddings)
-        return int(count) - (0 if tied else int(module.get_input_embeddings().weight.numel()))
+        return count - (0 if tied else _entries(module.get_input_embeddings().weight))
+
+
+def _entries(parameter: torch.Tensor) -> int:
+    """Of all ranks. ZeRO 3 leaves an empty tensor where it has cut one up; a DTensor's numel is the whole."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 if __name__ == "__main__":

@@ -20,23 +20,21 @@ A *phase* is what the engine was asked under one version of the weights; a *pass
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from lockstep.config.base import Config
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.errors import ConfigError
+from lockstep.lab.job_files import read_if_whole, read_job_file, read_lines
 
 JOB, ROWS, PASSES, RESULT = "job.json", "rows.jsonl", "passes.jsonl", "result.json"
 
 Phase = Literal["before", "after"]
 Kind = Literal["greedy", "stop", "sampled", "again", "alone", "other"]
 Weights = Literal["pushed", "folder"]
-_Kind = TypeVar("_Kind", bound=Config)
 
 
 class EnginesJob(Config):
@@ -156,41 +154,19 @@ class Outcome(_Record):
 
 def read_job(path: Path) -> EnginesJob:
     """A job file. Raises ConfigError."""
-    try:
-        return EnginesJob.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where or 'the job'}: {first['msg']}") from error
+    return read_job_file(path, EnginesJob)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
     """What a worker wrote; None: it ended before it could. A file that is no outcome counts as none."""
-    try:
-        return Outcome.model_validate_json((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None
+    return read_if_whole(folder / RESULT, Outcome)
 
 
 def read_rows(folder: Path) -> tuple[Row, ...]:
     """All completions; a last line that is cut off is left out."""
-    return _read(folder / ROWS, Row)
+    return tuple(read_lines(folder / ROWS, Row))
 
 
 def read_passes(folder: Path) -> tuple[Pass, ...]:
     """All calls of generate."""
-    return _read(folder / PASSES, Pass)
-
-
-def _read(path: Path, kind: type[_Kind]) -> tuple[_Kind, ...]:
-    if not path.exists():
-        return ()
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(kind.model_validate(json.loads(line)))
-        except (json.JSONDecodeError, ValidationError):
-            break
-    return tuple(found)
+    return tuple(read_lines(folder / PASSES, Pass))

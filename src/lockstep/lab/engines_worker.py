@@ -12,9 +12,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from lockstep.lab.engines_job import (
     Row,
     read_job,
 )
+from lockstep.lab.orphans import ended_with
 from lockstep.observe.files import jsonable, write_json
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ _TRACEBACK_SECONDS = 15.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
+    parent = os.getppid()
     words = sys.argv[1:] if argv is None else argv
     if len(words) != 1:
         print("usage: python -m lockstep.lab.engines_worker JOB.json", file=sys.stderr)
@@ -56,13 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = read_job(Path(words[0]).resolve())
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(job.timeout / 2, job.timeout - _TRACEBACK_SECONDS), exit=False)
-    run = _Run(job)
-    ended = threading.Event()
-    threading.Thread(target=_end_with_parent, args=(os.getppid(), ended), daemon=True).start()
+    with ended_with(parent):
+        return _work(_Run(job))
+
+
+def _work(run: _Run) -> int:
     try:
         run.load()
         run.ask_all("before")
-        if job.update:
+        if run.job.update:
             run.update()
             run.ask_all("after")
         run.end("ok")
@@ -77,7 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         faulthandler.cancel_dump_traceback_later()
         run.close()
-        ended.set()
 
 
 @dataclass
@@ -253,13 +254,6 @@ class _Run:
         """Stops a server that was started."""
         if self.engine is not None:
             self.engine.close()
-
-
-def _end_with_parent(parent: int, ended: threading.Event) -> None:
-    """A suite that was killed leaves no worker behind; a server of the worker's ends with the worker."""
-    while not ended.wait(1.0):
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _append(path: Path, rows: Sequence[Row] | Sequence[Pass]) -> None:

@@ -12,17 +12,16 @@ into its folder:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.config.base import Config
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.errors import ConfigError
+from lockstep.lab.job_files import read_if_whole, read_job_file, read_lines
 
 METRICS, LOGPROBS, RESULT = "metrics.jsonl", "logprobs.safetensors", "result.json"
 RANK_LOGS = "ranks"
@@ -163,34 +162,14 @@ class Outcome(Config):
 
 def read_job(path: Path) -> ParityJob:
     """A job file. Raises ConfigError."""
-    try:
-        return ParityJob.model_validate_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where or 'the job'}: {first['msg']}") from error
+    return read_job_file(path, ParityJob)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
     """What a worker wrote; None: it ended before it could. A file that is no outcome counts as none."""
-    try:
-        return Outcome.model_validate_json((folder / RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None
+    return read_if_whole(folder / RESULT, Outcome)
 
 
 def read_rows(folder: Path) -> list[StepRow]:
     """The steps that were done; a last line that is cut off is left out."""
-    path = folder / METRICS
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            value: dict[str, Any] = json.loads(line)
-            rows.append(StepRow.model_validate(value))
-        except (json.JSONDecodeError, ValidationError):
-            break
-    return rows
+    return read_lines(folder / METRICS, StepRow)

@@ -67,13 +67,12 @@ class Agreement:
     _step: int = 0
     _names: list[str] = dataclasses.field(default_factory=list)
     _compared: int = 0
-    _tokens: int = 0
     _reused: bool = False
     _first: bool = True
 
     def begin(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """`groups` are the rollouts of `step`: sample_id i is the i-th of them."""
-        self._step, self._compared, self._tokens, self._reused = step, 0, 0, False
+        self._step, self._compared, self._reused = step, 0, False
         self._names = [
             f"prompt {group.prompt.index}, sample {number}"
             for group in groups

@@ -242,8 +242,9 @@ def _agreement(
                     "engine's logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
                     "train.batch_invariant = true"
                 )
-        if contract is not None:
-            ranks.require_same({"contract": contract.hash}, what="their kernel contracts")
+        ranks.require_same(
+            {"contract": None if contract is None else contract.hash}, what="their kernel contracts"
+        )
     except BaseException:
         engine.close()
         raise
@@ -279,7 +280,7 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)
     backend = BACKENDS.load(run.train.backend)
-    prepare_kernels(axes)
+    take_back = prepare_kernels(axes)
 
     def load() -> LoadedModel:
         whole = not backend.shards_weights
@@ -290,7 +291,9 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
     if axes.batch_invariant:
         claim = make_invariant(model, axes=axes, asked=run.train.batch_invariant)
         if claim.refused is not None:
-            model = load()  # it may be converted in part
+            take_back()
+            del model  # it may be converted in part; two of them may not fit
+            model = load()
             axes = dataclasses.replace(axes, batch_invariant=False)
     return Policy(axes=axes, model=model, claim=claim)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +32,21 @@ class Claim:
     """Why the mode is off although it would be on by default here; None: it is on."""
 
 
-def prepare_kernels(axes: Axes) -> None:
-    """Before the model is loaded: what CUDA's libraries are told, for the rest of the process."""
+def prepare_kernels(axes: Axes) -> Callable[[], None]:
+    """Before the model is loaded: what CUDA's libraries are told, for the rest of the process.
+
+    Returns:
+        What takes the settings of batch-invariance back, should the mode turn out to be off.
+
+    Raises:
+        ConfigError: the environment tells cuBLAS what a deterministic run cannot have.
+    """
     if axes.device.startswith("cuda"):
         if axes.deterministic:
             determinism.prepare_cublas()
         if axes.batch_invariant:
-            invariant.configure_cuda()
+            return invariant.configure_cuda()
+    return lambda: None
 
 
 def make_invariant(model: LoadedModel, *, axes: Axes, asked: bool | None) -> Claim:
@@ -77,8 +85,8 @@ def converted(model: LoadedModel) -> LoadedModel:
 
 def claim_manifest(claim: Claim | None, contract: KernelContract | None) -> dict[str, Any]:
     """For manifest.json: the contract that trainer and engine keep, or the trainer alone."""
-    if claim is None:
-        return {}
+    if claim is None:  # written too: a resumed run may have kept one before
+        return {"batch_invariant": None, "contract": None}
     written = None if contract is None else contract.as_json()
     return {"batch_invariant": dataclasses.asdict(claim), "contract": written}
 
@@ -100,8 +108,13 @@ def contract_change(before: Mapping[str, Any] | None, contract: KernelContract |
     Args:
         before: "contract" of the manifest; None: a new run, or it kept none.
     """
-    if before is None or contract is None or before.get("hash") == contract.hash:
+    if before is None or (contract is not None and before.get("hash") == contract.hash):
         return []
+    if contract is None:
+        return [
+            f"the run was started with kernel contract {str(before.get('hash'))[:12]} and goes on without "
+            "one: its logprob_gap was 0 and is only measured from here on"
+        ]
     now = contract.as_json()
     other = [
         f"{k} {before.get(k)!r}, now {v!r}" for k, v in now.items() if k != "hash" and before.get(k) != v

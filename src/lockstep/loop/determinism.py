@@ -14,6 +14,7 @@ import torch
 import torch._inductor.config as inductor
 
 from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
 from lockstep.protocols import TrainBackend
 from lockstep.recording.fingerprint import fingerprint, module_tensors
 
@@ -33,8 +34,8 @@ def deterministic(train: TrainConfig) -> Iterator[None]:
     if not train.deterministic:
         yield
         return
-    for name, value in _NCCL.items():
-        os.environ.setdefault(name, value)
+    added = {name: value for name, value in _NCCL.items() if name not in os.environ}
+    os.environ.update(added)
     fill: Any = torch.utils.deterministic
     cudnn = torch.backends.cudnn
     before = torch.get_deterministic_debug_mode(), fill.fill_uninitialized_memory
@@ -48,6 +49,8 @@ def deterministic(train: TrainConfig) -> Iterator[None]:
             cudnn.deterministic, cudnn.benchmark = True, False
             yield
         finally:
+            for name in added:
+                os.environ.pop(name, None)
             torch.set_deterministic_debug_mode(before[0])
             fill.fill_uninitialized_memory = before[1]
             cudnn.deterministic, cudnn.benchmark = cudnn_before
@@ -55,9 +58,17 @@ def deterministic(train: TrainConfig) -> Iterator[None]:
 
 def prepare_cublas() -> None:
     """Before the first matrix product on CUDA: workspaces of a fixed size, which torch insists on under
-    deterministic algorithms."""
-    if os.environ.get(CUBLAS) not in _CUBLAS_VALUES:
-        os.environ[CUBLAS] = _CUBLAS_VALUES[1]
+    deterministic algorithms. The variable stays: cuBLAS reads it when it makes a workspace.
+
+    Raises:
+        ConfigError: it has a value that torch does not accept.
+    """
+    given = os.environ.setdefault(CUBLAS, _CUBLAS_VALUES[1])
+    if given not in _CUBLAS_VALUES:
+        raise ConfigError(
+            f"{CUBLAS} = {given!r}: under train.deterministic = true torch accepts "
+            f"{' or '.join(_CUBLAS_VALUES)}; set one of them, or unset the variable"
+        )
 
 
 def weights_hash(backend: TrainBackend) -> str:

@@ -323,6 +323,7 @@ class Session:
     def log_step(self, step: int, metrics: Mapping[str, float], *, weights_hash: str | None = None) -> None:
         """One line of metrics.jsonl, with times, throughput and memory added; and the hash of the weights
         after the step, where it is computed.
+
         time/evaluate and time/save are of what happened just before the step and are no part of time/step.
         """
         times = self.spans.flush() | self._between

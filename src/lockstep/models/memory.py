@@ -314,13 +314,20 @@ def available_bytes(device: torch.device) -> tuple[int, str]:
     return free, source
 
 
+def total_bytes() -> int:
+    """The host's memory, or the limit of its cgroup where that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cgroup = _cgroup_limit(Path("/sys/fs/cgroup"))
+    return total if cgroup is None else min(total, cgroup[0])
+
+
 def gib(size: int) -> str:
     """Bytes for people."""
     return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
 
 
-def _cgroup_left(root: Path) -> int | None:
-    """Bytes until the limit of cgroup v2 (memory.max) or v1; None: no limit. Page cache counts as free."""
+def _cgroup_limit(root: Path) -> tuple[int, Path] | None:
+    """The limit of cgroup v2 (memory.max) or v1, and the file that says what is used; None: no limit."""
     for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -331,11 +338,20 @@ def _cgroup_left(root: Path) -> int | None:
         text = limit_path.read_text().strip()
         if not text.isdigit() or int(text) >= 1 << 60:  # "max", or v1's way of saying it
             return None
-        stat = (root / usage_file).with_name("memory.stat")
-        lines = [line.split() for line in stat.read_text().splitlines()] if stat.is_file() else []
-        cache = sum(int(v) for k, v in lines if k in ("inactive_file", "total_inactive_file"))
-        return max(0, int(text) - int(usage_path.read_text()) + cache)
+        return int(text), usage_path
     return None
+
+
+def _cgroup_left(root: Path) -> int | None:
+    """Bytes until the cgroup's limit; None: no limit. Page cache counts as free."""
+    cgroup = _cgroup_limit(root)
+    if cgroup is None:
+        return None
+    limit, usage = cgroup
+    stat = usage.with_name("memory.stat")
+    lines = [line.split() for line in stat.read_text().splitlines()] if stat.is_file() else []
+    cache = sum(int(v) for k, v in lines if k in ("inactive_file", "total_inactive_file"))
+    return max(0, limit - int(usage.read_text()) + cache)
 
 
 def _documents(run: RunConfig) -> tuple[int, int]:

@@ -83,8 +83,10 @@ class KernelContract:
         wanted = {field.name: field.type for field in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name != "hash"}
         if given.keys() != wanted.keys():
-            wrong = sorted(given.keys() ^ wanted.keys())
-            raise ValueError(f"a kernel contract has other fields than {wrong}; it is of another version")
+            raise ValueError(
+                f"kernel contract: it misses the fields {sorted(wanted.keys() - given.keys())} and has the "
+                f"unknown ones {sorted(given.keys() - wanted.keys())}; another version of Lockstep wrote it"
+            )
         for name, kind in wanted.items():
             if type(given[name]).__name__ != kind:
                 raise ValueError(f"kernel contract: {name} = {given[name]!r} is no {kind}")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.config.train import TrainConfig
-from lockstep.execution import CompileWatch, compile_blocks
+from lockstep.execution import CompileWatch, compile_blocks, prepare_compiler
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.forward import head_of
 from lockstep.train.contract import compile_options
@@ -81,7 +81,7 @@ class ZeroBuilder:
             return compile_blocks(
                 module, max_recompiles=self.config.max_recompiles, options=compile_options(module)
             )
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        prepare_compiler()
         layers, options = decoder_layers(module), compile_options(module)
         self.ds.utils.set_z3_leaf_modules(module, list({type(layer) for layer in layers}))
         for layer in layers:

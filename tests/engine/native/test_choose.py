@@ -4,8 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.engine.native.choose import choose
-from lockstep.engine.noise import noise_keys, sample_blocks
+from lockstep.engine.native import choose as chosen
+from lockstep.engine.native.choose import block_mass, choose, scaled
+from lockstep.engine.noise import BLOCK, noise_keys, sample_blocks
+from lockstep.execution import CompileWatch
+from lockstep.invariant import dependence, selftest
+from lockstep.ops import logprobs
 from lockstep.ops.logprobs import HeadOptions
 
 
@@ -23,11 +27,56 @@ def test_the_tokens_are_those_of_the_draw_over_blocks(vocab, head):
     assert torch.equal(choose(logits, keys, head), sample_blocks(weights, keys))
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+HEADS = [
+    HeadOptions(),
+    HeadOptions(temperature=0.7),
+    HeadOptions(temperature=0.0, logit_scale=1 / 3),
+    HeadOptions(temperature=1.3, softcap=30.0),
+    HeadOptions(temperature=0.9, softcap=7.0, logit_scale=0.3),
+]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_scaled_as_the_trainer_scales_them_to_the_bit(head, dtype):
+    logits = (torch.randn(9, 1003, generator=torch.Generator().manual_seed(3)) * 8).to(dtype)
+    assert torch.equal(scaled(logits, head), logprobs._scaled(logits, head.scale, head.cap))
+    factor, cap = (None if x is None else torch.full((), x) for x in chosen._factors(head))
+    assert torch.equal(chosen._scaled(logits, factor, cap), scaled(logits, head)), "tensors for numbers"
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_row_does_not_depend_on_its_neighbours(invariant):
     logits = torch.randn(33, 700, generator=torch.Generator().manual_seed(2)).bfloat16()
-    together = choose(logits, keys_of(33), HeadOptions())
-    alone = [choose(logits[i : i + 1], keys_of(33)[i : i + 1], HeadOptions()) for i in range(33)]
+    how = {"head": HeadOptions(), "invariant": invariant}
+    together = choose(logits, keys_of(33), **how)
+    alone = [choose(logits[i : i + 1], keys_of(33)[i : i + 1], **how) for i in range(33)]
     assert together.tolist() == torch.cat(alone).tolist()
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("vocab", [200, 1000, 32_001])
+def test_the_mass_of_blocks_by_the_row_invariant_op(head, vocab):
+    logits = torch.randn(70, vocab, generator=torch.Generator().manual_seed(4)).bfloat16() * 3
+    logits[:, :150] = float("-inf")
+    logits[3, :] = float("-inf")
+    mass = block_mass(logits, head, invariant=True)
+    assert mass.dtype == torch.float32 and mass.shape == (70, -(-vocab // BLOCK))
+    torch.testing.assert_close(mass, block_mass(logits, head), rtol=1e-6, atol=1e-5)
+    assert dependence(lambda x: block_mass(x, head, invariant=True), logits) is None
+    assert selftest._BLOCK == BLOCK
+
+
+def test_temperatures_share_the_compiled_pass():
+    """More of them than dynamo's limit of graphs per function, which fullgraph makes an error."""
+    torch._dynamo.reset()
+    logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(5))
+    watch = CompileWatch()
+    for step in range(torch._dynamo.config.recompile_limit + 2):
+        head = HeadOptions(temperature=0.5 + step / 8)
+        mass = block_mass(logits, head, compiled=True)
+        torch.testing.assert_close(mass, block_mass(logits, head), rtol=1e-6, atol=1e-5)
+    assert watch.report().graphs == 1
 
 
 def test_what_is_forbidden_is_never_drawn_even_where_whole_blocks_are():

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from native_parts import TIGHT, generated, policy, requests
 
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.build import make_engine
 from lockstep.engine.native import runner as native
 
 
@@ -60,6 +62,23 @@ def test_replayed_steps_give_the_tokens_and_bits_of_eager_ones(recorded, monkeyp
     assert len(recorded) <= 8 + 3
     assert [c.token_ids for c in replayed] == [c.token_ids for c in eager]
     assert [c.logprobs for c in replayed] == [c.logprobs for c in eager]
+
+
+def test_graphs_are_kept_for_the_last_few_temperatures_only(recorded):
+    model = policy("tiny-llama", "float32")
+    engine = make_engine(EngineConfig(name="native", **TIGHT), model=model)
+    asked = {t: requests(t)[:1] for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1)}
+    first = {t: engine.generate(asked[t]) for t in asked}
+
+    def kept():
+        return [key[2] for key in engine._runner._captured if key[0] == "draw"]
+
+    assert kept() == [0.7, 0.8, 0.9, 1.1]
+    made = len(recorded)
+    assert engine.generate(asked[0.7]) == first[0.7] and len(recorded) == made, "it was kept"
+    assert engine.generate(asked[0.5]) == first[0.5] and len(recorded) == made + 1, "it had gone"
+    assert sorted(kept()) == [0.5, 0.7, 0.9, 1.1], "0.7 was used after 0.8"
+    engine.close()
 
 
 def test_prefill_takes_the_size_that_is_mostly_filled(recorded):

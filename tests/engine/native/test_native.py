@@ -15,6 +15,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import make_engine
 from lockstep.engine.native import pool as pools
 from lockstep.errors import EngineError
+from lockstep.models import memory
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
 
@@ -35,6 +36,12 @@ def greedy(length, max_tokens):
     )
 
 
+def host(monkeypatch, *, total, free):
+    """A host with so many bytes."""
+    monkeypatch.setattr(pools, "total_bytes", lambda: total)
+    monkeypatch.setattr(pools, "available_bytes", lambda device: (free, "free host memory"))
+
+
 def test_a_sample_that_can_never_fit_is_refused_before_anything_runs(model):
     engine = engine_of(model, kv_cache_tokens=40)
     wanted = (
@@ -49,12 +56,37 @@ def test_a_sample_that_can_never_fit_is_refused_before_anything_runs(model):
 
 def test_memory_bounds_the_pool_when_nothing_else_does(model, monkeypatch):
     token_bytes = 2 * 2 * 2 * 16 * 4
-    monkeypatch.setattr(pools.os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": token_bytes}.get)
+    host(monkeypatch, total=100 * token_bytes, free=100 * token_bytes)
     tight = engine_of(model, memory_fraction=0.3)
     with pytest.raises(EngineError, match=r"29; raise engine\.memory_fraction"):
         tight.generate([greedy(20, 22)])
     assert len(tight.generate([greedy(20, 8), greedy(10, 8)])) == 2
     assert tight.stats().kv_cache_bytes == 30 * token_bytes
+
+
+@pytest.mark.parametrize(("total", "free", "most"), [(1000, 1000, 249), (1000, 100, 89), (1000, 1, -1)])
+def test_a_pool_on_the_host_takes_its_share_and_leaves_a_tenth_of_what_is_free(
+    total, free, most, monkeypatch
+):
+    shape = pools.KVShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+    host(monkeypatch, total=total * shape.token_bytes, free=free * shape.token_bytes)
+    assert pools.most_tokens(shape, 0.25) == most
+    held = 50 * shape.token_bytes  # what the pool before has is free once it goes
+    assert pools.most_tokens(shape, 0.25, held=held) == min(249, int(0.9 * (free + 50)) - 1)
+
+
+def test_a_host_is_no_larger_than_its_cgroup(monkeypatch):
+    monkeypatch.setattr(memory, "_cgroup_limit", lambda root: None)
+    host_bytes = pools.total_bytes()
+    for limit, total in ((12_345, 12_345), (2 * host_bytes, host_bytes)):
+        monkeypatch.setattr(memory, "_cgroup_limit", lambda root, limit=limit: (limit, root))
+        assert pools.total_bytes() == total
+
+
+def test_memory_for_no_token_at_all_is_refused_like_memory_for_too_few(model):
+    engine = engine_of(model, memory_fraction=1e-9)
+    with pytest.raises(EngineError, match=r"request 0: .* which holds 0; raise engine\.memory_fraction"):
+        engine.generate([greedy(3, 3)])
 
 
 def test_running_out_of_memory_says_what_to_set_and_gives_the_pool_back(model, monkeypatch):
@@ -71,6 +103,17 @@ def test_running_out_of_memory_says_what_to_set_and_gives_the_pool_back(model, m
         ):
             engine.generate([greedy(4, 4)])
     assert engine._pool is None
+    assert len(engine.generate([greedy(4, 4)])[0][0].token_ids) == 4
+
+
+def test_abort_while_a_prompt_is_computed_reports_every_sample(model, monkeypatch):
+    engine = engine_of(model, max_batch=2)
+    engine.generate([greedy(4, 4)])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._runner), "prefill", lambda *_: engine.abort())
+        asked = dataclasses.replace(greedy(4, 4), seeds=(0, 1, 2, 3, 4))
+        (completions,) = engine.generate([asked])
+    assert [(c.finish_reason, c.token_ids) for c in completions] == [("abort", ())] * 5
     assert len(engine.generate([greedy(4, 4)])[0][0].token_ids) == 4
 
 

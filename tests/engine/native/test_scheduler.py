@@ -175,6 +175,24 @@ def test_abort_reports_everybody_once():
     assert seen == {(0, i): ([], "abort") for i in range(3)}
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_abort_during_a_prefill_reports_everybody_once(ahead, monkeypatch):
+    """Two samples have rows and three wait; no step was launched."""
+    abort = threading.Event()
+    prefill, calls = HashRunner.prefill, []
+
+    def prefill_and_abort(runner, chunk):
+        prefill(runner, chunk)
+        calls.append(len(chunk.token_ids))
+        abort.set()
+
+    monkeypatch.setattr(HashRunner, "prefill", prefill_and_abort)
+    requests = [((1, 2, 3, 4, 6), (3, 4, 5, 8, 9), 9)]
+    seen, counts, _ = run(requests, capacity=100, max_rows=2, ahead=ahead, abort=abort)
+    assert seen == {(0, i): ([], "abort") for i in range(5)}
+    assert len(calls) == 1 and counts.steps == 0
+
+
 def test_logits_that_are_not_finite_name_the_sample():
     pool = KVPool(SHAPE, 50)
     runner = HashRunner(pool, chunk=8, documents=2)

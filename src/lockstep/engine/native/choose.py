@@ -13,22 +13,26 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.noise import BLOCK, ENTRY_COUNTER, exponential
+from lockstep.invariant import row_ops
 from lockstep.ops.logprobs import HeadOptions
 
 
-def choose(logits: Tensor, keys: Tensor, head: HeadOptions, *, compiled: bool = False) -> Tensor:
+def choose(
+    logits: Tensor, keys: Tensor, head: HeadOptions, *, invariant: bool = False, compiled: bool = False
+) -> Tensor:
     """Tokens [R] int64, drawn from softmax(scaled(logits)).
 
     Args:
         logits: [R, V], any floating dtype.
         keys: [R] int64, from `noise_keys`.
-        compiled: the pass over the logits through torch.compile.
+        invariant: the mass of blocks is that of a row alone, to the bit, as logprobs are; on CUDA neither
+            ATen's sums nor a compiler's promise it.
+        compiled: otherwise, the pass over the logits through torch.compile.
     """
-    mass = (_compiled if compiled else _eager)(_block_mass)(logits, head.scale, head.cap)
+    mass = block_mass(logits, head, invariant=invariant, compiled=compiled)
     counters = torch.arange(mass.shape[1], device=keys.device)
     block = (mass - exponential(keys, counters).log()).argmax(-1, keepdim=True)
     entries = block * BLOCK + torch.arange(BLOCK, device=keys.device)
@@ -39,26 +43,40 @@ def choose(logits: Tensor, keys: Tensor, head: HeadOptions, *, compiled: bool = 
     return (block * BLOCK + within).squeeze(-1).clamp(max=last)  # NaN anywhere: still a token
 
 
-def _block_mass(logits: Tensor, scale: float, cap: float | None) -> Tensor:
+def block_mass(
+    logits: Tensor, head: HeadOptions, *, invariant: bool = False, compiled: bool = False
+) -> Tensor:
     """[R, M] float32: the logarithm of each block's mass, before normalisation."""
-    x = _scaled(logits, scale, cap)
-    x = F.pad(x, (0, -x.shape[1] % BLOCK), value=float("-inf")).view(x.shape[0], -1, BLOCK)
-    peak = x.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)  # a block may be all -inf
-    return (x - peak).exp().sum(-1).log() + peak.squeeze(-1)
+    if invariant:
+        mass: Tensor = row_ops.block_mass(logits, head.scale, head.cap, BLOCK)
+        return mass
+    if not compiled:
+        return _block_mass(logits, *_factors(head))
+    # tensors, as a compiler makes a graph for each number; filled, as a CUDA graph cannot copy from a host
+    factor, limit = (
+        None if x is None else torch.full((), x, dtype=torch.float32, device=logits.device)
+        for x in _factors(head)
+    )
+    return _compiled(_block_mass)(logits, factor, limit)
 
 
 def scaled(logits: Tensor, head: HeadOptions) -> Tensor:
-    """What softmax is applied to, float32."""
-    return _scaled(logits, head.scale, head.cap)
+    """What softmax is applied to, float32: the trainer's numbers, to the bit."""
+    return _scaled(logits, *_factors(head))
 
 
-def _scaled(logits: Tensor, scale: float, cap: float | None) -> Tensor:
-    x = logits.float()
-    return x * scale if cap is None else torch.tanh(x * (scale / cap)) * cap
+def _factors(head: HeadOptions) -> tuple[float, float | None]:
+    """What logits are multiplied by, and the soft cap of the product."""
+    return (head.scale, None) if head.cap is None else (head.scale / head.cap, head.cap)
 
 
-def _eager(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return function
+def _block_mass(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
+    return row_ops.log_mass(_scaled(logits, factor, cap), BLOCK)
+
+
+def _scaled(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) -> Tensor:
+    x = logits.float() * factor
+    return x if cap is None else torch.tanh(x) * cap
 
 
 @functools.cache

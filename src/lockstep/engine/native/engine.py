@@ -15,6 +15,7 @@ import heapq
 import threading
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -241,10 +242,9 @@ class NativeEngine:
         wanted = self._config.kv_cache_tokens or needed
         if self._pool is None or self._pool.capacity < wanted:
             self._grow_pool(wanted)
-        assert self._pool is not None
         longest = max(samples, key=lambda sample: sample.end)
-        if longest.end - 1 > self._pool.capacity:
-            self._refuse(longest, self._pool.capacity)
+        if self._pool is None or longest.end - 1 > self._pool.capacity:
+            self._refuse(longest, 0 if self._pool is None else self._pool.capacity)
         return self._pool, self._runner
 
     def _grow_pool(self, wanted: int) -> None:
@@ -261,7 +261,7 @@ class NativeEngine:
             self._pool = KVPool(shape, wanted)
             self._peak_bytes = max(self._peak_bytes, self._pool.num_bytes)
 
-    def _refuse(self, sample: Sample, capacity: int) -> None:
+    def _refuse(self, sample: Sample, capacity: int) -> NoReturn:
         request = sample.group.request
         remedy = (
             "raise engine.kv_cache_tokens"

@@ -64,7 +64,7 @@ class Generation:
         while not abort.is_set():
             launched = self._launch(abort)
             if not launched and not self._pending:
-                assert not self._scheduler.waiting, "samples wait, and nothing runs"
+                assert abort.is_set() or not self._scheduler.waiting, "samples wait, and nothing runs"
                 break
             if not launched or len(self._pending) > self._ahead:
                 self._read(on_token)
@@ -73,7 +73,7 @@ class Generation:
         self._counts.preemptions += self._scheduler.preemptions
 
     def _launch(self, abort: threading.Event) -> bool:
-        """The next step; False when there is none now."""
+        """The next step; False when there is none now, or an abort came."""
         scheduler, spans = self._scheduler, self._counts.spans
         with spans("schedule"):
             scheduler.advance()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from lockstep.models.memory import available_bytes, total_bytes
 
 SCRATCH = 0
 """The pool row that rows without a sample write to: they fill a batch up to a static size."""
@@ -79,7 +80,8 @@ def upload(array: npt.NDArray[Any], to: Tensor) -> Tensor:
 
 
 def most_tokens(shape: KVShape, fraction: float | None, *, held: int = 0) -> int:
-    """Tokens that fit into `fraction` of the device's memory, and into nine tenths of what is free there.
+    """Tokens that fit into `fraction` of the device's memory, and into nine tenths of what is free there; on
+    a CPU, of the host's memory within its cgroup.
 
     Args:
         held: bytes of a pool that the new one takes the place of.
@@ -88,7 +90,7 @@ def most_tokens(shape: KVShape, fraction: float | None, *, held: int = 0) -> int
     if shape.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(shape.device)
         cached = torch.cuda.memory_reserved(shape.device) - torch.cuda.memory_allocated(shape.device)
-        limit = min(share * total, 0.9 * (free + cached + held))
+        free += cached
     else:
-        limit = share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(limit) // shape.token_bytes - 1
+        free, total = available_bytes(shape.device)[0], total_bytes()
+    return int(min(share * total, 0.9 * (free + held))) // shape.token_bytes - 1

@@ -12,7 +12,7 @@ this one left them; the host may launch it before it has read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,8 @@ _IN_FLIGHT = 3
 """Pinned buffers in turn: of the step that is read, the one that runs and the one that is made."""
 _PREFILL_DOCUMENTS = 64
 """Documents of one compiled prefill forward."""
+_TEMPERATURES = 4
+"""Temperatures of which graphs are kept: training's, evaluation's and two more."""
 
 Columns = npt.NDArray[np.int64]
 _Key = tuple[str, int] | tuple[str, int, float]
@@ -95,7 +97,9 @@ class Runner:
         self.documents = _PREFILL_DOCUMENTS
         self._pool: KVPool | None = None
         self._captured: dict[_Key, torch.cuda.CUDAGraph] = {}
-        self._heads: dict[float, HeadOptions] = {}
+        self._temperatures: list[float] = []
+        """Those of which there are graphs, the last one used at the end."""
+        self._plain = head_options(layers.module, temperature=1.0, compiled=compiled)
         self._memory: Any = None
         self._turn = 0
         pinned = device.type == "cuda"
@@ -121,6 +125,7 @@ class Runner:
     def forget(self) -> None:
         """Let the pool go, and the graphs that hold its addresses."""
         self._captured.clear()
+        self._temperatures.clear()
         self._memory = None  # it went with the last of its graphs: its handle must not be used again
         self._pool = None
 
@@ -197,6 +202,7 @@ class Runner:
             assert states is not None
             self._draw_one_by_one(size, states)
         else:
+            self._use_temperature(temperature)
             self._replayed(("draw", size, temperature), lambda: self._draw(size, temperature))
         host_tokens[:count].copy_(self._tokens[:count], non_blocking=True)
         host_logprobs[:count].copy_(self._logprobs[:count], non_blocking=True)
@@ -226,7 +232,7 @@ class Runner:
             decode=True,
         )
         hidden = self._layers.norm(self._layers.run(token_ids, columns[POSITION], self.pool, places))
-        head_logits(hidden, self._layers.weight, self._head(1.0), self._logits[:size])
+        head_logits(hidden, self._layers.weight, self._plain, self._logits[:size])
 
     def _draw(self, size: int, temperature: float) -> None:
         """From the static logits to the static tokens and logprobs."""
@@ -236,7 +242,13 @@ class Runner:
         else:
             columns = self._columns(size)
             keys = noise_keys(columns[SEED], columns[POSITION] + 1)
-            tokens = choose(logits, keys, head, compiled=self._compiled and logits.is_cuda)
+            tokens = choose(
+                logits,
+                keys,
+                head,
+                invariant=self._layers.invariant,
+                compiled=self._compiled and logits.is_cuda,
+            )
         self._tokens[:size] = tokens
         self._logprobs[:size] = row_stats(logits, tokens, head)[0]
 
@@ -251,9 +263,10 @@ class Runner:
             drawn[same] = scaled(logits[same], self._head(temperature))
         shaped = [i for i, state in enumerate(states) if state.shaped]
         if shaped:
-            plain = scaled(logits[shaped], self._head(1.0))
+            plain = scaled(logits[shaped], self._plain)
             drawn[shaped] = draw_logits(plain, [states[i] for i in shaped])
-        tokens = choose(drawn, noise_keys(columns[SEED], columns[POSITION] + 1), HeadOptions())
+        keys = noise_keys(columns[SEED], columns[POSITION] + 1)
+        tokens = choose(drawn, keys, HeadOptions(), invariant=self._layers.invariant)
         greedy = torch.tensor([t == 0 for t in temperatures], device=self._device)
         tokens = torch.where(greedy, drawn.argmax(-1), tokens)
         self._tokens[:size] = tokens
@@ -263,13 +276,18 @@ class Runner:
 
     def _head(self, temperature: float) -> HeadOptions:
         """How the trainer makes logprobs at this temperature."""
-        if temperature not in self._heads:
-            self._heads[temperature] = head_options(
-                self._layers.module, temperature=temperature, compiled=self._compiled
-            )
-        return self._heads[temperature]
+        return replace(self._plain, temperature=temperature)
 
     # graphs
+
+    def _use_temperature(self, temperature: float) -> None:
+        """Graphs that hold a temperature stay for the last few of them."""
+        if temperature in self._temperatures:
+            self._temperatures.remove(temperature)
+        self._temperatures.append(temperature)
+        if len(self._temperatures) > _TEMPERATURES:
+            oldest = self._temperatures.pop(0)
+            self._captured = {key: graph for key, graph in self._captured.items() if key[2:] != (oldest,)}
 
     def _replayed(self, key: _Key, work: Callable[[], None]) -> None:
         if not self._graphs:

@@ -1,0 +1,46 @@
+"""Files between a suite of the lab and its workers: a job, and what the worker leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from lockstep.config.base import Config
+from lockstep.errors import ConfigError
+
+_Kind = TypeVar("_Kind", bound=Config)
+
+
+def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
+    """What a worker is told. Raises ConfigError."""
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}: {where or 'the job'}: {first['msg']}") from error
+
+
+def read_if_whole(path: Path, kind: type[_Kind]) -> _Kind | None:
+    """What a worker wrote; None: it has not (yet), or the file is something else."""
+    try:
+        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+
+
+def read_lines(path: Path, kind: type[_Kind]) -> list[_Kind]:
+    """One value per line; a last line that is cut off is left out. No file: nothing."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").split("\n"):  # splitlines() would cut a text at U+2028 too
+        try:
+            found.append(kind.model_validate_json(line))
+        except ValidationError:
+            break
+    return found
