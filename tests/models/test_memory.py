@@ -3,10 +3,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lockstep.config.engine import EngineConfig
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.train import TrainConfig
@@ -208,6 +210,29 @@ def test_the_peak_is_the_largest_phase() -> None:
     # float32 or bfloat16, as the CPU decides; 2 layers, 2 key/value heads of 16, 64 samples of 1152 tokens
     assert by_name["KV cache"] == 2 * 2 * 2 * 16 * plan.shape.dtype_bytes * 64 * 1152
     assert plan.peak_bytes < sum(by_name.values())
+
+
+def test_what_native_keeps_between_rollouts() -> None:
+    def cache(*, device: torch.device, **engine: Any) -> MemoryPart:
+        model = ModelConfig(name="shape:tiny-llama", dtype="bfloat16")
+        run = GRPORun(model=model, engine=EngineConfig(**engine))
+        (found,) = (part for part in plan_memory(run, device=device).parts if part.name == "KV cache")
+        return found
+
+    cuda = torch.device("cuda")
+    assert cache(device=CPU).phase == cache(device=CPU, name="hf").phase == "generate"
+    assert cache(device=CPU, name="native").phase == cache(device=cuda).phase == "always"
+    assert cache(device=cuda, name="native", sleep=True).phase == "generate"
+    # 2 layers, keys and values, 2 heads of 16, 2 bytes
+    assert cache(device=cuda, name="native", kv_cache_tokens=1000).bytes == 2 * 2 * 2 * 16 * 2 * 1000
+
+
+def test_cuda_graphs_have_gradients_of_their_own() -> None:
+    train = TrainConfig(device="cuda", execution="joint", cuda_graph=True)
+    run = GRPORun(model=ModelConfig(name="shape:tiny-llama", dtype="bfloat16"), train=train)
+    plan = plan_memory(run, device=torch.device("cuda"))
+    (found,) = (part for part in plan.parts if part.name.startswith("gradients of CUDA graphs"))
+    assert (found.bytes, found.phase) == (4 * 2 * plan.shape.trained, "always")
 
 
 def part(name: str, size: float, setting: str = "a.b") -> MemoryPart:

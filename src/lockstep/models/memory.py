@@ -36,6 +36,7 @@ from lockstep.models.memory_shape import MemoryPart as MemoryPart
 from lockstep.models.memory_shape import ModelShape as ModelShape
 from lockstep.models.memory_shape import Phase as Phase
 from lockstep.models.memory_shape import either, forward_sizes
+from lockstep.packing.packs import MAX_BUCKETS
 
 GIB = 1024**3
 _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
@@ -94,7 +95,7 @@ def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> Memo
     parts = [
         MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
-        *(generate_parts(shape, run) if isinstance(run, GRPORun) else ()),
+        *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
     ]
     return MemoryPlan(
         shape=shape,
@@ -167,6 +168,12 @@ def train_parts(
             "always" if summed and device == "cpu" else "train",
             either(lora, summed and "train.grad_accum_dtype = 'model'", "model.name"),
         ),
+        (
+            "gradients of CUDA graphs, a set for each capacity",
+            MAX_BUCKETS * trained * b * train.cuda_graph,
+            "always",
+            "train.cuda_graph = false",
+        ),
         *forward_sizes(shape, train, tokens=tokens, device=device),
         ("optimizer step's buffer", 4 * min(trained, BUCKET_ELEMENTS[device]), "update", optimizer),
     ]
@@ -178,12 +185,15 @@ def train_parts(
     ]
 
 
-def generate_parts(shape: ModelShape, run: GRPORun) -> list[MemoryPart]:
+def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
     """What sampling one rollout batch holds beside the weights."""
     train = run.train
     apart = train.backend == "fsdp2" or (train.backend == "deepspeed" and train.zero_stage == 3)
     batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    # What auto means where the run starts. Native keeps its cache, and its CUDA graphs, between rollouts.
+    native = run.engine.name == "native" or (run.engine.name == "auto" and device == "cuda")
+    sizes = "data.max_prompt_tokens or rollout.sampling.max_tokens"
     return [
         MemoryPart(
             name="weights of the engine, whole",
@@ -193,9 +203,9 @@ def generate_parts(shape: ModelShape, run: GRPORun) -> list[MemoryPart]:
         ),
         MemoryPart(
             name="KV cache",
-            bytes=shape.kv_bytes_per_token * batch * length,
-            phase="generate",
-            setting="engine.max_batch, data.max_prompt_tokens or rollout.sampling.max_tokens",
+            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_tokens or batch * length),
+            phase="always" if native and not run.engine.sleep else "generate",
+            setting=either(native and "engine.sleep = true", f"engine.max_batch, {sizes}"),
         ),
         MemoryPart(
             name="logits of one decoding step",

@@ -23,7 +23,7 @@ from lockstep.schema.batch import (
     TrainSample,
 )
 
-_BUCKET_STEPS = 4
+MAX_BUCKETS = 4
 _ALIGNMENT = 64
 
 
@@ -46,8 +46,8 @@ def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tu
     size; `max_seqlen` is the same in all. Capacities below max_seqlen are left out.
     """
     sizes = {
-        min(token_budget, _round_up(-(-token_budget * step // _BUCKET_STEPS), _ALIGNMENT))
-        for step in range(1, _BUCKET_STEPS + 1)
+        min(token_budget, _round_up(-(-token_budget * step // MAX_BUCKETS), _ALIGNMENT))
+        for step in range(1, MAX_BUCKETS + 1)
     }
     return tuple(
         Bucket(tokens=size, documents=max_documents + -(-size // max_seqlen), max_seqlen=max_seqlen)
