@@ -43,6 +43,21 @@ def test_configure_cuda(libraries):
     assert all(left != right for left, right in zip(before[:4], cuda_settings()[:4], strict=True))
 
 
+@pytest.mark.parametrize("state", [(True, True), (False, True)])
+def test_settings_are_taken_back(libraries, state):
+    """Another cell, or a policy that turned out to be outside of the claim, runs under the process's own."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = True
+    matmul.allow_bf16_reduced_precision_reduction = state
+    before = cuda_settings()
+    with pytest.raises(KeyError), invariant.configured(True):
+        assert cuda_settings() != before
+        raise KeyError
+    assert cuda_settings() == before
+    with invariant.configured(False):
+        assert cuda_settings() == before
+
+
 def test_verdicts_are_kept_by_what_cublas_reads_from_the_environment(libraries, monkeypatch):
     before = cuda_settings()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")

@@ -9,12 +9,13 @@ from lockstep.invariant.checks import dependence
 from lockstep.invariant.converter import Report, convert, is_converted, kernels_of
 from lockstep.invariant.head import head_kernels
 from lockstep.invariant.selftest import Verdict, self_test
-from lockstep.invariant.settings import configure_cuda, inductor_options
+from lockstep.invariant.settings import configure_cuda, configured, inductor_options
 
 __all__ = [
     "Report",
     "Verdict",
     "configure_cuda",
+    "configured",
     "convert",
     "dependence",
     "head_kernels",

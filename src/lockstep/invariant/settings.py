@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ def configure_cuda() -> Callable[[], None]:
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.allow_tf32 = False
     return take_back
+
+
+@contextlib.contextmanager
+def configured(on: bool) -> Iterator[None]:
+    """`configure_cuda` inside; False: nothing is changed."""
+    take_back = configure_cuda() if on else None
+    try:
+        yield
+    finally:
+        if take_back is not None:
+            take_back()
 
 
 def _reduced_precision(kind: str) -> tuple[bool, bool]:

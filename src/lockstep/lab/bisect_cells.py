@@ -30,6 +30,8 @@ class OpenCells:
             check_bisectable(name, options)
         self.recording = recording
         self._replayers = tuple(Replayer(recording, options) for options in (options_a, options_b))
+        for replayer in self._replayers:
+            replayer.policy.take_back_settings()  # each side asks for its own when it runs
         self.order = self._replayers[0].order
         self.a, self.b = (_side(name, one) for name, one in zip("ab", self._replayers, strict=True))
         if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
@@ -72,6 +74,7 @@ def _side(name: str, replayer: Replayer) -> Side:
         loss=replayer.loss,
         fit=replayer.capacities.fit,
         backward=replayer.options.backward,
+        settings_apply=replayer.policy.settings_apply,
     )
     if backend.config.execution == "eager":
         return side

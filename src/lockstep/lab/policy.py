@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -167,8 +168,10 @@ class Policy:
         self.recording, self.options = recording, options
         self.config = model_config(recording.header, options)
         self._device = torch.device(options.cell.device)
-        if options.cell.batch_invariant and self._device.type == "cuda":
-            invariant.configure_cuda()
+        self._settings = contextlib.ExitStack()
+        self.settings_apply = options.cell.batch_invariant and self._device.type == "cuda"
+        """Whether the cell needs CUDA's settings of batch-invariance, which are the process's."""
+        self._settings.enter_context(invariant.configured(self.settings_apply))
         self._capacities, self._inputs = capacities, len(order)
         self._found: dict[tuple[str | None, str | None, int], Path | None] = {}
         alone = options.cell.ranks == 1 and not options.simulate and not options.shuffle
@@ -329,9 +332,14 @@ class Policy:
         )
         return backend
 
+    def take_back_settings(self) -> None:
+        """Leave the process as it was before: another cell may run in it."""
+        self._settings.close()
+
     def close(self) -> None:
         """Drop gradients."""
         self.backend.close()
+        self.take_back_settings()
 
 
 def weights_summary(policy: Policy, matches: Mapping[Match, int], statement: str) -> dict[str, Any]:

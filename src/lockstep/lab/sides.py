@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lockstep import invariant
 from lockstep.errors import LockstepError, ParityError, TrainError
 from lockstep.lab.capture import Capture, Key, Seen, reverse_documents, token_rows
 from lockstep.lab.documents import exact, reversed_order
@@ -42,6 +43,8 @@ class Side:
     fit: Callable[[PackedBatch], PackedBatch] = exact
     """Gives an exact pack the tail that the cell runs with."""
     backward: bool = True
+    settings_apply: bool = False
+    """It runs under CUDA's settings of batch-invariance (lockstep.invariant.configured)."""
     eager: Callable[[], Side] | None = None
     """The same cell on the same weights without the compiler; None: it is eager."""
 
@@ -117,6 +120,11 @@ def run(
 
 
 def _step(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    with invariant.configured(side.settings_apply):
+        return _computed(side, batch)
+
+
+def _computed(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
     backend = side.backend
     if not side.backward:
         return backend.logprobs([batch], model="policy")[0], {}
