@@ -156,6 +156,8 @@ def test_resume_takes_the_saved_config_and_only_harmless_changes(tmp_path: Path)
     run = load_run(kind="grpo", overrides={"seed": 5, "run_dir": "somewhere/else", "data.task.a": 1})
     (tmp_path / "config.toml").write_text(dump_toml(run))
     assert load_resumed(tmp_path) == override(run, {"run_dir": str(tmp_path)})
+    smaller = load_resumed(tmp_path, {"engine.max_batch": 8, "engine.memory_fraction": None})
+    assert smaller.engine.max_batch == 8  # what did not fit must be changed
     changed = load_resumed(
         tmp_path, {"steps": 999, "checkpoint.every": 5, "log.tensorboard": False, "eval.every": 2}
     )

@@ -21,6 +21,15 @@ FILE = {"source": "rows.jsonl"}
         ({"eval": {"samples_per_prompt": 4}}, "same completion every time"),
         ({"train": {"betas": (0.9, 1.0)}}, "below 1"),
         ({"train": {"lr": math.inf}}, "finite"),
+        (
+            {"train": {"batch_invariant": True}, "model": {"lora": {"rank": 4}}},
+            "train.batch_invariant = true with model.lora: .*leave model.lora out",
+        ),
+        (
+            # prompts of 1024, and 2 * 128 tokens of the evaluation before training
+            {"engine": {"name": "native", "kv_cache_tokens": 1278}},
+            "engine.kv_cache_tokens = 1278 is below the 1279 tokens",
+        ),
         ({"train": {"cuda_graph": True}}, r"no effect with train.execution = 'eager'.*set .*= 'joint'"),
         (
             {"algorithm": {"rollout_correction": {"kind": "icepop", "low": 3.0}}},
@@ -43,6 +52,10 @@ def test_an_rl_run_refuses(setting, message):
             "eval_data.max_length = 9000",
         ),
         ({"data": FILE, "eval_every": 5}, "eval_every = 5 needs documents"),
+        (
+            {"data": FILE, "train": {"batch_invariant": True, "reuse_rollout_logprobs": True}},
+            "reuse_rollout_logprobs = True has no effect with kind = 'sft'",
+        ),
         (
             {"data": FILE, "checkpoint": {"keep_best": 1, "metric": "eval/loss"}},
             "keep_best = 1 needs documents",

@@ -224,7 +224,7 @@ def test_what_native_keeps_between_rollouts() -> None:
     assert cache(device=CPU, name="native").phase == cache(device=cuda).phase == "always"
     assert cache(device=cuda, name="native", sleep=True).phase == "generate"
     # 2 layers, keys and values, 2 heads of 16, 2 bytes
-    assert cache(device=cuda, name="native", kv_cache_tokens=1000).bytes == 2 * 2 * 2 * 16 * 2 * 1000
+    assert cache(device=cuda, name="native", kv_cache_tokens=4000).bytes == 2 * 2 * 2 * 16 * 2 * 4000
 
 
 def test_cuda_graphs_have_gradients_of_their_own() -> None:

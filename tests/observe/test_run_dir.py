@@ -44,6 +44,16 @@ def test_a_file_and_a_folder_without_a_run_are_refused(tmp_path: Path) -> None:
         RunDir.open(tmp_path)
 
 
+def test_a_folder_that_cannot_be_made_or_written_is_refused(tmp_path: Path) -> None:
+    """By what stops root as well: a file where a folder should be, a folder where the lock should be."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/run' cannot be made \(.*directory\); name another"):
+        create(tmp_path / "file" / "run")
+    (tmp_path / "run" / "lock").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"run' cannot be written \(Is a directory\); name another folder"):
+        RunLock(tmp_path / "run" / "lock")
+
+
 def test_a_start_that_failed_half_way_leaves_no_run_and_no_lock(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="cannot be written as JSON"):
         RunDir.create(tmp_path, config_toml="", manifest={"bad": object()})

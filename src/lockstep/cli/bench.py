@@ -8,20 +8,36 @@ lockstep bench step --model shape:tiny-llama --cells eager+hf,fsdp2+eager+hf --r
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, unknown_name
-from lockstep.lab.bench_cells import AXES, BenchCell, parse_cells, product
+from lockstep.lab.bench_cells import AXES, AXIS_OF, BenchCell, parse_cells, product
 
 if TYPE_CHECKING:
     from lockstep.lab.bench import BenchOptions
     from lockstep.lab.bench_work import BenchWork
 
 COMMANDS = {"step": "forward, backward, optimizer step and generation of one RL step, cell by cell"}
+FLAG_OF: Mapping[str, str] = {
+    "steps": "--repeats and --warmup",
+    "model.name": "--model",
+    "model.dtype": "--dtype",
+    "model.num_layers": "--num-layers",
+    "data.max_prompt_tokens": "--prompt-tokens",
+    "rollout.prompts_per_step": "--prompts",
+    "rollout.group_size": "--group",
+    "rollout.sampling.max_tokens": "--longest",
+    "train.attention": "--attention",
+    "train.device": "--device",
+    "train.token_budget": "--token-budget",
+    **{setting: f"--cells or --{axis}" for setting, axis in AXIS_OF.items()},
+}
+"""Setting of lockstep train grpo that --set leaves alone -> the flags that decide it."""
 MOST_TOKENS = 8192
 """Of a micro-batch, where --token-budget does not say."""
 MOST_SAMPLES = 65_536
@@ -29,10 +45,10 @@ MOST_SAMPLES = 65_536
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: every cell was measured or refused; 1: one failed; 130 after Ctrl-C.
+    """0: every cell was measured or refused, the first one measured; 1: otherwise; 130: Ctrl-C.
 
     Raises:
-        ConfigError: a wrong setting, before anything is measured.
+        ConfigError: a wrong setting, or settings that are refused in every cell; nothing was started.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
@@ -56,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
         description="Measure one RL step of the same work in several ways: each in processes of its own, in "
         "turns, beside\nthe first of them.\n\nA cell is a name such as fsdp2+compile+native+invariant: "
         "words of backend, execution and engine, and\n`invariant`, joined by +.",
-        epilog="Exit status 1: a cell failed, ran out of memory or hung, or the first one was refused.",
+        epilog="Exit status 0: the first cell was measured, and every other one measured or refused. 1: a "
+        "cell failed, ran\nout of memory or hung, or the first one was refused. 2: a wrong setting, or all "
+        "cells were refused before a\nprocess was started; then nothing is written.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -148,18 +166,14 @@ def step(argv: Sequence[str]) -> int:
     """`lockstep bench step`."""
     args = parser().parse_args(list(argv))
     options = make_options(args, command=shlex.join(["lockstep", "bench", "step", *argv]))
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.json is not None:
+        _check_json(args.json)
     from lockstep.cli.parity import console
     from lockstep.lab.bench import run_bench
     from lockstep.lab.bench_report import show, write_reports
     from lockstep.observe.files import write_json
 
-    say = arguments.nothing if args.quiet else _say
-    say(f"bench: {options.out}")
-    for note in options.notes:
-        say(note)
-    result = run_bench(options, progress=say)
+    result = run_bench(options, progress=arguments.nothing if args.quiet else _say)
     write_reports(result, options.out)
     if not args.quiet:
         show(result, console())
@@ -168,6 +182,16 @@ def step(argv: Sequence[str]) -> int:
         write_json(args.json, result.as_dict())
     print(result.verdict)
     return 0 if result.ok else 1 if result.complete else 130
+
+
+def _check_json(path: Path) -> None:
+    """Before the measurement, which can take an hour."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder; name a file in it")
+    if not os.access(path.parent, os.W_OK | os.X_OK):  # the file itself is replaced, not written to
+        raise ConfigError(f"--json {path}: the folder {path.parent} cannot be written to; choose another")
 
 
 def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions:
@@ -180,6 +204,11 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     from lockstep.lab.bench import BenchOptions
 
     cells = _cells(args)
+    if (args.ranks or 1) > 1 and all(cell.backend == "local" for cell in cells):
+        raise ConfigError(
+            f"--ranks {args.ranks} has no effect with {', '.join(cell.name for cell in cells)}: backend local "
+            "is one process; add a cell of fsdp2 or deepspeed, or leave --ranks out"
+        )
     device, gpus = device_of(args.device)
     work = _work(args)
     notes = []
@@ -271,8 +300,21 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set {word!r}: write NAME=VALUE, such as engine.max_batch=64")
+        _check_settable(name)
         found[name] = toml_value(text)
     return found
+
+
+def _check_settable(name: str) -> None:
+    if name in FLAG_OF:
+        what = "an axis of cells" if name in AXIS_OF else "part of what is measured"
+        raise ConfigError(f"--set {name} is {what}; choose it with {FLAG_OF[name]}")
+    inside = next((setting for setting in FLAG_OF if setting.startswith(f"{name}.")), None)
+    if inside is not None:
+        raise ConfigError(
+            f"--set {name} would replace {inside} too, which {FLAG_OF[inside]} decides; set what is in "
+            f"{name} one by one: --set {name}.NAME=VALUE"
+        )
 
 
 def _say(text: str) -> None:

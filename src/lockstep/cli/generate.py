@@ -39,7 +39,7 @@ USAGE = """usage: lockstep generate [FILE.toml] --model MODEL --data DATA --out 
 Samples of many prompts, into a .jsonl or .parquet file. The same command again goes on where it was stopped.
 
   --model MODEL       a folder, a hub name, bundled:NAME, or a run directory (--checkpoint export|last|STEP)
-  --engine NAME       hf, vllm, sglang; --engine.python PATH starts a server there, --engine.url URL uses one
+  --engine NAME       native, hf, vllm, sglang (--engine.python PATH starts a server, --engine.url uses one)
   --data DATA         what data.source takes: a file, a folder, a hub name, reasoning_gym:TASK, ids
   --out FILE          where the rows go
   --n N               samples of each prompt

@@ -31,7 +31,8 @@ HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "eager": (("native", *_MADE_HERE), "there are no CUDA graphs here that could be turned off"),
     "batch_invariant": (
         (*_MADE_HERE, "sglang, at a url"),
-        "it has no such mode, or it cannot be seen from here whether it is on",
+        "an embedded engine runs the trainer's modules, which train.batch_invariant = true makes invariant "
+        "(with engine.name = 'native'), and of a running vLLM it cannot be seen whether the mode is on",
     ),
     "unseeded": (("sglang, started", "sglang, at a url"), "every sample has its seed there"),
     "sleep": (("native", "hf", *_MADE_HERE), "a server that Lockstep did not start keeps its memory"),

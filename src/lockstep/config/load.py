@@ -35,6 +35,10 @@ SPREAD = (
 """Of `train`, where a step is computed: may differ too, and changes results by rounding. Any backend on any
 number of ranks loads any checkpoint."""
 
+ENGINE_SIZES = ("kv_cache_tokens", "memory_fraction", "max_batch", "prefill_chunk")
+"""Of `engine`, how much is decoded together: may differ too, as what does not fit must be changed. It changes
+samples by rounding at most, and nothing under train.batch_invariant."""
+
 
 def recipes() -> dict[str, Path]:
     """The recipes that come with Lockstep: name -> TOML file."""
@@ -88,7 +92,7 @@ def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None
 
     Raises:
         ConfigError: when the folder holds no run, or when an override would change what a step computes
-            (everything outside RESUMABLE), naming each difference.
+            (everything outside RESUMABLE, SPREAD and ENGINE_SIZES), naming each difference.
     """
     folder = Path(run_dir)
     changed = override(_saved_run(folder), overrides or {})
@@ -109,16 +113,17 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
         old.pop("run_dir", None)
         new.pop("run_dir", None)
     differences = list(_differences(old, new))
-    spread = {f"train.{name}" for name in SPREAD}
-    refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE and d[0] not in spread]
+    single = {f"train.{name}" for name in SPREAD} | {f"engine.{name}" for name in ENGINE_SIZES}
+    refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE and d[0] not in single]
     if run.train.schedule != "constant":
         refused += [d for d in differences if d[0] == "steps"]
     if refused:
         lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
         raise ConfigError(
             f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, of "
-            f"train only {', '.join(SPREAD)}, and steps only under train.schedule = 'constant': a decay ends "
-            "at the last step); start a new run:\n" + "\n".join(lines)
+            f"train only {', '.join(SPREAD)}, of engine only {', '.join(ENGINE_SIZES)}, and steps only "
+            "under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
+            + "\n".join(lines)
         )
 
 

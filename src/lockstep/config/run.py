@@ -154,6 +154,16 @@ class GRPORun(RunConfig):
         """Which settings decide that."""
         return "rollout.prompts_per_step * rollout.group_size / train.minibatches"
 
+    @property
+    def longest_sequence(self) -> int:
+        """Prompt and completion of training and evaluations, as far as settings allow them."""
+        tokens, prompts = self.rollout.sampling.max_tokens, self.data.max_prompt_tokens
+        eval_prompts = prompts if self.eval_data is None else self.eval_data.max_prompt_tokens
+        eval_tokens = self.eval.max_tokens or tokens
+        evaluated = [eval_tokens] * (self.eval.after or self.eval.every > 0)
+        evaluated += [eval_tokens * self.eval.before_max_tokens_factor] * self.eval.before
+        return max([prompts + tokens, *(eval_prompts + each for each in evaluated)])
+
     @model_validator(mode="after")
     def _check(self) -> GRPORun:
         if self.rollout.group_size == 1 and self.algorithm.resolved().advantage in (
@@ -184,6 +194,14 @@ class GRPORun(RunConfig):
                 f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one "
                 f"micro-batch of train.token_budget = {self.train.token_budget}; raise train.token_budget or "
                 "lower one of the two"
+            )
+        cache = self.engine.kv_cache_tokens
+        if cache is not None and cache < self.longest_sequence - 1:
+            raise ValueError(
+                f"engine.kv_cache_tokens = {cache} is below the {self.longest_sequence - 1} tokens that one "
+                "sample of training or evaluation can need (data.max_prompt_tokens + "
+                "rollout.sampling.max_tokens - 1; the evaluation before training may use more, see "
+                "eval.before_max_tokens_factor); raise engine.kv_cache_tokens"
             )
         samples = self.rollout.prompts_per_step * self.rollout.group_size
         if samples % self.train.minibatches:
@@ -228,6 +246,11 @@ class OfflineRun(RunConfig):
     @model_validator(mode="after")
     def _check(self) -> OfflineRun:
         _check_best(self.checkpoint, every=self.eval_every, known=OFFLINE_METRICS[self.kind])
+        if self.train.reuse_rollout_logprobs is not None:
+            raise ValueError(
+                f"train.reuse_rollout_logprobs = {self.train.reuse_rollout_logprobs} has no effect with "
+                f"kind = {self.kind!r}, which has no rollouts; leave it out"
+            )
         for setting, value in (
             ("eval_every", self.eval_every),
             ("checkpoint.keep_best", self.checkpoint.keep_best),

@@ -64,7 +64,7 @@ class BenchOptions:
     ranks: int = 2
     """Of the cells whose backend has ranks."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted settings of all cells, above what a cell sets itself."""
+    """Dotted settings of all cells; none of a cell's own, which its name tells."""
     repeats: int = 5
     warmup: int = 2
     one_at_a_time: bool = False
@@ -99,6 +99,11 @@ class _Running:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def cut_short(self) -> bool:
+        """It has not come to an end of its own: still at work, or stopped."""
+        return self.alive or (self.ending is not None and self.ending.returncode is None)
+
     def wait(self, arrived: Callable[[], bool], seconds: float, what: str) -> bool:
         """Until something has arrived; False: the process ended, or was ended because it did not."""
         until = time.monotonic() + seconds
@@ -132,6 +137,8 @@ class _Suite:
 
     options: BenchOptions
     progress: Callable[[str], None]
+    jobs: Mapping[str, BenchJob | str]
+    """Cell -> what it is told, or why its settings are refused."""
     results: list[CellResult] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
     interrupted: bool = False
@@ -153,7 +160,6 @@ class _Suite:
             self.interrupted = True
             for running in self.running.values():
                 running.stop()
-            self.results += [self._row(cell) for cell in options.cells if cell.name in self.running]
         finally:
             for running in self.running.values():
                 running.stop()
@@ -162,13 +168,13 @@ class _Suite:
     # --- one cell -------------------------------------------------------------------------------------------
 
     def _start(self, cell: BenchCell) -> None:
-        try:
-            job = self._job(cell)
-        except LockstepError as error:
-            reason = " ".join(str(error).split()).removeprefix(f"{cell.name}: 1 problem ")
-            self.results.append(CellResult(name=cell.name, status="refused", reason=reason))
-            self.progress(f"{cell.name}: refused: {reason}")
+        job = self.jobs[cell.name]
+        if isinstance(job, str):
+            self.results.append(CellResult(name=cell.name, status="refused", reason=job))
+            self.progress(f"{cell.name}: refused: {job}")
             return
+        job.out.mkdir()
+        job.write()
         log = self.options.out.resolve() / f"{cell.slug}.log"
         log.unlink(missing_ok=True)
         running = self.running[cell.name] = _Running(job, log=log, environment=self._environment(job.out))
@@ -188,28 +194,6 @@ class _Suite:
             return {}
         caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
         return {variable: str(folder / "cache" / name) for variable, name in caches.items()}
-
-    def _job(self, cell: BenchCell) -> BenchJob:
-        options = self.options
-        run = override(options.run, {**cell.settings(), **options.overrides}, origin=cell.name)
-        assert isinstance(run, GRPORun)
-        ranks = 1 if cell.backend == "local" else options.ranks
-        check_ranks(run, ranks)
-        folder = options.out.resolve() / cell.slug
-        job = BenchJob(
-            cell=cell.name,
-            ranks=ranks,
-            device=options.device,
-            run=run,
-            work=options.work,
-            warmup=options.warmup,
-            out=folder,
-            timeout=options.timeout,
-            patience=options.timeout * (len(options.cells) + 1),
-        )
-        folder.mkdir()
-        job.write()
-        return job
 
     def _turn(self, cell: BenchCell, repeat: int) -> None:
         running = self.running.get(cell.name)
@@ -235,9 +219,11 @@ class _Suite:
         write_json(self.options.out / "bench.json", self.result().as_dict())
 
     def _row(self, cell: BenchCell) -> CellResult:
-        """What is known of a cell whose processes have ended."""
-        running = self.running[cell.name]
-        folder = running.job.out
+        """What is known of a cell that was not refused."""
+        running = self.running.get(cell.name)
+        if running is None:
+            return CellResult(name=cell.name, status="interrupted", reason="it was not started")
+        folder, work = running.job.out, running.job.work
         outcome, times = read_outcome(folder), read_times(folder)
         status, reason = self._status(running, outcome, times)
         return CellResult(
@@ -248,6 +234,8 @@ class _Suite:
             times=tuple(times),
             ready=read_ready(folder),
             outcome=outcome,
+            tokens=(outcome.tokens if outcome else 0) or sum(work.lengths()),
+            sampled_tokens=(outcome.sampled_tokens if outcome else 0) or work.completion_tokens,
             log=str(running.log),
         )
 
@@ -260,8 +248,10 @@ class _Suite:
             return outcome.status, outcome.reason + _advice(outcome.status, self.options)
         if outcome is not None and len(times) == self.options.repeats:
             return "ok", ""
-        if self.interrupted:
-            return "failed", "interrupted"
+        if running.cut_short:
+            warm = read_ready(running.job.out) is not None
+            seen = f"after {len(times)} of {self.options.repeats} steps" if warm else "before it was warm"
+            return "interrupted", seen
         tail, ending = read_tail(running.log), running.ending
         status = "oom" if looks_out_of_memory(tail) else "failed"
         how = "it was killed" if ending is None or ending.returncode is None else _how(ending.returncode)
@@ -270,15 +260,15 @@ class _Suite:
     # --- the result -----------------------------------------------------------------------------------------
 
     def result(self) -> BenchResult:
-        """What there is so far, in the order in which cells were named."""
+        """What there is so far, in the order in which cells were named; what has not ended is interrupted."""
         options = self.options
-        order = {cell.name: index for index, cell in enumerate(options.cells)}
+        ended = {row.name: row for row in self.results}
         return BenchResult(
-            cells=tuple(sorted(self.results, key=lambda row: order[row.name])),
+            cells=tuple(ended.get(cell.name) or self._row(cell) for cell in options.cells),
             settings=self._settings(),
             notes=tuple(options.notes),
             command=options.command,
-            complete=not self.interrupted and len(self.results) == len(options.cells),
+            complete=not self.interrupted and len(ended) == len(options.cells),
             machine=self.machine,
         )
 
@@ -314,7 +304,7 @@ def run_bench(options: BenchOptions, *, progress: Callable[[str], None] = lambda
 
     Raises:
         ConfigError: OUT holds something, this process is a rank itself, or every cell is refused by its
-            settings.
+            settings; nothing was made or started then.
     """
     if in_launcher():
         raise ConfigError(
@@ -323,14 +313,48 @@ def run_bench(options: BenchOptions, *, progress: Callable[[str], None] = lambda
         )
     if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise ConfigError(f"--out {options.out} is there already and not an empty folder; name a new one")
+    jobs = {cell.name: _job(cell, options) for cell in options.cells}
+    refused = {cell: reason for cell, reason in jobs.items() if isinstance(reason, str)}
+    if len(refused) == len(jobs):
+        raise ConfigError(_all_refused(refused))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {options.out}: cannot be made ({error.strerror}); name another") from error
-    result = _Suite(options, progress).run_all()
-    if result.complete and all(row.status == "refused" and not row.log for row in result.cells):
-        raise ConfigError(result.cells[0].reason)
-    return result
+    progress(f"bench: {options.out}")
+    for note in options.notes:
+        progress(note)
+    return _Suite(options, progress, jobs).run_all()
+
+
+def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
+    """What the cell is told, or why its settings are refused."""
+    ranks = 1 if cell.backend == "local" else options.ranks
+    try:
+        run = override(options.run, {**cell.settings(), **options.overrides}, origin=cell.name)
+        assert isinstance(run, GRPORun)
+        check_ranks(run, ranks)
+    except LockstepError as error:
+        return " ".join(str(error).split()).removeprefix(f"{cell.name}: 1 problem ")
+    return BenchJob(
+        cell=cell.name,
+        ranks=ranks,
+        device=options.device,
+        run=run,
+        work=options.work,
+        warmup=options.warmup,
+        out=options.out.resolve() / cell.slug,
+        timeout=options.timeout,
+        patience=options.timeout * (len(options.cells) + 1),
+    )
+
+
+def _all_refused(reasons: Mapping[str, str]) -> str:
+    """Once where it is the same reason."""
+    if len(set(reasons.values())) == 1:
+        return next(iter(reasons.values()))
+    lines = "\n".join(f"  {cell}: {reason}" for cell, reason in reasons.items())
+    return f"every cell is refused:\n{lines}"
 
 
 def _advice(status: str, options: BenchOptions) -> str:

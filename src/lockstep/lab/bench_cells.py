@@ -22,6 +22,13 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "invariant": ("off", "on"),
 }
 """Axis -> values; the first is what a cell has that does not say."""
+AXIS_OF: Mapping[str, str] = {
+    "train.backend": "backend",
+    "train.execution": "execution",
+    "train.batch_invariant": "invariant",
+    "engine.name": "engine",
+}
+"""Dotted setting of a GRPO run -> the axis that decides it."""
 INVARIANT = "invariant"
 """The word of a cell's name for invariant = on."""
 MAX_CELLS = 32
@@ -50,12 +57,7 @@ class BenchCell:
 
     def settings(self) -> dict[str, Any]:
         """Dotted setting of a GRPO run -> value."""
-        return {
-            "train.backend": self.backend,
-            "train.execution": self.execution,
-            "train.batch_invariant": self.invariant,
-            "engine.name": self.engine,
-        }
+        return {setting: getattr(self, axis) for setting, axis in AXIS_OF.items()}
 
 
 def parse_cell(text: str) -> BenchCell:

@@ -119,7 +119,7 @@ def show(result: BenchResult, console: Console) -> None:
             table.add_column(head, justify="right" if head else "left", no_wrap=True)
         for cell in result.cells:
             texts = [Text(text(cell, result.reference)) for _, text in columns]
-            style = "red" if cell.status not in ("ok", "refused") else None
+            style = "red" if cell.status in ("failed", "oom", "hung") else None
             table.add_row(Text(cell.name), *texts, style=style)
         console.print(table)
         console.print()

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lockstep.lab.bench_job import BenchOutcome, Ready, StepTimes
 
-Status = Literal["ok", "refused", "failed", "oom", "hung"]
+Status = Literal["ok", "refused", "failed", "oom", "hung", "interrupted"]
 TIMED = ("step", "generate", "train", "forward", "backward", "optimizer", "weights")
 """Fields of StepTimes."""
 
@@ -35,12 +35,17 @@ class CellResult:
 
     name: str
     status: Status
-    """refused: its settings cannot work. hung: it did not come to an end in time."""
+    """refused: its settings cannot work. hung: it did not come to an end in time. interrupted: Ctrl-C came
+    before its last turn, or before it was started."""
     reason: str = ""
     ranks: int = 0
     times: tuple[StepTimes, ...] = ()
     ready: Ready | None = None
     outcome: BenchOutcome | None = None
+    tokens: int = 0
+    """Prompts and completions of one step; 0: not known."""
+    sampled_tokens: int = 0
+    """Completions of one step; 0: not known."""
     log: str = ""
     """Empty: no process was started."""
 
@@ -59,12 +64,12 @@ class CellResult:
     @property
     def generated_per_second(self) -> float | None:
         """Sampled tokens per second of generation, all ranks together."""
-        return self._per_second("generate", 0 if self.outcome is None else self.outcome.sampled_tokens)
+        return self._per_second("generate", self.sampled_tokens)
 
     @property
     def trained_per_second(self) -> float | None:
         """Tokens of prompts and completions per second of forward and backward."""
-        return self._per_second("train", 0 if self.outcome is None else self.outcome.tokens)
+        return self._per_second("train", self.tokens)
 
     def _per_second(self, phase: str, tokens: int) -> float | None:
         seconds = self.median(phase)
@@ -92,6 +97,7 @@ class BenchResult:
     """The whole measurement; the first cell is what the others are compared with."""
 
     cells: tuple[CellResult, ...]
+    """All that were asked for, in that order."""
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     command: str = ""
@@ -123,7 +129,7 @@ class BenchResult:
             ratio = fastest.ratio(self.reference, "step")
             if ratio is not None and fastest is not self.reference:
                 head += f", {ratio:.2f} of {self.reference.name}"
-        wrong = [cell for cell in self.cells if cell.status != "ok"]
+        wrong = [cell for cell in self.cells if cell.status not in ("ok", "interrupted")]
         tail = "".join(f"; {cell.name} {cell.status}" for cell in wrong)
         return head + tail + ("" if self.complete else "; interrupted")
 

@@ -53,20 +53,14 @@ def max_model_len(run: GRPORun, *, max_positions: int) -> int:
     Raises:
         ConfigError: engine.max_model_len is below what training needs.
     """
-    tokens = run.rollout.sampling.max_tokens
-    prompts = run.data.max_prompt_tokens
-    eval_prompts = prompts if run.eval_data is None else run.eval_data.max_prompt_tokens
-    eval_tokens = run.eval.max_tokens or tokens
-    evaluated = [eval_tokens] * (run.eval.after or run.eval.every > 0)
-    evaluated += [eval_tokens * run.eval.before_max_tokens_factor] * run.eval.before
-    longest = max([prompts + tokens, *(eval_prompts + each for each in evaluated)])
+    trained = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     own = run.engine.max_model_len
-    if own is not None and own < prompts + tokens:
+    if own is not None and own < trained:
         raise ConfigError(
             f"engine.max_model_len = {own} is below data.max_prompt_tokens + rollout.sampling.max_tokens = "
-            f"{prompts + tokens}; raise it, or leave it out"
+            f"{trained}; raise it, or leave it out"
         )
-    return min(own or longest, max_positions)
+    return min(own or run.longest_sequence, max_positions)
 
 
 def write_model_folder(model: LoadedModel, folder: Path) -> Path:

@@ -18,7 +18,7 @@ class RunLock:
     process) is taken over; a lock from another host cannot be checked and is respected.
 
     Raises:
-        ConfigError: another live process holds it.
+        ConfigError: another live process holds it, or the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,14 @@ class RunLock:
         }
         # flock makes read-then-write one step. The content is the lock: a flock would live on in a child that
         # a killed run has forked.
-        with path.open("a+", encoding="utf-8") as file:
+        try:
+            opened = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{str(path.parent)!r} cannot be written ({error.strerror}); name another folder, or make it "
+                "writable"
+            ) from error
+        with opened as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             owner = _parse(file.read())

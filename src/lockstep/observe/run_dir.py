@@ -58,10 +58,17 @@ class RunDir:
         """A new run in `path`, which must not hold one that got anywhere (see `check_free`).
 
         Raises:
-            ConfigError: `path` holds a run, or is a file, or another process is writing it.
+            ConfigError: `path` holds a run, or is a file, or cannot be written, or another process is
+                writing it.
         """
         check_free(path)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the run directory {str(path)!r} cannot be made ({error.strerror}); name another with "
+                "--run-dir"
+            ) from error
         run_dir = cls(path, RunLock(path / "lock"))
         try:
             check_free(path)  # another process may have been first, and be done already
