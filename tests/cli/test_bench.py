@@ -5,9 +5,11 @@ import pytest
 
 from lockstep.cli import bench as command
 from lockstep.cli.main import main
+from lockstep.config.load import to_values
 from lockstep.errors import ConfigError
 from lockstep.lab import bench as lab
 from lockstep.lab.bench import BenchOptions
+from lockstep.lab.bench_cells import AXIS_OF, BenchCell
 
 FAKE = Path(__file__).parents[1] / "lab" / "fake_bench_worker.py"
 
@@ -53,11 +55,91 @@ def test_lists_cells_and_settings() -> None:
         (["--longest", "512", "--token-budget", "256"], "--token-budget 256 is below --longest 512"),
         (["--prompts", "100000"], "more than 65536 samples"),
         (["--set", "train.lr"], "write NAME=VALUE"),
+        (
+            ["--set", "engine.name=hf"],
+            "--set engine.name is an axis of cells; choose it with --cells or --engine",
+        ),
+        (["--set", "train.backend=fsdp2"], "choose it with --cells or --backend"),
+        (["--set", "train.execution=compile"], "choose it with --cells or --execution"),
+        (["--set", "train.batch_invariant=true"], "choose it with --cells or --invariant"),
+        (["--set", "train.token_budget=64"], "is part of what is measured; choose it with --token-budget"),
+        (["--set", "rollout.group_size=2"], "choose it with --group"),
+        (["--set", "data.max_prompt_tokens=2"], "choose it with --prompt-tokens"),
+        (["--set", "steps=2"], "choose it with --repeats and --warmup"),
+        (["--set", "engine={name = 'native'}"], "would replace engine.name too, which --cells or --engine"),
+        (["--set", "rollout.sampling={top_p = 0.5}"], "set what is in rollout.sampling one by one"),
+        (["--ranks", "2"], "--ranks 2 has no effect with eager\\+hf: backend local is one process"),
+        (["--cells", "eager,compile", "--ranks", "3"], "no effect with eager\\+hf, compile\\+hf"),
     ],
 )
 def test_flags_that_cannot_be_right(argv: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         options(*argv)
+
+
+def test_every_setting_with_a_flag_is_refused_and_the_others_are_not() -> None:
+    assert set(AXIS_OF) == set(BenchCell().settings()) <= set(command.FLAG_OF)
+    values = to_values(options("--num-layers", "1").run)
+    for setting in set(command.FLAG_OF) - set(AXIS_OF):
+        table = values
+        for section in setting.split("."):
+            table = table[section]  # KeyError: no such setting
+        with pytest.raises(ConfigError, match=f"--set {setting} is"):
+            options("--set", f"{setting}=1")
+    given = options("--set", "rollout.sampling.top_p=0.5", "--set", "engine.max_batch=2")
+    assert given.overrides == {"rollout.sampling.top_p": 0.5, "engine.max_batch": 2}
+
+
+def test_ranks_that_are_used() -> None:
+    assert options("--ranks", "3", "--cells", "eager+hf,fsdp2+eager+hf").ranks == 3
+    assert options("--ranks", "1").ranks == 1, "which is what it does"
+
+
+def test_where_json_cannot_go_is_known_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_bench(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(lab, "run_bench", run_bench)
+    words = ["bench", "step", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
+    assert main([*words, str(tmp_path)]) == 2
+    assert "is a folder; name a file in it" in capsys.readouterr().err
+    monkeypatch.setattr(command.os, "access", lambda path, mode: False)  # root may write everywhere
+    assert main([*words, str(tmp_path / "bench.json")]) == 2
+    assert f"the folder {tmp_path} cannot be written to" in capsys.readouterr().err
+
+
+def test_all_cells_refused_is_said_once_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["bench", "step", "--device", "cpu", "--out", str(tmp_path / "new" / "out")]
+    assert main([*words, "--cells", "eager+hf,eager+native", "--set", "train.lrr=1"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("lrr") == 1
+    assert main([*words, "--cells", "deepspeed+joint+hf", "--ranks", "2"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("train.execution = 'joint'") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "WORKER", (str(FAKE),))
+    refuse = {"eager+hf": {"how": "refuse"}}
+    none_left = refuse | {"compile+hf": {"how": "refuse"}}
+    for index, (cells, behaviour, status) in enumerate(
+        [
+            ("compile+hf,eager+hf", refuse, 0),
+            ("compile+hf,deepspeed+joint+hf", {}, 0),
+            ("eager+hf,compile+hf", refuse, 1),
+            ("deepspeed+joint+hf,eager+hf", {}, 1),
+            ("eager+hf,compile+hf", none_left, 1),
+            ("deepspeed+joint+hf", {}, 2),
+        ]
+    ):
+        (tmp_path / "behaviour.json").write_text(json.dumps(behaviour))
+        words = ["bench", "step", "--cells", cells, "--repeats", "1", "--device", "cpu", "--quiet"]
+        assert main([*words, "--out", str(tmp_path / str(index))]) == status, (cells, behaviour)
 
 
 def test_wrong_settings_end_with_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

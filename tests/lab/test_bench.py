@@ -1,8 +1,10 @@
 """The suite around its workers: turns, medians, and what becomes of cells that crash, hang or are refused.
 What a real worker measures is at the end."""
 
+import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,21 +133,88 @@ def test_what_the_support_table_refuses_starts_no_process(faked: Path) -> None:
     assert statuses(result) == {"eager+hf": "ok", "deepspeed+joint+hf": "refused"}
     assert result.cells[1].log == "" and "train.execution" in result.cells[1].reason
     assert result.ok, "what is refused was not asked to be fast"
+    other, said = faked.parent / "other", []
     with pytest.raises(ConfigError, match=r"train\.execution"):
-        run_bench(options(faked.parent / "other", "deepspeed+joint+hf"))
+        run_bench(options(other, "deepspeed+joint+hf"), progress=said.append)
+    assert not other.exists() and not said, "the error says it"
+    cells = "deepspeed+joint+hf,deepspeed+eager+native+invariant"
+    with pytest.raises(ConfigError, match="every cell is refused") as refused:
+        run_bench(options(other, cells, "--set", "train.lrr=1", "--set", "train.attention_x=1"))
+    assert all(name in str(refused.value) for name in cells.split(","))
 
 
-def test_ctrl_c_keeps_what_there_is(faked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(self: Any, cell: Any, repeat: int) -> None:
-        if repeat == 2:
+def test_what_a_cell_is_named_by_is_above_the_settings_of_all(faked: Path) -> None:
+    given = dataclasses.replace(options(faked, "eager+native"), overrides={"engine.name": "hf"})
+    assert run_bench(given).ok
+    assert json.loads((faked / "eager-native" / "job.json").read_text())["run"]["engine"]["name"] == "native"
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ctrl-C before the second turn of compile+hf."""
+
+    def turn(self: Any, cell: Any, repeat: int) -> None:
+        if (cell.name, repeat) == ("compile+hf", 2):
             raise KeyboardInterrupt
-        turn(self, cell, repeat)
+        original(self, cell, repeat)
 
-    turn = lab._Suite._turn
-    monkeypatch.setattr(lab._Suite, "_turn", interrupted)
-    result = run_bench(options(faked, "eager+hf,compile+hf"))
-    assert [len(cell.times) for cell in result.cells] == [1, 1]
-    assert not result.complete and result.verdict.endswith("; interrupted")
+    original = lab._Suite._turn
+    monkeypatch.setattr(lab._Suite, "_turn", turn)
+    yield
+
+
+def test_ctrl_c_keeps_what_there_is(faked: Path, interrupted: None) -> None:
+    behave(faked, {"eager+native": {"how": "refuse"}})
+    given = options(faked, "eager+hf,compile+hf,eager+native,deepspeed+joint+hf")
+    result = run_bench(given)
+    assert statuses(result) == {
+        "eager+hf": "interrupted",
+        "compile+hf": "interrupted",
+        "eager+native": "refused",
+        "deepspeed+joint+hf": "refused",
+    }
+    first, second, *_ = result.cells
+    assert [len(cell.times) for cell in (first, second)] == [2, 1]
+    assert (first.reason, second.reason) == ("after 2 of 3 steps", "after 1 of 3 steps")
+    # what a step samples and trains on is known beforehand; its FLOPs are not
+    assert first.generated_per_second == given.work.completion_tokens / 9
+    assert second.trained_per_second == sum(given.work.lengths()) / 3
+    assert first.mfu is None and second.ratio(first, "step") == 1.0
+    assert not result.complete and result.verdict == (
+        "bench: 0 of 4 cells measured; eager+native refused; deepspeed+joint+hf refused; interrupted"
+    )
+    assert "| compile+hf | interrupted | 1 |" in markdown(result)
+
+
+def test_ctrl_c_counts_cells_that_were_not_started(faked: Path, interrupted: None) -> None:
+    result = run_bench(options(faked, "eager+hf,compile+hf,eager+native", "--one-at-a-time"))
+    assert statuses(result) == {"eager+hf": "ok", "compile+hf": "interrupted", "eager+native": "interrupted"}
+    last = result.cells[-1]
+    assert (last.reason, last.log, last.generated_per_second) == ("it was not started", "", None)
+    assert result.verdict == "bench: 1 of 3 cells measured; fastest step eager+hf, 19 s; interrupted"
+    found = json.loads((faked / "bench.json").read_text())
+    assert len(found["cells"]) == 3 and not found["complete"], "also while it was under way"
+
+
+def test_ctrl_c_while_a_cell_warms_up_or_ends(faked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(self: Any, arrived: Any, seconds: float, what: str) -> bool:
+        if self.job.cell == "compile+hf":
+            raise KeyboardInterrupt
+        return waited(self, arrived, seconds, what)
+
+    waited = lab._Running.wait
+    behave(faked, {"compile+hf": {"how": "slow start"}})
+    with monkeypatch.context() as patched:
+        patched.setattr(lab._Running, "wait", wait)
+        result = run_bench(options(faked, "eager+hf,compile+hf"))
+    assert [cell.reason for cell in result.cells] == ["after 0 of 3 steps", "before it was warm"]
+
+    def write_json(path: Path, value: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab, "write_json", write_json)  # the row is there already
+    result = run_bench(options(faked.parent / "other", "eager+hf", "--repeats", "1"))
+    assert statuses(result) == {"eager+hf": "ok"} and len(result.cells) == 1
 
 
 def test_a_folder_with_something_in_it(faked: Path) -> None:

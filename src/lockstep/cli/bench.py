@@ -205,8 +205,9 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
 
     cells = _cells(args)
     if (args.ranks or 1) > 1 and all(cell.backend == "local" for cell in cells):
+        names = ", ".join(cell.name for cell in cells)
         raise ConfigError(
-            f"--ranks {args.ranks} has no effect with {', '.join(cell.name for cell in cells)}: backend local "
+            f"--ranks {args.ranks} has no effect with {names}: backend local "
             "is one process; add a cell of fsdp2 or deepspeed, or leave --ranks out"
         )
     device, gpus = device_of(args.device)

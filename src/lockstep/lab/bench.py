@@ -64,7 +64,7 @@ class BenchOptions:
     ranks: int = 2
     """Of the cells whose backend has ranks."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted settings of all cells; none of a cell's own, which its name tells."""
+    """Dotted settings of all cells, beneath what a cell's name says."""
     repeats: int = 5
     warmup: int = 2
     one_at_a_time: bool = False
@@ -170,7 +170,7 @@ class _Suite:
     def _start(self, cell: BenchCell) -> None:
         job = self.jobs[cell.name]
         if isinstance(job, str):
-            self.results.append(CellResult(name=cell.name, status="refused", reason=job))
+            self.results.append(self._row(cell))
             self.progress(f"{cell.name}: refused: {job}")
             return
         job.out.mkdir()
@@ -219,8 +219,10 @@ class _Suite:
         write_json(self.options.out / "bench.json", self.result().as_dict())
 
     def _row(self, cell: BenchCell) -> CellResult:
-        """What is known of a cell that was not refused."""
-        running = self.running.get(cell.name)
+        """What is known of a cell, whatever has become of it by now."""
+        refused, running = self.jobs[cell.name], self.running.get(cell.name)
+        if isinstance(refused, str):
+            return CellResult(name=cell.name, status="refused", reason=refused)
         if running is None:
             return CellResult(name=cell.name, status="interrupted", reason="it was not started")
         folder, work = running.job.out, running.job.work
@@ -331,7 +333,7 @@ def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
     """What the cell is told, or why its settings are refused."""
     ranks = 1 if cell.backend == "local" else options.ranks
     try:
-        run = override(options.run, {**cell.settings(), **options.overrides}, origin=cell.name)
+        run = override(options.run, {**options.overrides, **cell.settings()}, origin=cell.name)
         assert isinstance(run, GRPORun)
         check_ranks(run, ranks)
     except LockstepError as error:
