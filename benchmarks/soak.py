@@ -136,6 +136,7 @@ def ragged_class(engine: str, *, server: bool) -> type:
     """The class of engine `engine` with Ragged in front of it."""
     where = {
         "hf": "lockstep.engine.hf:HFEngine",
+        "native": "lockstep.engine.native:NativeEngine",
         "vllm": "lockstep.engine.vllm_server:VLLMServer" if server else "lockstep.engine.vllm:VLLMEngine",
         "sglang": "lockstep.engine.sglang:SGLangServer",
     }[engine]
@@ -237,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine", choices=["hf", "vllm", "sglang"], default="hf")
+    parser.add_argument("--engine", choices=["hf", "native", "vllm", "sglang"], default="hf")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--model", default="shape:tiny-llama", help="(%(default)s)")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON of EngineConfig fields")
