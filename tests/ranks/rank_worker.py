@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.ranks.context import RankContext, RankError, init_ranks
+from lockstep.ranks.context import RankContext, RankError, init_ranks, leave
 from lockstep.ranks.guard import Desync, Guard
 
 
@@ -80,6 +81,18 @@ def in_vain(ranks: RankContext, guard: Guard) -> None:
     if ranks.rank == 1:
         time.sleep(300)
     raise RankError("rank 0 of 2, at gradients: a rank did not come within 2 s")
+
+
+def fails_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:
+    """Of Python, which a thread of gloo can abort; here it always ends with 77."""
+    atexit.register(os._exit, 77)
+    raise RankError("no luck")
+
+
+def told_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:
+    """The same, of a command that says what went wrong and has a status of its own."""
+    atexit.register(os._exit, 77)
+    leave(5)
 
 
 def waits(ranks: RankContext, guard: Guard) -> None:

@@ -99,6 +99,17 @@ def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.Cap
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "status"), [("fails_with_a_bad_shutdown", 1), ("told_with_a_bad_shutdown", 5)]
+)
+def test_the_status_is_that_of_the_failure_however_python_shuts_down(
+    mode: str, status: int, out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(mode, out) == status
+    assert ("RankError: no luck" in capfd.readouterr().err) == (status == 1)
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(
     out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

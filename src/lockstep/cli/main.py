@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep import __version__
 from lockstep.errors import ConfigError, LockstepError, unknown_name
@@ -46,12 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"lockstep {__version__}")
         return 0
-    command, *rest = arguments
+    status = _run(*arguments)
+    if (context := _context()) is not None:
+        context.leave(status)
+    return status
+
+
+def _run(command: str, *rest: str) -> int:
+    """The exit status of one command, whose errors are shown."""
     try:
         if command not in COMMANDS:
             raise ConfigError(unknown_name("command", command, COMMANDS))
         module = importlib.import_module(f"lockstep.cli.{command}")
-        return int(module.main(rest))
+        return int(module.main(list(rest)))
     except LockstepError as error:
         sys.stdout.flush()
         if not _left_to_launcher(error):
@@ -68,9 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _left_to_launcher(error: LockstepError) -> bool:
-    """See lockstep.ranks.context, which loads torch: whoever did not import it is no rank."""
-    context = sys.modules.get("lockstep.ranks.context")
+    context = _context()
     return context is not None and bool(context.left_to_launcher(error))
+
+
+def _context() -> Any:
+    """The module lockstep.ranks.context, which loads torch; None: whoever did not import it is no rank."""
+    return sys.modules.get("lockstep.ranks.context")
 
 
 def usage() -> str:

@@ -16,7 +16,6 @@ import datetime
 import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -117,10 +116,9 @@ def main(argv: Sequence[str]) -> int:
         print(verdict(summary))
     status = TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
     if in_launcher() and summary["outcome"] == "interrupted":
-        # A thread may still be in gloo, waiting for a rank that has gone; it would abort an orderly exit.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        from lockstep.ranks.context import end_process
+
+        end_process(status)  # a thread may still be in gloo, waiting for a rank that has gone
     return status
 
 
