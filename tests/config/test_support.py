@@ -53,7 +53,10 @@ def test_a_gpu_result_holds_a_passed_row_for_every_cell_that_refers_to_it():
             "the engine's attention is varlen, and CUDA flash kernels have no float32; set model.dtype",
         ),
         ({"engine": {"name": "vlm"}}, "did you mean 'vllm'"),
-        ({"train": {"backend": "fsdp2", "execution": "joint"}}, "set train.execution = 'compile'"),
+        (
+            {"train": {"backend": "deepspeed", "zero_stage": 3, "execution": "joint"}},
+            "set one of them, or train.execution = 'compile'",
+        ),
         ({"train": {"attention": "varlne"}}, "unknown attention kernel 'varlne'; did you mean 'varlen'"),
         ({"train": {"attention": "flex", "device": "cpu"}}, "no backward on a CPU"),
         (

@@ -159,9 +159,11 @@ def test_a_recording_inside_of_the_claim_leaves_it_where_the_cell_has_to_and_say
         resolve_cell(recorded, device="cpu", given={"execution": "deepcompile", "batch_invariant": True})
 
 
-def test_the_joint_graph_is_not_deepspeeds() -> None:
-    with pytest.raises(ConfigError, match="--joint with --zero-stage"):
-        resolve_cell(header(**CPU), device="cpu", given={"execution": "joint", "zero_stage": 2})
+def test_a_joint_graph_needs_whole_weights() -> None:
+    cell = resolve_cell(header(**CPU), device="cpu", given={"execution": "joint", "zero_stage": 2})[0]
+    assert (cell.execution, cell.zero_stage) == ("joint", 2)
+    with pytest.raises(ConfigError, match="--joint with --zero-stage 3"):
+        resolve_cell(header(**CPU), device="cpu", given={"execution": "joint", "zero_stage": 3})
 
 
 def test_deepcompile_has_a_flag() -> None:

@@ -40,6 +40,12 @@ from lockstep.lab.parity_stacks import (
             {"backend": "fsdp2", "tp": 1, "ring": 1, "execution": "compile"},
         ),
         (
+            "fsdp2:joint",
+            "fsdp2:joint",
+            "fsdp2_joint",
+            {"backend": "fsdp2", "tp": 1, "ring": 1, "execution": "joint"},
+        ),
+        (
             "deepspeed:deepcompile",
             "deepspeed:deepcompile",
             "deepspeed_deepcompile",
@@ -63,7 +69,7 @@ def test_a_stack_by_name(text: str, name: str, stem: str, settings: dict[str, ob
         ("fsdp2:tp", "unknown option 'tp'"),
         ("fsdp2:zero4", "zeroN is of deepspeed"),
         ("deepspeed:zero4", "there is no ZeRO stage 4"),
-        ("fsdp2:offlaod", "did you mean 'offload'? Known: compile, deepcompile, offload"),
+        ("fsdp2:offlaod", "did you mean 'offload'? Known: compile, deepcompile, joint, offload"),
         ("fsdp2:tp2+tp4", "tp is given twice"),
         ("fsdp2:tp0", "tp0 must be from 1 to 4096"),
         ("fsdp2:ring99999999999", "must be from 1 to 4096"),
@@ -71,6 +77,8 @@ def test_a_stack_by_name(text: str, name: str, stem: str, settings: dict[str, ob
         ("deepspeed:ring2", "ring attention is of fsdp2"),
         ("fsdp2:deepcompile", "deepcompile is of deepspeed"),
         ("deepspeed:compile+deepcompile", "exclude each other"),
+        ("fsdp2:joint+compile", "compile and joint exclude each other"),
+        ("deepspeed:joint+zero3", "joint needs whole weights; use zero2"),
         ("fsdp2:tp-2", "unknown option 'tp-2'"),
     ],
 )

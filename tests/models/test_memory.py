@@ -149,6 +149,9 @@ def test_a_rank_of_fsdp2_by_hand() -> None:
     assert more["gradients between micro-batches, whole, in float32"] == 4 * COUNT
     kept = rank_parts(Spread(ranks=4), backend="fsdp2", reshard_after_forward=False)
     assert kept["gathered weights"] == 2 * COUNT
+    joint = rank_parts(Spread(ranks=4), backend="fsdp2", execution="joint")
+    assert joint["gathered weights"] == joint["gradients of a joint graph"] == 2 * COUNT
+    assert joint["gradients that are reduced at once"] == 4 * COUNT
     off = rank_parts(Spread(ranks=4), backend="fsdp2", optimizer_device="cpu")
     assert off["parameters, this rank's"] == COUNT / 2
     assert "optimizer states" not in off and "float32 master weights" not in off

@@ -98,11 +98,13 @@ def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
     ("model", "dtype", "execution", "flags"),
     [
         ("tiny-llama", "float32", "compile", FSDP2),
+        ("tiny-llama", "float32", "joint", FSDP2),
         ("tiny-gemma3", "bfloat16", "eager", FSDP2),
         ("tiny-llama", "float32", "compile", DDP),
+        ("tiny-gemma3", "bfloat16", "joint", DDP),
         ("tiny-qwen3", "bfloat16", "eager", DDP),
     ],
-    ids=["fsdp2, compile", "fsdp2, bfloat16", "ddp, compile", "ddp, bfloat16"],
+    ids=["fsdp2, compile", "fsdp2, joint", "fsdp2, bfloat16", "ddp, compile", "ddp, joint", "ddp, bfloat16"],
 )
 def test_two_ranks_without_a_gap(model, dtype, execution, flags, tmp_path):
     """Each rank samples with an engine of its own; gap and gradients are of all ranks."""

@@ -86,7 +86,7 @@ def inputs(run: Run, folder: Path) -> tuple[Any, list[list[PackedBatch]]]:
     """The loss, and the micro-batches of every step."""
     recording = Recording.open(folder / run.algorithm / "inputs")
     steps = json.loads((folder / run.algorithm / "inputs.json").read_text())["steps"]
-    bucket = BUCKET if run.execution == "compile" else None
+    bucket = None if run.execution == "eager" else BUCKET
     batches = [[repack(recording[index].batch, bucket) for index in step] for step in steps]
     return token_loss(recording.header, "recorded"), batches
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 import traceback
+from collections import Counter
 from typing import Any
 
 import fsdp2_faults
@@ -27,7 +28,7 @@ from fsdp2_tools import (
 
 from lockstep.algorithms.dpo import DPO
 from lockstep.config.algorithm import DPOConfig
-from lockstep.packing.packs import pack
+from lockstep.packing.packs import pack, repack
 from lockstep.ranks.context import init_ranks
 from lockstep.schema.batch import PreferenceSample
 
@@ -76,6 +77,40 @@ def check_compile() -> Any:
     """Compiled layers and head; one graph for all packs of one capacity, whichever rank has them."""
     local, backend = pair(execution="compile", max_recompiles=0, optimizer="sgd", lr=0.1)
     return compare_steps((local, backend), steps=2, tolerance=1e-5, bucket=BUCKET)
+
+
+def check_joint() -> Any:
+    """The decoder's graph around which FSDP2 gathers all weights; layers checkpointed inside of it."""
+    settings = {"optimizer": "sgd", "lr": 0.1, "activation_checkpointing": True, "max_recompiles": 0}
+    both = pair(execution="joint", **settings)
+    return compare_steps(both, steps=2, tolerance=1e-5, bucket=BUCKET)
+
+
+def check_joint_ref() -> Any:
+    """The frozen policy runs the policy's graphs, made once, with weights of its own."""
+    local, backend = pair(execution="joint", ref=True, lr=0.1)
+    first = [repack(batch, BUCKET) for batch in micro_batches(0)]
+    expected = local.logprobs(first, model="ref")
+    compare_steps((local, backend), steps=2, tolerance=1e-2, bucket=BUCKET)
+    assert apart(backend.logprobs(first, model="ref"), expected) < 1e-6
+    assert apart(backend.logprobs(first, model="policy"), expected) > 1e-2
+    report = backend.compile_report()
+    assert report is not None and (report.recompiles, report.graph_breaks) == (0, 0), report
+    return {"graphs": report.graphs}
+
+
+def check_joint_collectives() -> Any:
+    """All weights are gathered once per step, and all gradients reduced once."""
+    _, backend = pair(execution="joint")
+    batches = [repack(batch, BUCKET) for batch in micro_batches(0, 6)]
+    backend.forward_backward(batches[:2], fixtures.NegativeLogprob())
+    backend.optimizer_step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        backend.forward_backward(batches, fixtures.NegativeLogprob())
+    names = Counter(event.name for event in seen.events())  # a dispatch mode would switch compilation off
+    counts = {name: names[f"c10d::{name}"] for name in ("_allgather_base_", "_reduce_scatter_base_")}
+    assert set(counts.values()) == {1}, names
+    return counts
 
 
 def check_checkpointing() -> Any:

@@ -217,6 +217,8 @@ def check_errors(results: list[dict[str, Any]]) -> None:
 def test_compiled_equals_eager() -> None:
     compiled = {"train": {"execution": "compile"}, "micro_batches": 1, "steps": 0, "inputs": 1}
     cases: list[dict[str, Any]] = [{"stage": stage, **compiled} for stage in (1, 3)]
+    joint = {**compiled, "train": {"execution": "joint"}}
+    cases += [{"stage": stage, **joint} for stage in (0, 1, 2)]
     check(run_cases(cases), cases)
 
 
@@ -236,7 +238,7 @@ def test_bfloat16() -> None:
     ("settings", "named"),
     [
         ({"execution": "deepcompile"}, "'deepcompile' .* needs a CUDA device"),
-        ({"execution": "joint"}, "train.execution = 'joint'"),
+        ({"execution": "joint", "zero_stage": 3}, "train.execution = 'joint' .* needs ZeRO 0, 1 or 2"),
         ({"optimizer": "adamw8bit"}, "adamw8bit"),
         (
             {"optimizer_device": "cpu", "zero_stage": 0},

@@ -33,6 +33,9 @@ TWO = (
     "ring_whole",
     "ring_of_few",
     "compile",
+    "joint",
+    "joint_ref",
+    "joint_collectives",
     "checkpointing",
     "gathered_between",
     "static_padded",
@@ -132,7 +135,7 @@ def test_sizes_that_do_not_divide_are_named() -> None:
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        ({"execution": "joint"}, "train.execution = 'joint' is not available"),
+        ({"execution": "deepcompile"}, "set 'eager', 'compile' or 'joint'"),
         ({"optimizer": "adamw8bit"}, "set 'adamw', and train.optimizer_device = 'cpu'"),
         ({"ring": 2, "layout": "padded"}, "ring attention shards packs"),
         ({"ring": 2, "execution": "compile"}, "set train.execution = 'eager'"),

@@ -141,6 +141,12 @@ def _check_deepspeed(train: TrainConfig) -> None:
             f"train.parameter_device = 'cpu' needs train.zero_stage = 3, not {stage}: at the others every "
             "rank computes with whole weights where they are"
         )
+    if train.execution == "joint" and stage == 3:
+        raise ConfigError(
+            "train.execution = 'joint' works with train.zero_stage = 0, 1 and 2 only: at stage 3 weights are "
+            "gathered by hooks of modules, and none runs inside of the graph; set one of them, or "
+            "train.execution = 'compile'"
+        )
     if train.execution == "deepcompile" and stage == 0:
         raise ConfigError(
             "train.execution = 'deepcompile' works with train.zero_stage = 1, 2 and 3 only; set one of them, "

@@ -86,7 +86,9 @@ _IN_LOCKSTEP = (
     ("local", "compile", ("packed",), ("float32", "bfloat16")),
     ("local", "joint", ("packed",), ("float32",)),
     ("fsdp2", "compile", ("packed",), ("float32",)),
+    ("fsdp2", "joint", ("packed",), ("float32",)),
     ("deepspeed", "eager", ("packed",), ("float32",)),
+    ("deepspeed", "joint", ("packed",), ("bfloat16",)),
 )
 
 TABLE: tuple[Entry, ...] = (
@@ -97,13 +99,6 @@ TABLE: tuple[Entry, ...] = (
         dtype=("float32",),
         reason="the engine's attention is varlen, and CUDA flash kernels have no float32",
         instead="model.dtype = 'bfloat16', or engine.name = 'hf'",
-    ),
-    Entry(
-        status="unsupported",
-        backend=("deepspeed", "fsdp2"),
-        execution=("joint",),
-        reason="a joint graph holds the decoder whole, and these backends gather it layer by layer",
-        instead="train.execution = 'compile'",
     ),
     Entry(
         status="unsupported",
@@ -247,17 +242,23 @@ TABLE: tuple[Entry, ...] = (
         reason="train.ring > 1 needs train.layout = 'packed'",
         tested=_BACKENDS,
     ),
-    Entry(
-        status="supported",
-        backend=("fsdp2",),
-        engine=("hf",),
-        attention=("sdpa",),
-        execution=("compile",),
-        layout=("packed",),
-        device=("cpu",),
-        dtype=("float32",),
-        reason="without ring attention",
-        tested=_BACKENDS,
+    *(
+        Entry(
+            status="supported",
+            backend=backend,
+            engine=("hf",),
+            attention=("sdpa",),
+            execution=(execution,),
+            layout=("packed",),
+            device=("cpu",),
+            dtype=("float32",),
+            reason=reason,
+            tested=_BACKENDS,
+        )
+        for backend, execution, reason in (
+            (("fsdp2",), "compile", "without ring attention"),
+            (("fsdp2", "deepspeed"), "joint", "without ring attention; train.zero_stage = 0, 1 or 2"),
+        )
     ),
     Entry(
         status="supported",

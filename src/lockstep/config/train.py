@@ -43,7 +43,7 @@ class TrainConfig(Config):
     """sdpa, varlen, flex, hf:NAME; auto: varlen on CUDA, sdpa elsewhere."""
     execution: Execution = "eager"
     """compile: every block of layers by torch.compile. joint: forward and backward of the whole decoder as
-    one graph. deepcompile: DeepSpeed's."""
+    one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's."""
     layout: Layout = "packed"
     """packed: documents end to end in one row. padded: one document a row, pads computed."""
     padding_side: Literal["left", "right"] = "right"

@@ -209,10 +209,10 @@ def within_the_claim(cell: Cell) -> tuple[Cell, str]:
 
 def check_cell(cell: Cell) -> Axes:
     """What the support table says about the cell. Raises ConfigError with its refusal."""
-    if cell.deepspeed and cell.execution == "joint":
+    if cell.zero_stage == 3 and cell.execution == "joint":
         raise ConfigError(
-            "--joint with --zero-stage: DeepSpeed gathers weights by hooks of modules, which the joint graph "
-            "does not call; leave one of them out"
+            "--joint with --zero-stage 3: there DeepSpeed gathers weights by hooks of modules, which the "
+            "joint graph does not call; use --zero-stage 0, 1 or 2, or leave one of them out"
         )
     if cell.batch_invariant and cell.execution == "deepcompile":
         raise ConfigError(

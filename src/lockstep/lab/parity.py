@@ -108,7 +108,7 @@ class _Suite:
         """The recording that all stacks are fed, by a process of its own."""
         options = self.options
         ranks = max([self._ranks(stack) or 1 for stack in self.stacks])
-        compiled = any(stack.compile or stack.deepcompile for stack in self.stacks)
+        compiled = any(stack.execution != "eager" for stack in self.stacks)
         spec = InputsSpec(
             algorithm=options.algorithm,
             model=options.model,
@@ -216,7 +216,7 @@ class _Suite:
     def run_all(self) -> ParityResult:
         """Reference first. Ctrl-C ends it with what there is."""
         self.report = self.make_inputs()
-        self._static = True if any(s.compile or s.deepcompile for s in self.stacks) else None
+        self._static = True if any(s.execution != "eager" for s in self.stacks) else None
         try:
             for number, stack in enumerate(self.stacks, start=1):
                 row = self._judged(self.run(stack))

@@ -19,6 +19,7 @@ OPTIONS: Mapping[str, str] = {
     "zeroN": "ZeRO stage N, 0 to 3 (deepspeed; 2)",
     "offload": "optimizer states in host memory",
     "compile": "each block by torch.compile",
+    "joint": "forward and backward of the decoder as one graph (not zero3)",
     "deepcompile": "DeepSpeed's compiler (deepspeed, on a GPU)",
     "ranksN": "N ranks, whatever --gpus says",
 }
@@ -34,7 +35,8 @@ SKIP_WORDS: Mapping[str, str] = {
 """What --skip and the environment variables SKIP_* may say, besides a stack's own name."""
 
 _NUMBERED = re.compile(r"(tp|ring|zero|ranks)(\d+)")
-_SWITCHES = ("offload", "compile", "deepcompile")
+_SWITCHES = ("offload", "compile", "joint", "deepcompile")
+_EXECUTIONS = ("compile", "joint", "deepcompile")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,7 @@ class Stack:
     zero: int | None = None
     offload: bool = False
     compile: bool = False
+    joint: bool = False
     deepcompile: bool = False
     ranks: int | None = None
     """Asked for by name; None: as many as the suite gives."""
@@ -66,6 +69,11 @@ class Stack:
         plain = self.name.replace(":zero2", ":", 1) if self.backend == "deepspeed" else self.name
         return re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
 
+    @property
+    def execution(self) -> str:
+        """As train.execution has it."""
+        return next((mode for mode in _EXECUTIONS if getattr(self, mode)), "eager")
+
     def train_settings(self) -> dict[str, Any]:
         """What TrainConfig is told."""
         settings: dict[str, Any] = {"backend": self.backend, "tp": self.tp, "ring": self.ring}
@@ -73,8 +81,8 @@ class Stack:
             settings["zero_stage"] = self.zero
         if self.offload:
             settings["optimizer_device"] = "cpu"
-        if self.compile or self.deepcompile:
-            settings["execution"] = "deepcompile" if self.deepcompile else "compile"
+        if self.execution != "eager":
+            settings["execution"] = self.execution
         return settings
 
     def ranks_for(self, gpus: int | None, *, default: int) -> int:
@@ -189,8 +197,11 @@ def _check(stack: Stack, text: str) -> None:
         raise ConfigError(f"stack {text!r}: there is no ZeRO stage {stack.zero}; use zero0 to zero3")
     if stack.deepcompile and stack.backend != "deepspeed":
         raise ConfigError(f"stack {text!r}: deepcompile is of deepspeed; use compile")
-    if stack.deepcompile and stack.compile:
-        raise ConfigError(f"stack {text!r}: compile and deepcompile exclude each other; choose one")
+    modes = [mode for mode in _EXECUTIONS if getattr(stack, mode)]
+    if len(modes) > 1:
+        raise ConfigError(f"stack {text!r}: {' and '.join(modes)} exclude each other; choose one")
+    if stack.joint and stack.zero == 3:
+        raise ConfigError(f"stack {text!r}: joint needs whole weights; use zero2, or compile")
     if stack.ring > 1 and stack.backend != "fsdp2":
         raise ConfigError(f"stack {text!r}: ring attention is of fsdp2; use fsdp2:ring{stack.ring}")
 

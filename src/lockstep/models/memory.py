@@ -35,7 +35,7 @@ from lockstep.models.memory_shape import BUCKET_ELEMENTS as BUCKET_ELEMENTS
 from lockstep.models.memory_shape import MemoryPart as MemoryPart
 from lockstep.models.memory_shape import ModelShape as ModelShape
 from lockstep.models.memory_shape import Phase as Phase
-from lockstep.models.memory_shape import either, forward_sizes
+from lockstep.models.memory_shape import either, forward_sizes, joint_gradients
 from lockstep.packing.packs import MAX_BUCKETS
 
 GIB = 1024**3
@@ -174,6 +174,7 @@ def train_parts(
             "always",
             "train.cuda_graph = false",
         ),
+        joint_gradients(shape, train),
         *forward_sizes(shape, train, tokens=tokens, device=device),
         ("optimizer step's buffer", 4 * min(trained, BUCKET_ELEMENTS[device]), "update", optimizer),
     ]

@@ -6,6 +6,7 @@ ranks that shard them (all ranks under deepspeed), t = tp, b the bytes of the co
                           fsdp2                                  deepspeed 0      1        2        3
     weights               4 P / (t W), float32: the masters      b P              b P      b P      b P / W
     gathered weights      b of embedding, head and two layers    -                -        -        two layers
+                          (execution joint: of all)
     float32 masters       (they are the weights)                 4 P              4 P / W  4 P / W  4 P / W
     optimizer states      8 P / (t W) (AdamW)                    8 P              8 P / W  8 P / W  8 P / W
     gradients             4 P / (t W)                            b P              b P      4 P / W  4 P / W
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.config.train import TrainConfig
-from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, either, forward_sizes
+from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, either, forward_sizes, joint_gradients
 
 _DEEPSPEED_BUCKET = 2**28
 """Elements of reduce_bucket_size, at most (train/deepspeed_setup.py)."""
@@ -70,6 +71,7 @@ def rank_parts(
     parts = _fsdp2_parts if train.backend == "fsdp2" else _deepspeed_parts
     sizes = [
         *parts(local, train, spread=spread, turns=turns, ref=ref),
+        joint_gradients(local, train),
         *(
             (name, size, "train", setting)
             for name, size, _, setting in forward_sizes(
@@ -118,8 +120,10 @@ def _fsdp2_parts(
         weights == "always" and "train.parameter_device = 'cpu'",
         optimizer == "always" and "train.optimizer_device = 'cpu'",
     )
-    kept = shape.layers * shape.layer_parameters if not train.reshard_after_forward else 0
+    joint = train.execution == "joint"
+    kept = shape.layers * shape.layer_parameters if joint or not train.reshard_after_forward else 0
     gathered = shape.dtype_bytes * (shape.outer_parameters + max(kept, 2 * shape.layer_parameters))
+    reduced = shape.trained if joint else shape.layer_parameters + shape.outer_parameters
     return [
         ("parameters, this rank's", stored * shard, weights, to_host),
         ("float32 master weights", 4 * trained * off, optimizer, _MORE_RANKS),
@@ -129,7 +133,11 @@ def _fsdp2_parts(
             "gathered weights",
             gathered,
             "train",
-            either("train.tp", not train.reshard_after_forward and "train.reshard_after_forward = true"),
+            either(
+                "train.tp",
+                joint and "train.execution = 'compile'",
+                not train.reshard_after_forward and "train.reshard_after_forward = true",
+            ),
         ),
         (
             "gradients between micro-batches, whole, in float32",
@@ -138,8 +146,8 @@ def _fsdp2_parts(
             "train.token_budget (one micro-batch a rank needs none), train.tp or more ranks (--ranks)",
         ),
         (
-            "gradients of one layer and the outer weights",
-            4 * (shape.layer_parameters + shape.outer_parameters) * (turns == 1),
+            "gradients that are reduced at once",
+            4 * reduced * (turns == 1),
             "train",
             "train.tp",
         ),

@@ -99,6 +99,13 @@ def forward_sizes(
     return sizes
 
 
+def joint_gradients(shape: ModelShape, train: TrainConfig) -> tuple[str, float, Phase, str]:
+    """What a joint graph's backward gives back before any of it is added up; other modes give a layer's."""
+    at_once = train.execution == "joint" and not train.cuda_graph
+    setting = "train.execution = 'compile'"
+    return "gradients of a joint graph", shape.dtype_bytes * shape.trained * at_once, "train", setting
+
+
 def either(*settings: str | bool) -> str:
     """The settings that there are, as words."""
     return " or ".join(setting for setting in settings if isinstance(setting, str))

@@ -1,4 +1,4 @@
-"""The compiled execution modes of a backend that holds whole weights."""
+"""The execution modes `compile` and `joint` of a train backend's modules."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from torch import nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.execution import CompileWatch, compile_blocks, install_joint
+from lockstep.execution import CompileWatch, compile_blocks, decoder, install_joint
 from lockstep.train.contract import compile_options
 
 
-def compile_policy(module: nn.Module, ref: nn.Module | None, config: TrainConfig) -> CompileWatch | None:
-    """Make `module`, and the frozen reference if it is a module of its own, run as `config.execution` says;
-    in place. None: eager.
+def compile_module(
+    module: nn.Module, config: TrainConfig, *, like: nn.Module | None = None
+) -> CompileWatch | None:
+    """Make a causal LM run as `config.execution` says, in place. None: eager.
+
+    Wrappers that shard its weights or add up its gradients come after this: no graph holds their hooks. A
+    joint graph has no modules inside whose hooks could run, so they wrap it as a whole.
+
+    Args:
+        like: a module of the same architecture that has been through this; joint graphs are made once for
+            both.
 
     Raises:
         ConfigError: a setting that the mode cannot do.
@@ -20,16 +28,16 @@ def compile_policy(module: nn.Module, ref: nn.Module | None, config: TrainConfig
     """
     if config.execution == "eager":
         return None
+    options = compile_options(module)
     if config.execution == "compile":
-        if ref is not None:
-            compile_blocks(ref, options=compile_options(ref))
-        return compile_blocks(module, max_recompiles=config.max_recompiles, options=compile_options(module))
+        return compile_blocks(module, max_recompiles=config.max_recompiles, options=options)
     if config.static_capacity is False:
         raise ConfigError(
             "train.static_capacity = false with train.execution = 'joint' makes one graph of the whole "
             "decoder for every length of a pack; leave it out, or set train.execution = 'compile'"
         )
-    joint = install_joint(module, options=compile_options(module), cuda_graph=config.cuda_graph)
-    if ref is not None:
-        install_joint(ref, options=compile_options(ref), graphs_of=joint)
+    if like is None:
+        install_joint(module, options=options, cuda_graph=config.cuda_graph)
+    else:
+        install_joint(module, options=options, graphs_of=vars(decoder(like))["forward"])
     return CompileWatch(max_recompiles=config.max_recompiles)

@@ -61,8 +61,9 @@ class DeepSpeedBackend:
     What is whole where, and what DeepSpeed does at stage 0: docs/explanation/train-backends.md.
 
     Args:
-        config: the train settings: `zero_stage`, `execution` (eager, compile or deepcompile: DeepSpeed's own
-            compiler of the whole module), `optimizer_device`, `parameter_device`.
+        config: the train settings: `zero_stage`, `execution` (eager, compile, joint below stage 3, or
+            deepcompile: DeepSpeed's own compiler of the whole module), `optimizer_device`,
+            `parameter_device`.
         model: the policy. At stage 3 its Parameters are empty outside the backend's own calls.
         total_steps: optimizer steps of the whole run; 0: there will be none, and no moments are made.
         temperature: logprobs are of logits divided by it; 0 counts as 1.
@@ -113,7 +114,8 @@ class DeepSpeedBackend:
             ds=ds, config=config, device=self.device, dtype=model.dtype, temperature=temperature
         )
         self._outer = build.outer(self.module)
-        self._compile_watch = build.compile_layers(self.module) if config.execution == "compile" else None
+        compiled = config.execution in ("compile", "joint")
+        self._compile_watch = build.compile(self.module) if compiled else None
         self._zero = build.policy(self._outer, named, with_states=with_states)
         if self.deepcompile:
             self._zero.engine.compile(backend="inductor")
@@ -121,7 +123,7 @@ class DeepSpeedBackend:
         self._ref: nn.Module | None = None
         self._ref_engine: Any = None
         if reference is not None:
-            self._ref, self._ref_engine = build.reference(reference)
+            self._ref, self._ref_engine = build.reference(reference, like=self.module)
         self._gradients_ready = self._trained = False
 
     # --- forward and backward -------------------------------------------------------------------------------

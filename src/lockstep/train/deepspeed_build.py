@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from lockstep.config.train import TrainConfig
-from lockstep.execution import CompileWatch, compile_blocks, prepare_compiler
+from lockstep.execution import CompileWatch, prepare_compiler
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.forward import head_of
+from lockstep.train.compiled import compile_module
 from lockstep.train.contract import compile_options
 from lockstep.train.deepspeed_engine import ZeroEngine
 from lockstep.train.deepspeed_setup import announced_build, basic_optimizer, ds_config
@@ -40,7 +41,7 @@ class ZeroBuilder:
         """The module that DeepSpeed is given: decoder, head and loss."""
         if self.config.execution == "deepcompile":
             return LogprobModule(module, temperature=self.temperature)
-        compiled = self.config.execution == "compile"
+        compiled = self.config.execution != "eager"
         return LossModule(module, config=self.config, temperature=self.temperature, compiled=compiled)
 
     def policy(self, outer: Outer, named: Sequence[NamedParameter], *, with_states: bool) -> ZeroEngine:
@@ -57,14 +58,14 @@ class ZeroBuilder:
         self._register_head(outer)
         return ZeroEngine(self.ds, engine, outer=outer, named=named, device=self.device)
 
-    def reference(self, module: nn.Module) -> tuple[nn.Module, Any]:
+    def reference(self, module: nn.Module, *, like: nn.Module) -> tuple[nn.Module, Any]:
         """A frozen module inside of one that computes logprobs, never by DeepCompile; and, at stage 3, the
-        engine that splits its weights over the ranks."""
+        engine that splits its weights over the ranks. `like`: the policy."""
         deepcompile = self.config.execution == "deepcompile"
         config = self.config.model_copy(update={"execution": "eager"} if deepcompile else {})
-        compiled = config.execution == "compile"
+        compiled = config.execution != "eager"
         if compiled:
-            self.compile_layers(module)
+            self.compile(module, like=like)
         outer = LossModule(module, config=config, temperature=self.temperature, compiled=compiled).eval()
         if self.config.zero_stage < 3:
             return outer, None
@@ -74,13 +75,12 @@ class ZeroBuilder:
         self._register_head(outer)
         return outer, engine
 
-    def compile_layers(self, module: nn.Module) -> CompileWatch:
-        """Stage 3 wraps every module's forward in hooks that no graph can hold, so there a layer is gathered
-        whole and only what is inside of its forward is compiled."""
+    def compile(self, module: nn.Module, *, like: nn.Module | None = None) -> CompileWatch | None:
+        """As the config's `compile` or `joint` says. Stage 3 wraps every module's forward in hooks that no
+        graph can hold, so there a layer is gathered whole and only what is inside of its forward is compiled.
+        """
         if self.config.zero_stage < 3:
-            return compile_blocks(
-                module, max_recompiles=self.config.max_recompiles, options=compile_options(module)
-            )
+            return compile_module(module, self.config, like=like)
         prepare_compiler()
         layers, options = decoder_layers(module), compile_options(module)
         self.ds.utils.set_z3_leaf_modules(module, list({type(layer) for layer in layers}))

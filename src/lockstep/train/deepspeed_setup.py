@@ -42,10 +42,11 @@ def refuse_impossible(
                 "train.zero_stage = 1 (--zero-stage 1), or another execution"
             )
         check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-    if config.execution not in ("eager", "compile", "deepcompile"):
+    if config.execution == "joint" and config.zero_stage == 3:
         raise ConfigError(
-            f"train.execution = {config.execution!r} is not available with DeepSpeed; set 'eager', "
-            "'compile' or 'deepcompile'"
+            "train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage 3 weights are gathered by "
+            "hooks of modules, and none runs inside of the graph; set train.zero_stage = 2 (--zero-stage 2), "
+            "or 'compile' (--compile)"
         )
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(

@@ -29,6 +29,7 @@ from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
+from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of, counting
 from lockstep.train.dealing import Seen, dealt, require_same_batches, share_logprobs, share_stats
 from lockstep.train.fsdp2_shards import ShardedModel, device_of
@@ -48,8 +49,9 @@ class FSDP2Backend:
 
     Every rank makes the same calls with the same micro-batches; the backend deals them out. Each rank keeps a
     share of every Parameter in float32, which is its master weight, of its gradient and of its optimizer
-    states. Forward and backward gather one decoder layer at a time in the compute dtype. Gradients are added
-    up, in float32, over micro-batches on each rank, then once per step over ranks.
+    states. Forward and backward gather one decoder layer at a time in the compute dtype, or with execution
+    "joint" all of them. Gradients are added up, in float32, over micro-batches on each rank, then once per
+    step over ranks.
 
     All methods but `close` and `drop_gradients` are collective.
 
@@ -87,7 +89,7 @@ class FSDP2Backend:
         self.device = device_of(self.module)
         if config.ring > 1:
             base = getattr(self.module, causal_lm(self.module).base_model_prefix)
-            compiled = config.execution == "compile"
+            compiled = config.execution != "eager"
             kernel = kernel_of(base.config._attn_implementation)
             check_ring(kernel, base.config, layout=config.layout, compiled=compiled, device=self.device)
         self.contract = contract_of(config, model, self.device)
@@ -95,13 +97,15 @@ class FSDP2Backend:
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
         )
-        self._ref: ShardedModel | None = None
-        if ref:
-            frozen = copy.deepcopy(self.module).requires_grad_(False)
-            self._ref = self._sharded(frozen, stored=model.dtype)
+        frozen = copy.deepcopy(self.module).requires_grad_(False) if ref else None
         decay = {p.name: p.decay for p in trained_parameters(self.module)}
         masters_here = total_steps > 0 and config.optimizer_device == "model"
+        self._compile_watch = compile_module(self.module, config)
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
+        self._ref: ShardedModel | None = None
+        if frozen is not None:
+            compile_module(frozen, config, like=self.module)
+            self._ref = self._sharded(frozen, stored=model.dtype)
         self._names = list(decay)
         self._made_optimizer = self._optimizer_of(decay) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
@@ -150,7 +154,7 @@ class FSDP2Backend:
             raise step_errors.no_reference()
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         found: dict[int, Tensor] = {}
-        with torch.no_grad(), sharded.resharded_after(), counting(self._policy.compile_watch):
+        with torch.no_grad(), sharded.resharded_after(), counting(self._compile_watch):
             for index, batch in self._turns(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     rows, labels, part = self._rows(batch)
@@ -185,7 +189,7 @@ class FSDP2Backend:
         root = self._policy.outer
         root.train()
         try:
-            with self._policy.resharded_after(), counting(self._policy.compile_watch):
+            with self._policy.resharded_after(), counting(self._compile_watch):
                 for turn, (index, batch) in enumerate(turns):
                     self._policy.last_backward(turn == len(turns) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
@@ -327,14 +331,14 @@ class FSDP2Backend:
         update = self._updated()
         self.drop_gradients()
         self.steps_done += 1
-        if (watch := self._policy.compile_watch) is not None:
+        if (watch := self._compile_watch) is not None:
             watch.check()
             watch.mark_warm()
         return update
 
     def compile_report(self) -> CompileReport | None:
         """What torch.compile did so far on this rank; None in eager mode."""
-        watch = self._policy.compile_watch
+        watch = self._compile_watch
         return None if watch is None else watch.report()
 
     @torch.no_grad()
@@ -462,10 +466,10 @@ class FSDP2Backend:
 
 def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
     """Raises ConfigError."""
-    if config.execution not in ("eager", "compile"):
+    if config.execution not in ("eager", "compile", "joint"):
         raise ConfigError(
             f"train.execution = {config.execution!r} is not available with train.backend = 'fsdp2'; "
-            "set 'eager' or 'compile'"
+            "set 'eager', 'compile' or 'joint'"
         )
     if config.optimizer == "adamw8bit":
         raise ConfigError(

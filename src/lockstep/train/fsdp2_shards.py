@@ -19,10 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.config.train import TrainConfig
-from lockstep.execution import CompileWatch, compile_blocks
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel
-from lockstep.train.contract import compile_options
 from lockstep.train.loss_module import LossModule
 from lockstep.train.mesh import RankMesh
 from lockstep.train.tensor_parallel import (
@@ -41,10 +39,12 @@ class ShardedModel:
     """A policy (or a frozen reference), sharded in place, inside of a LossModule that is the FSDP2 root.
 
     The stored shards are the Parameters outside of forward and backward. Each decoder layer is gathered for
-    its own forward and backward; embedding, last norm and head for the whole of a forward and backward.
+    its own forward and backward; embedding, last norm and head for the whole of a forward and backward. With
+    execution "joint" layers are too.
 
     Args:
-        module: the causal LM: `model.module`, or a copy of it.
+        module: the causal LM: `model.module`, or a copy of it; compiled already, where it will be, because
+            no graph can hold FSDP2's hooks.
         model: where its weights come from, if it has none, and its compute dtype, in which layers are
             gathered and run.
         config: reshard_after_forward, parameter_device, execution, tp_plan and what LossModule reads.
@@ -71,17 +71,11 @@ class ShardedModel:
             kind = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
             plan = tensor_parallel_plan(module, size=mesh.tp, plan=kind)
             self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
-        compiled = config.execution == "compile"
-        self.compile_watch: CompileWatch | None = None
-        if compiled:  # before FSDP2's hooks, which no graph can hold
-            self.compile_watch = compile_blocks(
-                module, max_recompiles=config.max_recompiles, options=compile_options(module)
-            )
         self.outer = LossModule(
             module,
             config=config,
             temperature=temperature,
-            compiled=compiled,
+            compiled=config.execution != "eager",
             vocab=None if self.tp is None else self.tp.vocab,
         )
         self.device = device_of(self.module)
@@ -117,10 +111,11 @@ class ShardedModel:
             policy["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         # What forward uses last backward needs first: the last layer and the root stay gathered between them.
         stays = policy | {"reshard_after_forward": False}
-        *layers, last = decoder_layers(self.module)
-        for layer in layers:
-            fully_shard(layer, **policy)
-        fully_shard(last, **stays)
+        if config.execution != "joint":  # whose graph takes the weights of all layers at once
+            *layers, last = decoder_layers(self.module)
+            for layer in layers:
+                fully_shard(layer, **policy)
+            fully_shard(last, **stays)
         fully_shard(self.outer, **stays)
         self._parts = [part for part in self.outer.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:

@@ -29,7 +29,7 @@ from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
-from lockstep.train.compiled import compile_policy
+from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of, counting
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
@@ -100,7 +100,9 @@ class LocalBackend:
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         if config.activation_checkpointing:
             checkpoint_activations(self.module)
-        self._compile_watch = compile_policy(self.module, self._ref, config)
+        self._compile_watch = compile_module(self.module, config)
+        if self._ref is not None:
+            compile_module(self._ref, config, like=self.module)
 
     @property
     def _optimizer(self) -> MasterOptimizer:
