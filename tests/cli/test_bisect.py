@@ -51,7 +51,7 @@ def test_a_difference_is_reported_reproduced_and_the_exit_status(recording, tmp_
         (["--b", "--packing 'x"], "No closing quotation"),
         (["--max-inputs", "2", "extra"], "the recording comes first"),
         (["--b", "--flash-attn", "--a", "--num-layers 1"], "different numbers of layers"),
-        (["--b", "--flash-attn", "--json", "/nowhere/x.json"], "there is no folder"),
+        (["--b", "--flash-attn", "--json", "/nowhere/x.json"], "no such folder"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(recording, tmp_path, capsys, words, message):

@@ -114,7 +114,7 @@ def test_an_interrupt_says_how_to_go_on(
         (["--axes", "flsh"], "unknown axis 'flsh'; did you mean 'flash'"),
         (["--resume"], "name its folder with --out"),
         (["--retry", "--out", "x"], "it needs --resume"),
-        (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["--json", "/nowhere/x.json"], "no such folder: '/nowhere'"),
         (["diff", "nowhere", "nowhere"], "nowhere: No such file"),
     ],
 )

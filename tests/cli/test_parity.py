@@ -118,7 +118,7 @@ def test_an_environment_that_cannot_be_right(environ: dict[str, str], problem: s
         (["--data", "max_length=5"], "is about --dataset"),
         (["--dataset", "x.jsonl", "--data", "prompt"], "write NAME=VALUE"),
         (["--dataset", "x.jsonl", "--data", "promt_column=q"], r"data\.promt_column"),
-        (["--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder"),
+        (["--json", "nowhere/x.json"], "--json 'nowhere/x.json': no such folder"),
         (["--device", "cuda"], "this machine shows no GPU"),
     ],
 )

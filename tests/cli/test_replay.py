@@ -258,7 +258,7 @@ def test_one_failure_among_three(
         (["--steps", "7:"], "leaves no input"),
         (["--model", "./nowhere"], "is not a folder"),
         (["--model", "shape:nonsense"], "nonsense"),
-        (["--json", "no/such/folder.json"], "there is no folder no/such"),
+        (["--json", "no/such/folder.json"], "no such folder: 'no/such'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

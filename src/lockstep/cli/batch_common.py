@@ -93,12 +93,6 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def check_json(path: Path | None) -> None:
-    """Raises ConfigError unless the file for --json can be made."""
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: no such folder: {str(path.parent)!r}; create it first")
-
-
 class Rows:
     """A bar in a terminal, a plain line now and then elsewhere, nothing when quiet."""
 

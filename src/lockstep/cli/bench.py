@@ -8,7 +8,6 @@ lockstep bench step --model shape:tiny-llama --cells eager+hf,fsdp2+eager+hf --r
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.bench_cells import AXES, AXIS_OF, BenchCell, parse_cells, product
+from lockstep.observe.files import check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.lab.bench import BenchOptions
@@ -166,12 +166,10 @@ def step(argv: Sequence[str]) -> int:
     """`lockstep bench step`."""
     args = parser().parse_args(list(argv))
     options = make_options(args, command=shlex.join(["lockstep", "bench", "step", *argv]))
-    if args.json is not None:
-        _check_json(args.json)
+    check_writable(args.json)
     from lockstep.cli.parity import console
     from lockstep.lab.bench import run_bench
     from lockstep.lab.bench_report import show, write_reports
-    from lockstep.observe.files import write_json
 
     result = run_bench(options, progress=arguments.nothing if args.quiet else _say)
     write_reports(result, options.out)
@@ -182,16 +180,6 @@ def step(argv: Sequence[str]) -> int:
         write_json(args.json, result.as_dict())
     print(result.verdict)
     return 0 if result.ok else 1 if result.complete else 130
-
-
-def _check_json(path: Path) -> None:
-    """Before the measurement, which can take an hour."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder; name a file in it")
-    if not os.access(path.parent, os.W_OK | os.X_OK):  # the file itself is replaced, not written to
-        raise ConfigError(f"--json {path}: the folder {path.parent} cannot be written to; choose another")
 
 
 def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli import arguments
 from lockstep.cli import replay as replay_cli
 from lockstep.errors import ConfigError
+from lockstep.observe.files import check_writable
 
 if TYPE_CHECKING:
     from lockstep.lab.replay import ReplayOptions
@@ -36,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
     args, shared = _parser().parse_known_args(_joined(rest))
     shared = [word for word in shared if word != "--"]
     parsed = {name: _replay_args(name, text, shared) for name, text in (("a", args.a), ("b", args.b))}
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_writable(args.json)
     out = _fresh(args.out)
     from lockstep.models.quiet import quiet_transformers
     from lockstep.recording import Recording

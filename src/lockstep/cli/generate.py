@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
-from lockstep.cli.batch_common import STOPPED, Rows, check_json, completed, from_file, spelt_out
+from lockstep.cli.batch_common import STOPPED, Rows, completed, from_file, spelt_out
 from lockstep.cli.flags import parse_flags
 from lockstep.config.batch import GenerateConfig
 from lockstep.config.load import build, dump_toml, read_toml, to_values
@@ -26,7 +26,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.loop.interrupt import Interrupt
-from lockstep.observe.files import write_json
+from lockstep.observe.files import check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.data.prompts import PromptMaker
@@ -148,7 +148,7 @@ def parse(argv: Sequence[str]) -> Command:
         raise ConfigError(unknown_name("inference engine", config.engine.name, [*ENGINES, "auto"]))
     if values["out"] is None and not values["print_config"]:
         raise ConfigError("no file for the rows: give --out FILE.jsonl or --out FILE.parquet")
-    check_json(values["json"])
+    check_writable(values["json"])
     return Command(config=config, **values)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError
-from lockstep.observe.files import write_json
+from lockstep.observe.files import check_writable, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -192,8 +192,7 @@ def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
         raise ConfigError("--resume goes on with a matrix; name its folder with --out")
     if args.retry and not args.resume:
         raise ConfigError("--retry runs again what did not work in an earlier matrix; it needs --resume")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_writable(args.json)
     from lockstep.cli.replay import parser as replay_parser
 
     # The flags that cells share are replay's: it says what is wrong with them, before any cell is run.
@@ -239,6 +238,7 @@ def _diff(argv: Sequence[str]) -> int:
     made.add_argument("--all", action="store_true", help="show cells that are as they were, too")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the changes to this file")
     args = made.parse_args(list(argv))
+    check_writable(args.json)
     from lockstep.lab.matrix_diff import diff_matrices, show_diff
     from lockstep.lab.matrix_result import read_matrix
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.parity_stacks import DEFAULT_STACKS, OPTIONS, parse_skip, parse_stack, parse_stacks
+from lockstep.observe.files import check_writable, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,11 +174,9 @@ def train(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     command = shlex.join(["lockstep", "parity", "train", *argv])
     options = make_options(args, os.environ, command=command)
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_writable(args.json)
     from lockstep.lab.parity import run_parity
     from lockstep.lab.parity_report import brief, show, write_reports
-    from lockstep.observe.files import write_json
 
     say = arguments.nothing if args.quiet else _say
     for note in options.notes:

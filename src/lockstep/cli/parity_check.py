@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
 from lockstep.cli.parity import console
-from lockstep.errors import ConfigError
 from lockstep.lab.parity_stacks import DEFAULT_STACKS, parse_stacks
+from lockstep.observe.files import check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.lab.parity_check import Finding
@@ -41,15 +41,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """0: sound. Raises ConfigError for a stack that is none."""
     args = parser().parse_args(list(argv))
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_writable(args.json)
     stacks = parse_stacks(args.stacks or ",".join(USUAL))
     import torch
 
     from lockstep.config.model import ModelConfig
     from lockstep.lab.parity_check import check_all
     from lockstep.lab.results import printable
-    from lockstep.observe.files import write_json
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = check_all(stacks, model=ModelConfig(name=args.model), gpus=args.gpus, device_count=count)

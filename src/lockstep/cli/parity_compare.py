@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.cli import arguments
 from lockstep.cli.parity import console
-from lockstep.errors import ConfigError
+from lockstep.observe.files import check_writable, write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,12 +46,10 @@ def main(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(list(argv))
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}")
+        check_writable(path, flag=flag)
     from lockstep.lab.curves import read_losses
     from lockstep.lab.curves_compare import compare_losses, plot, show
     from lockstep.lab.results import printable
-    from lockstep.observe.files import write_json
 
     a = read_losses(args.a, key=args.key)
     b = read_losses(args.b, key=args.key_b or args.key)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli import arguments
 from lockstep.cli.parity import console, device_of, toml_value
 from lockstep.errors import ConfigError, unknown_name
+from lockstep.observe.files import check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.config.engine import EngineConfig
@@ -143,11 +144,9 @@ def main(argv: Sequence[str]) -> int:
     """
     args = parser().parse_args(list(argv))
     options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_writable(args.json)
     from lockstep.lab.engines import run_engines
     from lockstep.lab.engines_report import brief, show, write_reports
-    from lockstep.observe.files import write_json
 
     say = arguments.nothing if args.quiet else _say
     say(f"parity engines: {options.out}")

@@ -27,6 +27,7 @@ import tyro
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, LockstepError, RecordingError, unknown_name
+from lockstep.observe.files import check_writable
 
 if TYPE_CHECKING:
     from lockstep.recording.edit import Edited
@@ -153,6 +154,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(unknown_name("recording command", name, COMMANDS))
     kind, run = COMMANDS[name]
     args = tyro.cli(kind, args=rest, prog=f"lockstep recording {name}")
+    check_writable(args.json)
     result, status, verdict = run(args)
     if args.json is not None:
         from lockstep.observe.files import jsonable

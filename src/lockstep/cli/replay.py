@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError
+from lockstep.observe.files import check_writable
 
 if TYPE_CHECKING:
     from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult
@@ -154,8 +155,7 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.lab.results import ReplayFiles, check_fresh
     from lockstep.models.quiet import quiet_transformers
 
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    check_writable(args.json)
     out = args.out if args.out is not None else arguments.default_out("replay")
     if os.environ.get("RANK", "0") == "0":  # other ranks come when rank 0 has begun to write there
         check_fresh(out)

@@ -19,6 +19,7 @@ from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import text_config
+from lockstep.observe.files import check_writable
 
 if TYPE_CHECKING:
     from lockstep.cli.common_model import OpenModel
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("n", "num_prompts"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    check_writable(args.json)
     from lockstep.cli.common_model import open_model
 
     opened = open_model(args.model, checkpoint=args.checkpoint)

@@ -18,7 +18,6 @@ import tyro
 from lockstep.cli.batch_common import (
     STOPPED,
     Rows,
-    check_json,
     completed,
     file_digest,
     from_file,
@@ -30,7 +29,7 @@ from lockstep.config.load import dump_toml, to_values
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.loop.interrupt import Interrupt
-from lockstep.observe.files import write_json
+from lockstep.observe.files import check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.rollout.rows import RowFile
@@ -125,7 +124,7 @@ def parse(argv: Sequence[str]) -> Command:
                 raise ConfigError(f"--{name} is missing: lockstep score --data SAMPLES --out SCORED")
         if values["data"].resolve() == values["out"].resolve():
             raise ConfigError(f"--out {values['out']} is the file of --data; write to another file")
-    check_json(values["json"])
+    check_writable(values["json"])
     return Command(config=config, **values)
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.arguments import positive
-from lockstep.cli.batch_common import check_json
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe.files import json_lines, write_atomic, write_json
+from lockstep.observe.files import check_writable, json_lines, write_atomic, write_json
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.rollout.select import Choice, select, sft_row
 
     check_out(args.out)
-    check_json(args.json)
+    check_writable(args.json)
     if args.out.resolve() == args.data.resolve():
         raise ConfigError(f"--out {args.out} is the file of --data; write to another file")
     if args.out.exists() and not args.overwrite:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lockstep.config.support import AXES, BATCH_INVARIANT, lookup, support_rows
 from lockstep.errors import ConfigError, unknown_name
+from lockstep.observe.files import check_writable
 
 STATUSES = ("supported", "untested", "unsupported")
 
@@ -26,6 +27,7 @@ STATUSES = ("supported", "untested", "unsupported")
 def main(argv: Sequence[str]) -> int:
     """Exit status 0, or 1 when the one combination asked for is unsupported."""
     arguments = _parser().parse_args(argv)
+    check_writable(arguments.json)
     cell = {axis: value for axis in AXES if (value := getattr(arguments, axis)) is not None}
     _check(cell)
     rows = [row for row in support_rows() if _may_apply(row, cell)]

@@ -26,6 +26,7 @@ from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError
+from lockstep.observe.files import check_writable
 from lockstep.observe.run_dir import new_path
 from lockstep.ranks.launch import in_launcher, launch_ranks
 
@@ -144,10 +145,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         run = override(run, overrides, origin=f"lockstep train {_origin(source, early)}")
     if values["rank_timeout"] is not None and not values["rank_timeout"] > 0:
         raise ConfigError(f"--rank-timeout {values['rank_timeout']:g} must be above 0 seconds")
-    if values["json"] is not None and not values["json"].parent.is_dir():
-        raise ConfigError(
-            f"--json {values['json']}: no such folder: {str(values['json'].parent)!r}; create it first"
-        )
+    check_writable(values["json"])
     return TrainCommand(
         run=run,
         resume=early.resume,

@@ -11,6 +11,25 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import ConfigError
+
+
+def check_writable(path: Path | None, *, flag: str = "--json") -> None:
+    """Before the work whose result goes there; leaves no trace. None: nothing is written.
+
+    Raises:
+        ConfigError: no file can be made or replaced at `path`.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first")
+    # Asked of the system, not of mode bits: they are not all there is to it.
+    if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise ConfigError(f"{flag} {str(path)!r} cannot be written (permission denied); choose another file")
+
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text`: a reader, also after a crash, sees the old file or the new one."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe.files import sync_folder, write_json
+from lockstep.observe.files import check_writable, sync_folder, write_json
 from lockstep.rollout.rows_parquet import read_parquet, write_parquet
 
 Row = Mapping[str, Any]
@@ -37,13 +37,7 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
     """Raises ConfigError when rows cannot be written to `path`; leaves no trace."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one")
-    if path.is_dir():
-        raise ConfigError(f"{flag} {str(path)!r} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first")
-    # Asked of the system, not of mode bits: they are not all there is to it.
-    if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise ConfigError(f"{flag} {str(path)!r} cannot be written (permission denied); choose another file")
+    check_writable(path, flag=flag)
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet  # noqa: F401

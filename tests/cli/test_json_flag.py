@@ -1,0 +1,40 @@
+"""--json of every command that has one: a place that cannot be is refused before anything is read or run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.main import main
+
+COMMANDS = {
+    "train": ["train", "grpo", "--recipe", "tiny"],
+    "sample": ["sample", "run"],
+    "recording": ["recording", "info", "run"],
+    "replay": ["replay", "run"],
+    "bisect": ["bisect", "run", "--a", "", "--b", "--packing"],
+    "matrix": ["matrix", "run"],
+    "matrix diff": ["matrix", "diff", "a", "b"],
+    "parity train": ["parity", "train"],
+    "parity engines": ["parity", "engines"],
+    "parity compare": ["parity", "compare", "a", "b"],
+    "parity check": ["parity", "check"],
+    "bench step": ["bench", "step", "--device", "cpu"],
+    "score": ["score", "--data", "s.jsonl", "--out", "o.jsonl", "--rewards", "ids"],
+    "select": ["select", "--data", "s.jsonl", "--out", "o.jsonl", "--top-k", "1"],
+    "support": ["support"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_place_that_cannot_be_is_refused_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for path, said in (("no/x.json", "no such folder"), ("folder", "is a folder; name a file in it")):
+        assert main([*COMMANDS[name], "--json", path]) == 2
+        seen = capsys.readouterr()
+        assert said in seen.err and path in seen.err, (seen.out, seen.err)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
