@@ -103,6 +103,8 @@ def test_batch_invariance_in_other_places():
     assert check_device_support(run, device="cuda:0", **axes).status == "supported"
     with pytest.raises(ValueError, match=r"train.batch_invariant = true: .*'sdpa'"):
         check_device_support(run, device="cpu", **(axes | {"attention": "sdpa"}))
+    with pytest.raises(ValueError, match=r"train.reuse_rollout_logprobs = true with engine.name = 'hf'"):
+        GRPORun(train={"reuse_rollout_logprobs": True}, engine={"name": "hf"})
     with pytest.raises(ValueError, match=r"train.reuse_rollout_logprobs = true needs train.batch_invariant"):
         GRPORun(train={"reuse_rollout_logprobs": True, "batch_invariant": False})
 

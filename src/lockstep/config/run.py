@@ -216,6 +216,12 @@ class GRPORun(RunConfig):
                 "together is a matter of timing, and its samples change with it; set "
                 "engine.batch_invariant = true, or engine.name = 'native' or 'hf'"
             )
+        if self.train.reuse_rollout_logprobs and self.engine.name in ("hf", "vllm", "sglang"):
+            raise ValueError(
+                f"train.reuse_rollout_logprobs = true with engine.name = {self.engine.name!r}: nothing "
+                "promises that its logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
+                "train.batch_invariant = true"
+            )
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, such as rewards = [{name = 'verifier'}]")
         return self
