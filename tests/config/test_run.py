@@ -30,6 +30,10 @@ FILE = {"source": "rows.jsonl"}
             {"engine": {"name": "native", "kv_cache_tokens": 1278}},
             "engine.kv_cache_tokens = 1278 is below the 1279 tokens",
         ),
+        (
+            {"train": {"execution": "joint", "static_capacity": False}},
+            "one graph of the whole decoder for every length",
+        ),
         ({"train": {"cuda_graph": True}}, r"no effect with train.execution = 'eager'.*set .*= 'joint'"),
         (
             {"algorithm": {"rollout_correction": {"kind": "icepop", "low": 3.0}}},

@@ -96,6 +96,12 @@ def check_joint_ref() -> Any:
     assert apart(backend.logprobs(first, model="policy"), expected) > 1e-2
     report = backend.compile_report()
     assert report is not None and (report.recompiles, report.graph_breaks) == (0, 0), report
+    _, half = pair(execution="joint", ref=True, dtype="bfloat16")
+    for step in range(2):  # the reference goes first, while the policy's weights are float32 shards
+        ref, policy = half.logprobs(first, model="ref"), half.logprobs(first, model="policy")
+        assert all(map(torch.equal, ref, policy)) == (step == 0)
+        half.forward_backward(first, fixtures.NegativeLogprob())
+        half.optimizer_step()
     return {"graphs": report.graphs}
 
 

@@ -56,6 +56,7 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
             f"train.cuda_graph = true has no effect with train.execution = {train.execution!r}: it replays "
             "joint graphs; set train.execution = 'joint', or leave train.cuda_graph out"
         )
+    check_capacity(train)
     _check_batch_invariant(train, lora=lora)
     if train.ring > 1:
         _check_ring(train)
@@ -63,6 +64,15 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
         _check_spanning(train, lora=lora)
     if train.backend == "deepspeed":
         _check_deepspeed(train)
+
+
+def check_capacity(train: TrainConfig) -> None:
+    """Raises ConfigError for joint graphs of every shape that comes along."""
+    if train.execution == "joint" and train.static_capacity is False:
+        raise ConfigError(
+            "train.static_capacity = false with train.execution = 'joint' makes one graph of the whole "
+            "decoder for every length of a pack; leave it out, or set train.execution = 'compile'"
+        )
 
 
 def _check_batch_invariant(train: TrainConfig, *, lora: bool) -> None:

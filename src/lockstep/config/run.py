@@ -219,8 +219,8 @@ class GRPORun(RunConfig):
         if self.train.reuse_rollout_logprobs and self.engine.name in ("hf", "vllm", "sglang"):
             raise ValueError(
                 f"train.reuse_rollout_logprobs = true with engine.name = {self.engine.name!r}: nothing "
-                "promises that its logprobs are the trainer's; leave it out, or set engine.name = 'native' and "
-                "train.batch_invariant = true"
+                "promises that its logprobs are the trainer's; leave it out, or set engine.name = 'native' "
+                "and train.batch_invariant = true"
             )
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one, such as rewards = [{name = 'verifier'}]")

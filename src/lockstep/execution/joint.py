@@ -137,7 +137,7 @@ class JointDecoder:
         key = self._key(call)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._maker._make(call)
+            graph = self._graphs[key] = self._maker._make(call, weights_of=self.base)
         hidden = self._replay(key, graph, call) if self.cuda_graph else graph.run(self.base, call)
         # The graph is one of training: it ran under enable_grad whatever the caller said.
         hidden = hidden if torch.is_grad_enabled() else hidden.detach()
@@ -165,10 +165,10 @@ class JointDecoder:
         trained = bytes(p.requires_grad for p in self.base.parameters())
         return trained, self.base.training and self._dropout
 
-    def _make(self, call: DecoderCall) -> _Graph:
+    def _make(self, call: DecoderCall, *, weights_of: nn.Module) -> _Graph:
         started, before = time.time_ns() // 1000, time.perf_counter()
         refuse_inner_shards(self.base)
-        with self._as_traced(), whole_parameters(self.base):
+        with self._as_traced(), whole_parameters(self.base, weights_of):
             graph = _export(self.base, call, self.compiler)
         reason = ""
         if self._graphs:

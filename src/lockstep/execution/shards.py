@@ -26,15 +26,24 @@ def whole(weight: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def whole_parameters(base: nn.Module) -> Iterator[None]:
-    """Plain Parameters in the place of DTensors, for as long as a graph is captured."""
+def whole_parameters(base: nn.Module, like: nn.Module) -> Iterator[None]:
+    """Plain Parameters in the place of DTensors, for as long as a graph is captured.
+
+    Args:
+        like: `base` itself, or the module of the same architecture that is about to run the graph. Its
+            weights are taken then, with the requires_grad of `base`: those of `base` may be sharded just now,
+            in the dtype of the masters.
+    """
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     made: dict[int, nn.Parameter] = {}
-    for module in base.modules():
+    of = dict(like.named_modules(remove_duplicate=False))
+    for path, module in base.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            plain = whole(parameter)
+            source = of[path]._parameters[name]
+            assert source is not None
+            plain = whole(source)
             if plain is parameter:
                 continue
             if id(parameter) not in made:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from lockstep.config.backends import check_capacity
 from lockstep.config.train import TrainConfig
-from lockstep.errors import ConfigError
 from lockstep.execution import CompileWatch, compile_blocks, decoder, install_joint
 from lockstep.train.contract import compile_options
 
@@ -23,7 +23,7 @@ def compile_module(
             both.
 
     Raises:
-        ConfigError: a setting that the mode cannot do.
+        ConfigError: its layers are compiled already, or a setting that the mode cannot do.
         ModelError: the module has no list of decoder layers.
     """
     if config.execution == "eager":
@@ -31,11 +31,7 @@ def compile_module(
     options = compile_options(module)
     if config.execution == "compile":
         return compile_blocks(module, max_recompiles=config.max_recompiles, options=options)
-    if config.static_capacity is False:
-        raise ConfigError(
-            "train.static_capacity = false with train.execution = 'joint' makes one graph of the whole "
-            "decoder for every length of a pack; leave it out, or set train.execution = 'compile'"
-        )
+    check_capacity(config)
     if like is None:
         install_joint(module, options=options, cuda_graph=config.cuda_graph)
     else:
