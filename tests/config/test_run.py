@@ -22,10 +22,6 @@ FILE = {"source": "rows.jsonl"}
         ({"train": {"betas": (0.9, 1.0)}}, "below 1"),
         ({"train": {"lr": math.inf}}, "finite"),
         (
-            {"train": {"batch_invariant": True}, "model": {"lora": {"rank": 4}}},
-            "train.batch_invariant = true with model.lora: .*leave model.lora out",
-        ),
-        (
             # prompts of 1024, and 2 * 128 tokens of the evaluation before training
             {"engine": {"name": "native", "kv_cache_tokens": 1278}},
             "engine.kv_cache_tokens = 1278 is below the 1279 tokens",

@@ -8,10 +8,12 @@ from invariant_models import CONFIGS, hidden_of, tiny
 from torch import nn
 
 from lockstep import invariant
+from lockstep.config.model import LoraConfig
 from lockstep.errors import ModelError
 from lockstep.invariant.modules import STOCK, InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
 from lockstep.invariant.selftest import _apply
 from lockstep.models.architectures import SUPPORTED
+from lockstep.models.lora import add_lora, without_lora
 
 LAYERS = {
     "llama": (15, 5),
@@ -159,6 +161,56 @@ def test_kernels_of():
     }
     cuda = invariant.kernels_of(module, device=torch.device("cuda"))
     assert cuda["gemm"] == "triton-persistent" and cuda["norm"] == "rms_norm triton-row"
+
+
+def adapted(dtype, *, dropout=0.0):
+    """tiny Llama with adapters that do something."""
+    pytest.importorskip("peft")
+    module = tiny("llama", dtype)
+    config = LoraConfig(rank=4, alpha=8.0, dropout=dropout, target_modules=("q_proj", "down_proj"))
+    add_lora(module, config, seed=0)
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters(dtype):
+    stock, module = adapted(dtype), adapted(dtype)
+    names = list(module.state_dict())
+    report = invariant.convert(module)
+    # two adapted linears in each of two layers, of a base and two small linears each
+    assert report.replaced["adapted linear"] == 4 and report.replaced["linear"] == LAYERS["llama"][0] + 8
+    assert list(module.state_dict()) == names
+    tolerance = 2**-4 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(run(module), run(stock), rtol=tolerance, atol=tolerance)
+    with without_lora(module), without_lora(stock):
+        base = run(module)
+        torch.testing.assert_close(base, run(stock), rtol=tolerance, atol=tolerance)
+    assert (run(module) - base).abs().max() > 10 * tolerance
+    ids, positions = torch.arange(251) * 7 % module.config.vocab_size, torch.arange(251) * 3
+    with torch.no_grad():
+        assert invariant.dependence(lambda i, p: hidden_of(module, i, p), ids, positions) is None
+
+
+def test_gradients_of_adapters_are_those_of_the_stock_module():
+    stock, module = adapted(torch.float32), adapted(torch.float32)
+    invariant.convert(module)
+    for each in (stock, module):
+        run(each).sin().sum().backward()
+    seen = 0
+    for (label, left), right in zip(stock.named_parameters(), module.parameters(), strict=True):
+        assert (left.grad is None) == (right.grad is None) == ("lora_" not in label)
+        if left.grad is not None:
+            seen += 1
+            torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5, msg=label)
+    assert seen == 8
+
+
+def test_adapters_that_drop_out_are_refused():
+    with pytest.raises(ModelError, match=r"q_proj\.lora_dropout\.default \(Dropout\)"):
+        invariant.convert(adapted(torch.float32, dropout=0.1))
 
 
 class OddLinear(nn.Linear):

@@ -86,6 +86,24 @@ def test_eager_steps_without_a_gap(model, dtype, settings):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "dtype", "execution"),
+    [
+        ("tiny-llama", "float32", "compile"),
+        ("tiny-qwen3", "bfloat16", "joint"),
+        ("tiny-gemma3", "bfloat16", "eager"),
+    ],
+)
+def test_adapters_without_a_gap(model, dtype, execution):
+    pytest.importorskip("peft")
+    adapters = '[model.lora]\nrank = 4\nalpha = 8.0\ntarget_modules = ["q_proj", "o_proj", "down_proj"]\n'
+    parts = build(config(model, dtype, execution).replace("[data]", adapters + "[data]"))
+    assert {"linear 4x64", "linear 64x4"} <= parts.claim.self_test.keys()
+    assert_lockstep(train(parts, steps=4))
+    parts.close()
+
+
+@pytest.mark.slow
 def test_a_joint_graph_and_a_compiled_engine_without_a_gap():
     """Other graphs on the two sides, of the same ops."""
     parts = build(config("tiny-llama", "float32", "joint"))

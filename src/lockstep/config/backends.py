@@ -57,7 +57,7 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
             "joint graphs; set train.execution = 'joint', or leave train.cuda_graph out"
         )
     check_capacity(train)
-    _check_batch_invariant(train, lora=lora)
+    _check_batch_invariant(train)
     if train.ring > 1:
         _check_ring(train)
     if train.backend != "local":
@@ -75,14 +75,8 @@ def check_capacity(train: TrainConfig) -> None:
         )
 
 
-def _check_batch_invariant(train: TrainConfig, *, lora: bool) -> None:
+def _check_batch_invariant(train: TrainConfig) -> None:
     if train.batch_invariant:
-        if lora:
-            raise ConfigError(
-                "train.batch_invariant = true with model.lora: adapters are added to a linear by a module of "
-                "peft's, of which no row-invariant form is known; leave model.lora out, or set "
-                "train.batch_invariant = false"
-            )
         for name, why in (
             ("tp", "sums over ranks add up in another order than one rank does"),
             ("ring", "its ranks each attend to a part of the keys and merge what they got"),

@@ -19,6 +19,7 @@ from lockstep.invariant.selftest import Verdict, self_test
 
 _KINDS: dict[str, type] = {
     "linear": parts.InvariantLinear,
+    "adapted linear": parts.InvariantAdapted,
     "rms_norm": parts.InvariantNorm,
     "mlp": parts.InvariantMLP,
     "rotary": parts.InvariantRotary,
@@ -36,7 +37,8 @@ class Report:
     """What `convert` did to a module."""
 
     replaced: Mapping[str, int] = field(default_factory=dict)
-    """Parts that were swapped, by kind: "linear", "rms_norm", "mlp", "rotary"."""
+    """Parts that were swapped, by kind: "linear", "adapted linear", "rms_norm", "mlp",
+    "rotary"."""
     stock: Mapping[str, int] = field(default_factory=dict)
     """Parts left as they are, by class, because their rows are independent: embeddings, containers."""
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
@@ -50,8 +52,8 @@ def convert(
     dtype: torch.dtype | None = None,
     exact_backward: bool = False,
 ) -> Report:
-    """Swap every linear, norm, MLP and rotary embedding of a causal LM for its row-invariant form, and run
-    the self-test, which decides what stays stock. Idempotent.
+    """Swap every linear (LoRA's too), norm, MLP and rotary embedding of a causal LM for its row-invariant
+    form, and run the self-test, which decides what stays stock. Idempotent.
 
     Args:
         module: a transformers causal LM of an architecture that Lockstep supports.
@@ -78,6 +80,8 @@ def convert(
             continue
         if kind == "linear":
             parts.swap_linear(part, exact_backward=exact_backward)  # type: ignore[arg-type]
+        elif kind == "adapted linear":
+            parts.swap_adapted(part)
         elif kind == "rms_norm":
             parts.swap_norm(part)
         elif kind == "mlp":
@@ -133,9 +137,10 @@ def _plan(part: InvariantLinear, *, cuda: bool) -> str:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, but those that a converted MLP calls through its op (its activation)."""
+    """All modules, but those that a converted MLP calls through its op (its activation), and what adapters of
+    embeddings would be in."""
     for name, part in module.named_modules():
-        if not name.endswith(".act_fn"):
+        if not name.endswith((".act_fn", ".lora_embedding_A", ".lora_embedding_B")):
             yield name, part
 
 
@@ -149,6 +154,9 @@ def _kind(name: str, part: nn.Module) -> str | None:
         if type(part) is not nn.Linear:
             raise _refused(name, part, "it is a linear of another kind")
         return "linear"
+    if hasattr(part, "lora_A"):
+        _check_adapters(name, part)
+        return "adapted linear"
     if label in parts.NORMS:
         return "rms_norm"
     if label in parts.MLPS:
@@ -162,6 +170,11 @@ def _kind(name: str, part: nn.Module) -> str | None:
     if label.endswith(_CONTAINERS) or label.endswith(_EXACT):
         return None
     raise _refused(name, part, "no row-invariant form of it is known")
+
+
+def _check_adapters(name: str, part: Any) -> None:
+    if not isinstance(part.get_base_layer(), nn.Linear) or part.merged or part.lora_variant:
+        raise _refused(name, part, "its adapters are not plain LoRA beside a linear")
 
 
 def _activation(name: str, part: Any) -> str:

@@ -70,6 +70,25 @@ def linears(module: nn.Module) -> Iterator[tuple[str, InvariantLinear]]:
             yield name, part
 
 
+class InvariantAdapted(Invariant):
+    """A linear with a low-rank adapter of peft's: base(x) + scaling * B(A(x)). The parts are linears, which
+    are converted themselves; the rest is elementwise."""
+
+    base_layer: nn.Module
+    disable_adapters: bool
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+    scaling: dict[str, float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x)
+        if self.disable_adapters:
+            return out
+        for name, down in self.lora_A.items():
+            out = out + self.lora_B[name](down(x)) * self.scaling[name]
+        return out
+
+
 class InvariantNorm(Invariant):
     """RMSNorm over the last dimension."""
 
@@ -122,6 +141,11 @@ def converted_class(mixin: type, original: type) -> type:
 def swap_linear(part: nn.Linear, *, exact_backward: bool) -> None:
     """Products in all tiles until the self-test says which are equal."""
     _swap(part, InvariantLinear, tiles=TILES, stock=False, exact_backward=exact_backward)
+
+
+def swap_adapted(part: nn.Module) -> None:
+    """A linear that peft wrapped."""
+    _swap(part, InvariantAdapted)
 
 
 def swap_norm(part: nn.Module) -> None:
