@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.ranks.context import RankContext, RankError, init_ranks, leave
+from lockstep.ranks.context import RankContext, RankError, init_ranks
 from lockstep.ranks.guard import Desync, Guard
+from lockstep.ranks.launch import leave
 
 
 def report(ranks: RankContext, **values: object) -> None:

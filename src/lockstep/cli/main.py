@@ -10,11 +10,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from lockstep import __version__
 from lockstep.errors import ConfigError, LockstepError, unknown_name
-from lockstep.ranks.launch import without_local_rank
+from lockstep.ranks.launch import leave, without_local_rank
 
 COMMANDS = {
     "train": "train a policy: lockstep train grpo --recipe demo",
@@ -48,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lockstep {__version__}")
         return 0
     status = _run(*arguments)
-    if (context := _context()) is not None:
-        context.leave(status)
+    leave(status)
     return status
 
 
@@ -76,13 +74,9 @@ def _run(command: str, *rest: str) -> int:
 
 
 def _left_to_launcher(error: LockstepError) -> bool:
-    context = _context()
+    """See lockstep.ranks.context, which loads torch: whoever did not import it is no rank."""
+    context = sys.modules.get("lockstep.ranks.context")
     return context is not None and bool(context.left_to_launcher(error))
-
-
-def _context() -> Any:
-    """The module lockstep.ranks.context, which loads torch; None: whoever did not import it is no rank."""
-    return sys.modules.get("lockstep.ranks.context")
 
 
 def usage() -> str:

@@ -28,7 +28,7 @@ from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError
 from lockstep.observe.files import check_writable
 from lockstep.observe.run_dir import new_path
-from lockstep.ranks.launch import in_launcher, launch_ranks
+from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
 
 if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
@@ -117,8 +117,6 @@ def main(argv: Sequence[str]) -> int:
         print(verdict(summary))
     status = TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
     if in_launcher() and summary["outcome"] == "interrupted":
-        from lockstep.ranks.context import end_process
-
         end_process(status)  # a thread may still be in gloo, waiting for a rank that has gone
     return status
 

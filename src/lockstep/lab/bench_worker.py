@@ -34,7 +34,7 @@ from lockstep.lab.bench_job import (
 from lockstep.lab.bench_work import peak_flops, requests, samples, training_flops
 from lockstep.lab.orphans import ended_with
 from lockstep.observe.files import jsonable, write_json
-from lockstep.ranks.launch import in_launcher, launch_command, without_local_rank
+from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
 
 if TYPE_CHECKING:
     import torch
@@ -385,7 +385,9 @@ def _entries(parameter: torch.Tensor) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        status = main()
     except LockstepError as error:
         print(f"bench worker: {error}", file=sys.stderr)
-        sys.exit(REFUSED if isinstance(error, ConfigError) else 1)
+        status = REFUSED if isinstance(error, ConfigError) else 1
+    leave(status)
+    sys.exit(status)

@@ -27,7 +27,7 @@ from lockstep.lab.parity_job import (
     read_job,
 )
 from lockstep.observe.files import jsonable, write_json
-from lockstep.ranks.launch import in_launcher, launch_command, without_local_rank
+from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -286,7 +286,9 @@ def trained_logprobs(batches: Sequence[PackedBatch], stats: StepStats) -> Tensor
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        status = main()
     except LockstepError as error:
         print(f"parity worker: {error}", file=sys.stderr)
-        sys.exit(REFUSED if isinstance(error, ConfigError) else 1)
+        status = REFUSED if isinstance(error, ConfigError) else 1
+    leave(status)
+    sys.exit(status)

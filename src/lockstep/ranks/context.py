@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep import errors
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.ranks.launch import ERROR_KEY, LAUNCHER_PID, POSITION_KEY, in_launcher
+from lockstep.ranks.launch import ERROR_KEY, LAUNCHER_PID, POSITION_KEY, leave
 
 T = TypeVar("T")
 
@@ -285,23 +285,6 @@ class RankContext:
             sys.excepthook = _leave_after(sys.excepthook)
         else:
             dist.destroy_process_group()
-
-
-def leave(status: int) -> None:
-    """End this process at once where a failure left process groups behind; else do nothing.
-
-    A thread of gloo that frees a tensor while Python shuts down is ended by Python, and C++ aborts:
-    "terminate called without an active exception", status 134 instead of the failure's.
-    """
-    if dist.is_initialized() and in_launcher():
-        end_process(status)
-
-
-def end_process(status: int) -> NoReturn:
-    """End with this exit status and without Python's shutdown, which threads in gloo can abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _leave_after(hook: Callable[..., object]) -> Callable[..., None]:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.errors import ConfigError
 
@@ -78,6 +78,24 @@ def in_launcher(environ: Mapping[str, str] | None = None) -> bool:
     """True in a process that torchrun, the deepspeed launcher or `launch_ranks` started."""
     environ = os.environ if environ is None else environ
     return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def leave(status: int) -> None:
+    """End this rank at once where a failure left process groups behind; elsewhere do nothing.
+
+    A thread of gloo that frees a tensor while Python shuts down is ended by Python, and C++ aborts:
+    "terminate called without an active exception", status 134 instead of the failure's.
+    """
+    distributed = sys.modules.get("torch.distributed") if in_launcher() else None
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        end_process(status)
+
+
+def end_process(status: int) -> NoReturn:
+    """End with this exit status and without Python's shutdown, which threads in gloo can abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:
