@@ -33,12 +33,13 @@ PADDED = Run(algorithm="sft", optimizer="sgd", layout="padded", steps=5)
 PADDED_BF16 = Run(algorithm="sft", optimizer="adamw", layout="padded", dtype="bfloat16", steps=5)
 COMPILED = Run(algorithm="sft", optimizer="sgd", execution="compile", steps=5)
 JOINT = Run(algorithm="sft", optimizer="sgd", execution="joint", steps=5)
+JOINT_BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16", execution="joint", steps=5)
 EVERY = (*FLOAT32, BF16)
 LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
     "fsdp2 on 2": (
         2,
         [
-            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, COMPILED, JOINT)),
+            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, COMPILED, JOINT, JOINT_BF16)),
             ("fsdp2:tp2", (*EVERY, JOINT)),
             ("fsdp2:ring2", EVERY),
         ],
@@ -55,7 +56,7 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
         2,
         [
             ("deepspeed:zero1", (*EVERY, JOINT)),
-            ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16, JOINT)),
+            ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16, JOINT, JOINT_BF16)),
             ("deepspeed:zero3", EVERY),
         ],
     ),

@@ -90,6 +90,12 @@ def fails_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:
     raise RankError("no luck")
 
 
+def interrupted_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:
+    """By a signal that nobody asked the launcher for."""
+    atexit.register(os._exit, 77)
+    raise KeyboardInterrupt
+
+
 def told_with_a_bad_shutdown(ranks: RankContext, guard: Guard) -> None:
     """The same, of a command that says what went wrong and has a status of its own."""
     atexit.register(os._exit, 77)

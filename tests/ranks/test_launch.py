@@ -100,7 +100,12 @@ def test_a_killed_rank_is_named_and_ends_the_others(out: Path, capfd: pytest.Cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "status"), [("fails_with_a_bad_shutdown", 1), ("told_with_a_bad_shutdown", 5)]
+    ("mode", "status"),
+    [
+        ("fails_with_a_bad_shutdown", 1),
+        ("interrupted_with_a_bad_shutdown", 130),
+        ("told_with_a_bad_shutdown", 5),
+    ],
 )
 def test_the_status_is_that_of_the_failure_however_python_shuts_down(
     mode: str, status: int, out: Path, capfd: pytest.CaptureFixture[str]

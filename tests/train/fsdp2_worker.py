@@ -105,6 +105,19 @@ def check_joint_ref() -> Any:
     return {"graphs": report.graphs}
 
 
+def check_joint_ref_alone() -> Any:
+    """A shape that is new to the second rank alone, whose reference meets it first."""
+    local, backend = pair(execution="joint", ref=True)
+    small = [repack(batch, BUCKET) for batch in micro_batches(0, 2)]
+    backend.logprobs(small, model="ref")
+    wide = repack(micro_batches(0, 2)[1], dataclasses.replace(BUCKET, tokens=2 * BUCKET.tokens))
+    for model in ("ref", "policy"):
+        found = backend.logprobs([small[0], wide], model=model)  # type: ignore[arg-type]
+        expected = local.logprobs([small[0], wide], model=model)  # type: ignore[arg-type]
+        assert apart(found, expected) < 1e-6
+    return {}
+
+
 def check_joint_collectives() -> Any:
     """All weights are gathered once per step, and all gradients reduced once."""
     _, backend = pair(execution="joint")
@@ -249,6 +262,16 @@ def check_bfloat16() -> Any:
         assert all(w.dtype == torch.bfloat16 for w in weights.values())
     assert worst < 1e-2, worst
     return {"loss": worst}
+
+
+def check_deadlines() -> Any:
+    """Of every group that the mesh makes: what init_ranks was told."""
+    _, backend = pair()
+    mesh, cpu = backend.mesh, torch.device("cpu")
+    groups = (mesh.shard_group, mesh.ring_group, mesh.tp_group)
+    found = [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+    assert set(found) == {60.0}, found
+    return found
 
 
 def check_hf_plan() -> Any:

@@ -35,6 +35,7 @@ TWO = (
     "compile",
     "joint",
     "joint_ref",
+    "joint_ref_alone",
     "joint_collectives",
     "checkpointing",
     "gathered_between",
@@ -52,6 +53,7 @@ TWO = (
     "bfloat16",
     "sharded_start",
     "checkpoint_of_local",
+    "deadlines",
     "hf_plan",
     "export",
 )

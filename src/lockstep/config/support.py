@@ -90,6 +90,10 @@ _IN_LOCKSTEP = (
     ("deepspeed", "eager", ("packed",), ("float32",)),
     ("deepspeed", "joint", ("packed",), ("bfloat16",)),
 )
+_SPANNING = (
+    (("fsdp2",), "compile", ("float32",), "without ring attention"),
+    (("fsdp2", "deepspeed"), "joint", ("float32", "bfloat16"), "without ring attention and not at ZeRO 3"),
+)
 
 TABLE: tuple[Entry, ...] = (
     Entry(
@@ -251,14 +255,11 @@ TABLE: tuple[Entry, ...] = (
             execution=(execution,),
             layout=("packed",),
             device=("cpu",),
-            dtype=("float32",),
+            dtype=dtypes,
             reason=reason,
             tested=_BACKENDS,
         )
-        for backend, execution, reason in (
-            (("fsdp2",), "compile", "without ring attention"),
-            (("fsdp2", "deepspeed"), "joint", "without ring attention; train.zero_stage = 0, 1 or 2"),
-        )
+        for backend, execution, dtypes, reason in _SPANNING
     ),
     Entry(
         status="supported",

@@ -2,7 +2,7 @@
 
 from lockstep.execution.cache import compile_cache, use_compile_cache
 from lockstep.execution.capacity import Capacity
-from lockstep.execution.joint import JointDecoder, install_joint
+from lockstep.execution.joint import JointDecoder, install_joint, joint_of
 from lockstep.execution.regions import compile_blocks, decoder, decoder_layers, is_compiled, prepare_compiler
 from lockstep.execution.watch import CompileReport, CompileWatch
 
@@ -17,6 +17,7 @@ __all__ = [
     "decoder_layers",
     "install_joint",
     "is_compiled",
+    "joint_of",
     "prepare_compiler",
     "use_compile_cache",
 ]

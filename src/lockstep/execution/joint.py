@@ -89,6 +89,12 @@ def install_joint(
     return made
 
 
+def joint_of(module: nn.Module) -> JointDecoder | None:
+    """What `install_joint` made of a causal LM; None: it has none."""
+    found = vars(decoder(module)).get("forward")
+    return found if isinstance(found, JointDecoder) else None
+
+
 class JointDecoder:
     """A decoder's `forward`. See `install_joint`."""
 
@@ -150,6 +156,10 @@ class JointDecoder:
             made = RecordedStep(graph.function, weights, call.arguments(), pool=self._pool)
             recorded = self._recorded[key] = made
         return recorded.run(call.arguments())
+
+    def adopt(self, other: JointDecoder) -> None:
+        """Run what `other`, a decoder of the same architecture, has made; graphs hold no weights."""
+        self._graphs = other._graphs
 
     @property
     def num_graphs(self) -> int:

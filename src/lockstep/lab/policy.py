@@ -17,6 +17,7 @@ from lockstep import invariant
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import RecordingError
+from lockstep.execution import joint_of
 from lockstep.lab.capacity import Capacities
 from lockstep.lab.cell import recorded_axes, train_config
 from lockstep.models.causal_lm import text_config
@@ -202,8 +203,12 @@ class Policy:
             return self.match(meta)
         if self.options.cell.deepspeed:
             self.backend.close()
+            before = joint_of(self.model.module)
             self._load(meta)
             self.backend = self._build()
+            after = joint_of(self.model.module)
+            if before is not None and after is not None:
+                after.adopt(before)
         else:
             self._place(meta)
         return self.match(meta)

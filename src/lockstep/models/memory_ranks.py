@@ -166,7 +166,7 @@ def _deepspeed_parts(
     weights: Phase = "host" if train.parameter_device == "cpu" else "always"
     optimizer: Phase = "host" if train.optimizer_device == "cpu" else "always"
     further = either(
-        stage < 3 and f"train.zero_stage = {stage + 1}",
+        stage < (2 if train.execution == "joint" else 3) and f"train.zero_stage = {stage + 1}",
         stage > 0 and _MORE_RANKS,
         stage > 0 and optimizer == "always" and "train.optimizer_device = 'cpu'",
     )

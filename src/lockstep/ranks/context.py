@@ -287,13 +287,16 @@ class RankContext:
             dist.destroy_process_group()
 
 
-def _leave_after(hook: Callable[..., object]) -> Callable[..., None]:
+def _leave_after(hook: Callable[..., object]) -> Callable[..., object]:
     """For sys.excepthook: an error that nobody caught is shown by `hook`, and the process ends."""
+    if getattr(hook, "leaves", False):  # another context of this process has failed before
+        return hook
 
     def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         hook(kind, error, trace)
-        leave(1)
+        leave(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
+    vars(shown)["leaves"] = True
     return shown
 
 

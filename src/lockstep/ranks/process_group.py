@@ -14,6 +14,13 @@ TIMEOUT = timedelta(minutes=10)
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def group_timeout(device: torch.device) -> timedelta:
+    """How long a collective of the default process group may take on this kind of device."""
+    group = dist.distributed_c10d._get_default_group()
+    found: timedelta = group._get_backend(device).options._timeout
+    return found
+
+
 def ensure_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> None:
     """Make the default process group unless there is one: the launcher's (torchrun, deepspeed), or of this
     process alone, on a free port.

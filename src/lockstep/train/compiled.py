@@ -6,7 +6,7 @@ from torch import nn
 
 from lockstep.config.backends import check_capacity
 from lockstep.config.train import TrainConfig
-from lockstep.execution import CompileWatch, compile_blocks, decoder, install_joint
+from lockstep.execution import CompileWatch, compile_blocks, install_joint, joint_of
 from lockstep.train.contract import compile_options
 
 
@@ -32,8 +32,7 @@ def compile_module(
     if config.execution == "compile":
         return compile_blocks(module, max_recompiles=config.max_recompiles, options=options)
     check_capacity(config)
-    if like is None:
-        install_joint(module, options=options, cuda_graph=config.cuda_graph)
-    else:
-        install_joint(module, options=options, graphs_of=vars(decoder(like))["forward"])
+    graphs_of = None if like is None else joint_of(like)
+    cuda_graph = config.cuda_graph and like is None
+    install_joint(module, options=options, cuda_graph=cuda_graph, graphs_of=graphs_of)
     return CompileWatch(max_recompiles=config.max_recompiles)

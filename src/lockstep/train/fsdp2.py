@@ -259,11 +259,13 @@ class FSDP2Backend:
             if not is_out_of_memory(error):
                 raise
             mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+            joint = self.config.execution == "joint"
+            gathered = "train.execution = 'compile'" if joint else "train.reshard_after_forward = true"
             what = "an empty micro-batch" if index is None else f"micro-batch {index}"
             raise TrainError(
                 f"step {self.steps_done}, {what} of {count}: out of memory with {batch.num_slots} token "
                 f"slots on a mesh of {mesh}; set train.activation_checkpointing = true, lower "
-                "train.token_budget, set train.reshard_after_forward = true, train.optimizer_device = 'cpu' "
+                f"train.token_budget, set {gathered}, train.optimizer_device = 'cpu' "
                 "or train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
                 f"{error}"
             ) from error

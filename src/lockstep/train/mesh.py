@@ -12,14 +12,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.errors import ConfigError
-from lockstep.ranks.process_group import TIMEOUT, ensure_process_group
+from lockstep.ranks.process_group import ensure_process_group, group_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +71,11 @@ def mesh_sizes(world_size: int, *, ring: int, tp: int) -> tuple[int, int, int]:
     return world_size // (ring * tp), ring, tp
 
 
-def make_mesh(device: torch.device, *, ring: int, tp: int, timeout: timedelta = TIMEOUT) -> RankMesh:
+def make_mesh(device: torch.device, *, ring: int, tp: int) -> RankMesh:
     """The mesh of all ranks; collective.
 
     Args:
         device: of the model; decides the kind of collectives.
-        timeout: of the mesh's own groups.
 
     Raises:
         ConfigError: the sizes do not divide, on every rank.
@@ -88,8 +86,8 @@ def make_mesh(device: torch.device, *, ring: int, tp: int, timeout: timedelta = 
     shard = mesh["dp", "ring"]._flatten("shard")
     groups = {name: mesh.get_group(name) for name in ("dp", "ring", "tp")} | {"shard": shard.get_group()}
     for group in groups.values():
-        # init_device_mesh takes no timeout, and torch's default is half an hour.
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        # init_device_mesh takes no timeout; the default group's is what --rank-timeout says.
+        dist.distributed_c10d._set_pg_timeout(group_timeout(device), group)
     dp_rank, ring_rank, tp_rank = (mesh.get_local_rank(name) for name in ("dp", "ring", "tp"))
     world = dist.group.WORLD
     assert world is not None
