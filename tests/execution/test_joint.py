@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep import invariant
 from lockstep.errors import ConfigError, ModelError, TrainError
-from lockstep.execution import Capacity, CompileWatch, compile_blocks, install_joint, is_compiled
+from lockstep.execution import Capacity, CompileWatch, compile_blocks, install_joint, is_compiled, joint_of
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,21 @@ def test_another_model_runs_the_same_graphs_with_its_own_weights():
     policy, _ = measure(module, batches())
     assert largest_gap(expected, found) == 0.0 and largest_gap(policy, found) > 0.1
     assert joint.num_graphs == 1
+
+
+def test_graphs_are_taken_over_by_a_module_that_comes_later():
+    old, new = tiny_model("llama", "varlen"), tiny_model("llama", "varlen")
+    with torch.no_grad():
+        new.model.norm.weight.mul_(0.5)
+    expected, _ = measure(new, batches())
+    before = install_joint(old, compiler="aot_eager")
+    measure(old, batches())
+    assert joint_of(new) is None
+    install_joint(new, compiler="aot_eager").adopt(before)
+    watch = CompileWatch()
+    found, _ = measure(new, batches())
+    assert largest_gap(expected, found) == 0.0
+    assert joint_of(new).num_graphs == 1 and watch.report().graphs == 0
 
 
 def test_without_gradients_the_same_numbers_and_nothing_to_go_back_through():
