@@ -129,15 +129,15 @@ def test_every_ending_is_a_row(faked: Path) -> None:
 
 
 def test_what_the_support_table_refuses_starts_no_process(faked: Path) -> None:
-    result = run_bench(options(faked, "eager+hf,deepspeed+joint+hf"))
-    assert statuses(result) == {"eager+hf": "ok", "deepspeed+joint+hf": "refused"}
-    assert result.cells[1].log == "" and "train.execution" in result.cells[1].reason
+    result = run_bench(options(faked, "eager+hf,compile+hf+invariant"))
+    assert statuses(result) == {"eager+hf": "ok", "compile+hf+invariant": "refused"}
+    assert result.cells[1].log == "" and "train.batch_invariant" in result.cells[1].reason
     assert result.ok, "what is refused was not asked to be fast"
     other, said = faked.parent / "other", []
-    with pytest.raises(ConfigError, match=r"train\.execution"):
-        run_bench(options(other, "deepspeed+joint+hf"), progress=said.append)
+    with pytest.raises(ConfigError, match=r"train\.batch_invariant"):
+        run_bench(options(other, "compile+hf+invariant"), progress=said.append)
     assert not other.exists() and not said, "the error says it"
-    cells = "deepspeed+joint+hf,deepspeed+eager+native+invariant"
+    cells = "compile+hf+invariant,deepspeed+eager+native+invariant"
     with pytest.raises(ConfigError, match="every cell is refused") as refused:
         run_bench(options(other, cells, "--set", "train.lrr=1", "--set", "train.attention_x=1"))
     assert all(name in str(refused.value) for name in cells.split(","))
@@ -165,13 +165,13 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_ctrl_c_keeps_what_there_is(faked: Path, interrupted: None) -> None:
     behave(faked, {"eager+native": {"how": "refuse"}})
-    given = options(faked, "eager+hf,compile+hf,eager+native,deepspeed+joint+hf")
+    given = options(faked, "eager+hf,compile+hf,eager+native,compile+hf+invariant")
     result = run_bench(given)
     assert statuses(result) == {
         "eager+hf": "interrupted",
         "compile+hf": "interrupted",
         "eager+native": "refused",
-        "deepspeed+joint+hf": "refused",
+        "compile+hf+invariant": "refused",
     }
     first, second, *_ = result.cells
     assert [len(cell.times) for cell in (first, second)] == [2, 1]
@@ -181,7 +181,7 @@ def test_ctrl_c_keeps_what_there_is(faked: Path, interrupted: None) -> None:
     assert second.trained_per_second == sum(given.work.lengths()) / 3
     assert first.mfu is None and second.ratio(first, "step") == 1.0
     assert not result.complete and result.verdict == (
-        "bench: 0 of 4 cells measured; eager+native refused; deepspeed+joint+hf refused; interrupted"
+        "bench: 0 of 4 cells measured; eager+native refused; compile+hf+invariant refused; interrupted"
     )
     assert "| compile+hf | interrupted | 1 |" in markdown(result)
 

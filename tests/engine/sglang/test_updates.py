@@ -414,7 +414,7 @@ def test_padding_between_tensors_cannot_be_broadcast():
 
 
 SGLANGS_SIDE = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     Backend, PrefixStore, _new_process_group_helper, default_pg_timeout, rendezvous,
@@ -427,7 +427,8 @@ group, _ = _new_process_group_helper(
 dist.distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
 received = torch.empty(4, dtype=torch.uint8)
 dist.broadcast(received, src=0, group=group)
-print(received.tolist())
+print(received.tolist(), flush=True)
+os._exit(0)  # a thread of gloo that is not done with the tensor would abort Python's shutdown
 """
 
 
