@@ -40,8 +40,6 @@ T = TypeVar("T")
 CONTROL_SECONDS = 60.0
 """Deadline of what ranks tell each other about themselves, where nothing else is asked for."""
 _LISTEN_SECONDS = 0.5
-_SETTLE_SECONDS = 0.05
-"""Python is idle so long after the last collective: threads of gloo have a tensor to free, see `leave`."""
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = re.compile(
     r"closed by peer|pair closure|Broken pipe|Connection reset|Connection refused|remote process exited"
@@ -287,7 +285,6 @@ class RankContext:
             sys.excepthook = _leave_after(sys.excepthook)
         else:
             dist.destroy_process_group()
-            time.sleep(_SETTLE_SECONDS)
 
 
 def _leave_after(hook: Callable[..., object]) -> Callable[..., object]:
