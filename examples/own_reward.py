@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep import load_run, train_online
 from lockstep.protocols.reward import RewardInput
 
 
@@ -33,6 +32,9 @@ class Distinct:
 
 def main(recipe: str = "tiny") -> None:
     """Name a reward in the config (module:attribute), or hand over the callable itself."""
+    # Imported here, as the reward's own process imports this module too, and needs no torch.
+    from lockstep import load_run, train_online
+
     if recipe == "tiny":
         named = {"name": "own_reward:Distinct", "kwargs": {"target": 0.9}}
         run = load_run("tiny", overrides={"rewards": [named], "steps": 5})

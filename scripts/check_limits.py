@@ -1,6 +1,6 @@
 """Size limits: what a reader has to hold in mind at once, and what a clone has to download.
 
-function <= 80 lines, file <= 500 lines, <= 6 parameters (self and cls not counted), tracked files <= 12 MiB
+function <= 80 lines, file <= 800 lines, <= 6 parameters (self and cls not counted), tracked files <= 12 MiB
 
 A signature that others dictate says so in its first line: `def forward(  # signature: torch's flash op`.
 Parameters of test_ functions are fixtures and cases that pytest fills in: they are not counted.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FUNCTION_LINES = 80
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
 MAX_PARAMETERS = 6
 MAX_TRACKED_BYTES = 12 * 2**20
 

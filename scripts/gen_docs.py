@@ -161,11 +161,13 @@ def type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> st
     if origin is dict:
         return "table"
     names = {int: "integer", float: "number", str: "string", bool: "`true`, `false`", Path: "path"}
+    plain = [inner for item in metadata for inner in getattr(item, "metadata", [item])]
     bounds = [
         f"{sign} {value:g}"
-        for item in metadata
+        for item in plain
         for key, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
-        if (value := getattr(item, key, None)) is not None
+        # The largest bounds only keep numbers that nobody means out of the machine's.
+        if (value := getattr(item, key, None)) is not None and value < 1e9
     ]
     return " ".join([names.get(annotation, str(annotation)), ", ".join(bounds)]).strip()
 
@@ -217,7 +219,8 @@ def support_page() -> str:
 def support_line(row: dict[str, str]) -> tuple[str, ...]:
     """One row of the table, with only the axes that it restricts."""
     axes = "; ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] != "any")
-    tested = f"`{row['tested']}`" if row["tested"] else ""
+    file, _, on = row["tested"].partition(" on ")
+    tested = f"`{file}`" + (f" ({on})" if on else "") if file else ""
     return row["status"], axes or "everything else", row["note"], tested
 
 
@@ -248,7 +251,13 @@ def published_table() -> str:
         name for name in GRPOConfig.model_fields if any(name in values for values in PUBLISHED.values())
     ]
     rows = (
-        (f"`{name}`", *(f"`{toml_value(values[option])}`" if option in values else "—" for option in options))
+        (
+            f"`{name}`",
+            *(
+                f"`{toml_value(values[option])}`" if values.get(option) not in (None, {}) else "—"
+                for option in options
+            ),
+        )
         for name, values in PUBLISHED.items()
     )
     return table(("`algorithm.name`", *(f"`{option}`" for option in options)), rows)

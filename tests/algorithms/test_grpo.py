@@ -253,7 +253,7 @@ def test_groups_that_lost_rollouts() -> None:
 )
 def test_rollout_correction_by_hand(correction: dict[str, object], expected: list[float]) -> None:
     """old / rollout is 3 for the token of document 0, 2 for both tokens of document 2 (4 as a sequence)."""
-    algo = algorithm("rloo", rollout_correction=correction)
+    algo = algorithm("rloo", ratio="token", aggregation="sequence_sum", rollout_correction=correction)
     samples = samples_of(algo, groups())
     old = per_rollout(samples, [-1 + math.log(3), -1.0, -1 + LN2, -1.0])
     batch = batch_of(algo, samples, old_logprobs=old)
@@ -284,7 +284,8 @@ def test_kl_in_the_loss_needs_the_reference() -> None:
 
 def test_metrics_by_hand() -> None:
     """Ratios 2, 1/2, 2, 1 on 1, 3, 2, 2 tokens; old - rollout is ln 2, 0, 0, -ln 2."""
-    algo = algorithm(rollout_correction={"kind": "mask", "high": 1.5}, kl={"coef": 0.1, "estimator": "k1"})
+    tokens, policy = (1, 3, 2, 2), (-1 + 2 * LN2, -1 - LN2, -1 + LN2, -1 - LN2)
+    algo = algorithm(rollout_correction={"kind": "mask", "high": 1.5}, kl={"coef": 0.1, "estimator": "k2"})
     samples = samples_of(algo, groups())
     old = per_rollout(samples, [-1 + LN2, -1.0, -1.0, -1 - LN2])
     batch = batch_of(
@@ -308,7 +309,8 @@ def test_metrics_by_hand() -> None:
         "rollout_is_weight_mean": (0 + 3 + 2 + 1) / 8,
         "rollout_is_weight_max": 1.0,
         "rollout_masked_share": 1 / 8,
-        "kl_ref": (1 + 2 * LN2 + 3 * (1 - LN2) + 2 * (1 + LN2) + 2 * (1 - LN2)) / 8,
+        "importance_ratio_clamped": 0.0,
+        "kl_ref": sum(n * (2 + x) ** 2 / 2 for n, x in zip(tokens, policy, strict=True)) / 8,
     }
     assert found == pytest.approx(expected, rel=1e-5)
     split = [pack([s], algo.loss_weights([s])) for s in samples[:2]]

@@ -142,3 +142,21 @@ def test_engines_and_backends_are_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_every_backend_refuses_on_a_cpu_is_not_usable() -> None:
+    found = {finding.name: finding for finding in doctor.axis("execution mode", device="cpu")}
+    assert found["deepcompile"].status == "unavailable"
+    assert "CUDA extension" in found["deepcompile"].detail
+    assert found["eager"].status == found["joint"].status == "ok"
+
+
+def test_a_model_is_proven_on_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    found = doctor.proofs("shape:tiny-gemma3")
+    assert {finding.status for finding in found} == {"ok"} and len(found) == 12
+    assert {"packed (varlen)", "decoded by engine native"} < {finding.name for finding in found}
+    (wrong,) = doctor.proofs(str(tmp_path))
+    assert wrong.status == "problem" and "holds no config.json" in wrong.detail

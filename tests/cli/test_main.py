@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -61,18 +60,13 @@ def test_help_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("lockstep 0.")
 
 
-def test_help_loads_nothing_and_is_quick() -> None:
+def test_help_loads_nothing() -> None:
     code = (
         "import sys; from lockstep.cli.main import main; main(['--help']); "
         "print(*sorted({'torch', 'tyro', 'pydantic', 'rich', 'numpy'} & set(sys.modules)))"
     )
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - started)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ""
-    assert min(seconds) < 0.3
 
 
 def test_python_dash_m_is_the_command() -> None:

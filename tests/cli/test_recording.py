@@ -16,9 +16,10 @@ from recordings import batch, documents, recorded, run_inputs, write
 from lockstep.cli import replay
 from lockstep.cli.main import main
 from lockstep.lab.capacity import select_inputs
+from lockstep.observe.text import printable
 from lockstep.packing import pack
 from lockstep.recording import Recording, corpus
-from lockstep.recording.show import Style, printable, show_input
+from lockstep.recording.show import Style, show_input
 
 
 @pytest.fixture

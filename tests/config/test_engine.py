@@ -37,6 +37,7 @@ OTHER = {
     "env": {"NCCL_DEBUG": "INFO"},
     "python": PYTHON,
     "url": URL,
+    "token_env": "MY_KEY",
 }
 
 

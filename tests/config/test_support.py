@@ -33,7 +33,11 @@ def test_supported_means_that_its_test_exists_and_unsupported_has_a_reason():
 
 def test_a_gpu_result_holds_a_passed_row_for_every_cell_that_refers_to_it():
     for tested in {entry.tested for entry in TABLE if entry.tested.startswith("gpu:")}:
-        rows = json.loads((ROOT / tested.removeprefix("gpu:")).read_text())["cells"]
+        result = json.loads((ROOT / tested.removeprefix("gpu:")).read_text())
+        rows = result["cells"]
+        versions = f"torch {result['torch']}, transformers {result['transformers']}"
+        on = f"{result['date']}, {result['machine']}, {versions}"
+        assert {entry.on for entry in TABLE if entry.tested == tested} == {on}
         cells = list(cells_tested_by(tested))
         assert cells
         for cell in cells:
@@ -140,3 +144,9 @@ def test_rows_say_all():
     row = next(r for r in rows if r["attention"] == "flex" and r["device"] == "cpu")
     assert row["status"] == "unsupported" and "instead: train.attention = 'sdpa'" in row["note"]
     assert row["backend"] == "any"
+
+
+def test_the_default_path_on_a_gpu_is_tested():
+    cell = {"backend": "local", "engine": "native", "attention": "varlen", "layout": "packed"}
+    entry = lookup(cell | {"execution": "eager", "device": "cuda", "dtype": "bfloat16"})
+    assert entry.status == "supported" and entry.on.startswith("2026-11-22, NVIDIA H100")

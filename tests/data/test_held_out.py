@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.run import GRPORun
-from lockstep.data.held_out import held_out_config, load_train_and_held_out
+from lockstep.data.held_out import evaluates, held_out_config, load_train_and_held_out
 from lockstep.errors import DataError
 
 
@@ -57,3 +57,32 @@ def test_eval_data_rules(tokenizer: Any) -> None:
     given = GRPORun.model_validate({"eval_data": {"source": "reasoning_gym:gcd", "seed": 5}})
     config = held_out_config(given)
     assert (config.source, config.seed, config.size) == ("reasoning_gym:gcd", 5, 256)
+
+
+def test_nothing_is_held_out_where_nothing_is_evaluated(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(30)))
+    assert evaluates(run(source=str(path)))
+    for which in ({"before": True}, {"after": True}, {"every": 5}, {}):
+        values = {"before": False, "after": False, "every": 0, "num_prompts": 20} | which
+        given = GRPORun.model_validate({"data": {"source": str(path)}, "eval": values})
+        assert evaluates(given) == bool(which)
+    train, held_out = load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)
+    assert [train[i].index for i in range(len(train))] == list(range(30)) and len(held_out) == 0
+
+
+def test_fewer_prompts_than_a_step_needs_are_refused_with_the_setting(tokenizer: Any, tmp_path: Path) -> None:
+    """27 of 30 rows are too long, which only the tokenizer tells."""
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": "word " * (400 if i % 10 else 1) + str(i)} for i in range(30)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"source": str(path), "max_prompt_tokens": 100, "overlong_prompts": "drop"}
+    for needed in (3, 4):
+        given = GRPORun.model_validate({"data": data, "rollout": {"prompts_per_step": needed}})
+        if needed == 3:
+            assert len(load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)[0]) == 3
+            continue
+        with pytest.raises(
+            DataError, match=r"prompts_per_step = 4, but .* only 3 prompts.*dropped_overlong.: 27"
+        ):
+            load_train_and_held_out(given, tokenizer=tokenizer, hold_out=False)

@@ -7,7 +7,8 @@ A fenced ```console or ```bash block follows an HTML comment that says which:
 
 In ```console lines that begin with "$ " are commands, the rest is output; in ```bash all lines are commands.
 In shown output `...` stands for anything, and a number for any number. All blocks of a page share one scratch
-folder, which has the repository's files in it.
+folder, which has the repository's files in it. `lockstep` is forked from a process that has imported torch
+(warm_lockstep.py); other commands, and what a command starts, are new processes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for warm_lockstep
+
+from warm_lockstep import warm_lockstep
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -80,14 +86,20 @@ def _pattern(line: str) -> str:
     return r"\s+".join(".*".join(parts).replace("\\ ", " ").split())
 
 
-def run(block: Block, folder: Path) -> str:
+@pytest.fixture(scope="module")
+def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with warm_lockstep(tmp_path_factory.mktemp("warm")) as folder:
+        yield folder
+
+
+def run(block: Block, folder: Path, *, bin_folder: Path | None = None) -> str:
     """The output of a block's commands; AssertionError when one fails."""
     for path in ROOT.iterdir():
         link = folder / path.name
         if path.name not in (".git", "runs") and not link.exists():
             link.symlink_to(path)
-    bin_folder = str(Path(sys.executable).parent)
-    environment = os.environ | {"PATH": bin_folder + os.pathsep + os.environ["PATH"], "COLUMNS": "110"}
+    bins = [*([] if bin_folder is None else [str(bin_folder)]), str(Path(sys.executable).parent)]
+    environment = os.environ | {"PATH": os.pathsep.join([*bins, os.environ["PATH"]]), "COLUMNS": "110"}
     environment.pop("PYTEST_ADDOPTS", None)
     script = "set -euo pipefail\n" + "\n".join(block.commands)
     done = subprocess.run(
@@ -123,10 +135,10 @@ RUNNABLE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+def test_commands_do_what_the_page_shows(page: Path, tmp_path: Path, bin_folder: Path) -> None:
     for block in blocks_of(page.read_text(encoding="utf-8"), page.name):
         if block.kind == "run":
-            real = run(block, tmp_path)
+            real = run(block, tmp_path, bin_folder=bin_folder)
             absent = missing(block.output, real)
             assert absent is None, f"{block.where}: {absent!r} is not in the real output:\n{real}"
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.load import load_run
-from lockstep.config.run import GRPORun, SFTRun
+from lockstep.config.run import DPORun, GRPORun, SFTRun
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online
 
@@ -96,7 +96,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_settings_that_pages_name_exist() -> None:
-    known = {path for model in (GRPORun, SFTRun) for path in leaves(model)}
+    known = {path for model in (GRPORun, SFTRun, DPORun) for path in leaves(model)}
     sections = {path.rpartition(".")[0] for path in known}
     starts = {path.split(".")[0] for path in known if "." in path} - {"log", "eval"}
     unknown = []
@@ -112,6 +112,7 @@ def test_settings_that_pages_name_exist() -> None:
 DOCUMENTED = re.compile(r"`([a-z_0-9]+(?:/[A-Za-z_0-9]+)*)`")
 SELDOM = {  # they need a failure, a GPU, or a check between steps that this test does not make
     "reward/NAME/junk",
+    "reward/NAME/timeout",
     "reward/NAME/failed",
     "reward/dropped",
     "engine/kv_cache_use",  # these are of engines with weights of their own
@@ -145,6 +146,7 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
         "eval.num_prompts": 4,
         "algorithm.name": "dapo",
         "algorithm.kl.coef": 0.01,
+        "algorithm.dual_clip": 3.0,
         "algorithm.rollout_correction.kind": "tis",
         "train.minibatches": 2,
         "record.enabled": True,

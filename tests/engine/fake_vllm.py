@@ -42,7 +42,7 @@ def plan() -> dict:
 class State:
     def __init__(self):
         self.lock = threading.Lock()
-        self.answered = self.tokens = 0
+        self.arrived = self.replied = self.tokens = 0
         self.asleep = False
         self.aborted = set()
 
@@ -63,7 +63,17 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def refused(self):
+        """Without the token, if it was given one."""
+        token = os.environ.get("LOCKSTEP_SERVER_TOKEN")
+        if token is None or self.headers.get("Authorization") == f"Bearer {token}":
+            return False
+        self.reply({"error": "this server needs its token"}, 401)
+        return True
+
     def do_GET(self):
+        if self.refused():
+            return
         path, now = urlsplit(self.path).path, plan()
         if path == "/health":
             self.reply(b"", now.get("health", 200))
@@ -93,6 +103,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.refused():
+            return
         body, path, now = json.loads(text or b"null"), urlsplit(self.path).path, plan()
         with open(PLAN.with_suffix(".asked"), "a") as file:
             file.write(json.dumps({"path": self.path, "body": body}) + "\n")
@@ -101,7 +113,9 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/inference/v1/generate":
             self.generate(body, now)
         elif path == "/collective_rpc":
-            answer = now.get("rpc", {}).get(body["method"], {"ok": True})
+            memory = {"weights": 1000, "kv_cache_bytes": 1000}
+            usual = memory if body["method"] == "lockstep_memory" else {"ok": True}
+            answer = now.get("rpc", {}).get(body["method"], usual)
             self.reply({"results": [answer]})
         elif path == "/reset_prefix_cache":
             self.reply({"success": now["reset"]})
@@ -119,8 +133,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply({"error": {"message": "Token id is out of vocabulary"}}, 400)
             return
         with STATE.lock:
-            STATE.answered += 1
-            if STATE.answered == now.get("die_after"):
+            STATE.arrived += 1
+            if STATE.arrived == now.get("die_at_sample"):
                 print("RuntimeError: the fake was told to die", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
         id, sampling = body.get("request_id", ""), body["sampling_params"]
@@ -142,6 +156,13 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(
             raw.encode() if raw is not None else {"choices": [choice], "usage": usage}, now.get("status", 200)
         )
+        with STATE.lock:
+            STATE.replied += 1
+            last = STATE.replied == now.get("die_after_replies")
+        while last:
+            if STATE.arrived > STATE.replied:  # one is still being answered
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def main():

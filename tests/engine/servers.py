@@ -10,7 +10,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.http import HttpClient
 from lockstep.engine.place import EnginePlace
 from lockstep.engine.remote import RemoteEngine
-from lockstep.engine.server import ServerProcess, ServerSpec, free_port, server_environment
+from lockstep.engine.server import ServerProcess, ServerSpec, free_port, server_client, server_environment
 from lockstep.engine.vllm_server import VLLMDriver
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
@@ -23,8 +23,9 @@ def write_plan(folder, *starts, **every):
     return path
 
 
-def process(folder, *, start_seconds=20.0, port=None, **environment):
+def process(folder, *, start_seconds=20.0, port=None, token="", **environment):
     port = free_port() if port is None else port
+    environment |= {"LOCKSTEP_SERVER_TOKEN": token} if token else {}
     return ServerProcess(
         ServerSpec(
             name="fake",
@@ -34,6 +35,7 @@ def process(folder, *, start_seconds=20.0, port=None, **environment):
             log=Path(folder) / "fake.log",
             start_seconds=start_seconds,
             grace_seconds=1.0,
+            token=token,
         )
     )
 
@@ -69,14 +71,14 @@ def place_in(folder, **changes):
     return EnginePlace(**(values | changes))
 
 
-def engine_in(folder, *, config=None, place=None, url=None):
+def engine_in(folder, *, config=None, place=None, url=None, token="token of the fake"):
     """`vllm` over a fake server of its own, or over the one at `url`."""
     where = {"url": url} if url else {"python": sys.executable}
     settings = where | {"request_seconds": 20.0, "start_seconds": 20.0} | (config or {})
     config = EngineConfig(name="vllm", **settings)
     place = place_in(folder, **(place or {}))
-    server = None if url else process(folder, start_seconds=config.start_seconds)
-    client = HttpClient(url or server.spec.url, name="vllm")
+    server = None if url else process(folder, start_seconds=config.start_seconds, token=token)
+    client = server_client(config, server)
     driver = VLLMDriver(config, place, client=client, server=server)
     return RemoteEngine(config, place=place, client=client, driver=driver, server=server)
 

@@ -1,7 +1,6 @@
 import dataclasses
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -238,9 +237,7 @@ def test_abort_from_another_thread_ends_running_and_waiting_samples(tiny):
     requests = [request(tiny, 4, range(3), max_tokens=90_000, ignore_eos=True)]
     timer = threading.Timer(0.5, engine.abort)
     timer.start()
-    started = time.perf_counter()
     group = engine.generate(requests)[0]
-    assert time.perf_counter() - started < 20
     assert [c.finish_reason for c in group] == ["abort"] * 3
     assert len(group[0].token_ids) > 0 and group[2].token_ids == ()
     assert engine.generate([request(tiny)])[0][0].finish_reason != "abort"

@@ -138,10 +138,8 @@ def test_a_get_is_asked_again_and_a_post_is_not():
 def test_deadlines():
     with answering(lambda c: time.sleep(30)) as (client, _):
         for ask in (client.get, client.post):
-            began = time.monotonic()
             with pytest.raises(Silent, match="not answered in time"):
                 ask("/x", seconds=0.3)
-            assert time.monotonic() - began < 3.0
 
 
 def test_a_connection_that_breaks_in_the_middle():

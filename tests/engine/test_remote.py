@@ -107,8 +107,8 @@ def test_bad_requests_are_refused_before_anything_is_sent(engines, tmp_path):
         ({"raw": '{"choices": []}'}, "not that of vLLM 0.32.0"),
         ({"raw": '{"choices": [{"token_ids": ["x"]}]}'}, "not that of vLLM 0.32.0"),
         ({"raw": '{"usage": {"prompt_tokens": NaN}}'}, "not JSON"),
-        ({"choice": {"token_ids": [1, 2, 3, "4"]}}, "must be numbers"),
-        ({"logprob": None}, "must be numbers"),
+        ({"choice": {"token_ids": [1, 2, 3, "4"]}}, "not a list of token ids"),
+        ({"logprob": None}, "logprobs from nan"),
         ({"choice": {"token_ids": [1, 2, 3, 100]}}, "other tokens than it sampled"),
         ({"logprob": -9999.0}, "no logprob of token 1"),
         ({"logprob": -20000.0}, "no logprob of token 1"),
@@ -161,19 +161,19 @@ def test_an_end_as_the_last_token_that_fits_is_an_end(engines):
 
 
 def test_death_in_mid_batch_asks_again_only_for_what_is_missing(engines, tmp_path):
-    engine = engines({"die_after": 4, "seconds": {"21": 30.0}}, {})
+    engine = engines({"die_after_replies": 3, "seconds": {"21": 30.0}}, {})
     seen = []
     results = engine.generate(requests_of(21, 22, 23, 24), on_completion=lambda i, k, c: seen.append(c.seed))
     assert [c.token_ids[0] for c in results[0]] == [21, 22, 23, 24]
     assert sorted(seen) == [21, 22, 23, 24]  # once each
     again = [b["sampling_params"]["seed"] for b in asked(tmp_path)[4:]]
-    assert 21 in again and len(again) == len(set(again)) < 4
+    assert again == [21]
     assert engine.stats().restarts == 1
     assert not engine.dirty  # it reads its weights from the folder
 
 
 def test_death_again_and_again_ends_with_the_log(engines):
-    engine = engines({"die_after": 1}, config={"max_restarts": 1})
+    engine = engines({"die_at_sample": 1}, config={"max_restarts": 1})
     with pytest.raises(EngineError) as caught:
         engine.generate(requests_of(1))
     text = str(caught.value)
@@ -191,7 +191,7 @@ def test_a_server_that_died_idle_is_started_again(engines, tmp_path):
 
 
 def test_pushed_weights_are_pushed_again_after_a_death(engines):
-    engine = engines({"die_after": 2}, {})
+    engine = engines({"die_at_sample": 2}, {})
     update(engine, version=7)
     pushes = []
 
@@ -206,7 +206,7 @@ def test_pushed_weights_are_pushed_again_after_a_death(engines):
 
 
 def test_without_recovery_a_death_after_a_push_is_an_error(engines):
-    engine = engines({"die_after": 1}, {})
+    engine = engines({"die_at_sample": 1}, {})
     update(engine)
     with pytest.raises(EngineError, match="without the trained weights"):
         engine.generate(requests_of(1))
@@ -236,7 +236,7 @@ def test_a_server_that_dies_when_the_update_begins_is_started_again(engines):
 
 
 def test_a_death_while_weights_are_pushed_again_is_one_more_death(engines):
-    engine = engines({"die_after": 1}, {"die_at": "/pause"}, {}, config={"max_restarts": 2})
+    engine = engines({"die_at_sample": 1}, {"die_at": "/pause"}, {}, config={"max_restarts": 2})
     update(engine, version=3)
     engine.recover = lambda: update(engine, version=3)
     assert engine.generate(requests_of(1))[0][0].policy_version == 3 and engine.stats().restarts == 2
@@ -245,10 +245,8 @@ def test_a_death_while_weights_are_pushed_again_is_one_more_death(engines):
 def test_an_engine_that_never_answers(engines, tmp_path):
     engine = engines({"delay": 600.0, "grandchild": True}, {}, config={"request_seconds": 1.5})
     processes = pids(tmp_path)
-    began = time.monotonic()
     with pytest.raises(EngineError, match=r"engine\.request_seconds = 1\.5; 2 samples are missing"):
         engine.generate(requests_of(1, 2))
-    assert time.monotonic() - began < 10.0
     assert not any(alive(p) for p in processes)
     assert engine.generate(requests_of(1))[0][0].token_ids == (1, 2, 3, 4)  # by another server
 

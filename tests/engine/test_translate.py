@@ -95,6 +95,7 @@ ELSEWHERE = {
     "cuda_devices",  # the server's process
     "python",
     "url",
+    "token_env",
     "env",
     "start_seconds",
     "max_restarts",

@@ -146,7 +146,8 @@ def test_the_server_gets_the_same_arguments():
         "--worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
         "--distributed-executor-backend uni --kv-cache-memory-bytes 1073741824 "
         "--no-enable-chunked-prefill --max-num-batched-tokens 8192 --host 127.0.0.1 --port 8123 "
-        "--disable-uvicorn-access-log --block-size 32 --no-async-scheduling"
+        "--disable-uvicorn-access-log --middleware lockstep.wire.server_token.RequireToken "
+        "--block-size 32 --no-async-scheduling"
     )
     with pytest.raises(ConfigError, match="would override"):
         vllm_server_command(config(python="/p", options={"host": "0.0.0.0"}), PLACE, port=1)

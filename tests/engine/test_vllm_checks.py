@@ -136,10 +136,8 @@ def test_a_url_that_accepts_and_never_answers(tmp_path):
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        began = time.monotonic()
         with pytest.raises(EngineError, match="not answered in time"):
             VLLMServer(EngineConfig(name="vllm", url=url), place=place_in(tmp_path))
-        assert time.monotonic() - began < 10.0
 
 
 def test_a_server_at_a_url_that_goes_away(tmp_path):

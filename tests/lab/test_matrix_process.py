@@ -61,12 +61,10 @@ def test_a_real_segmentation_fault_names_the_place(tmp_path: Path) -> None:
 
 
 def test_a_hang_ends_at_its_deadline_with_a_traceback(tmp_path: Path) -> None:
-    start = time.monotonic()
     ending, log = run(
         tmp_path, "import time\ndef collective():\n    time.sleep(600)\ncollective()", timeout=1.0
     )
     assert ending.timed_out and ending.returncode is None
-    assert time.monotonic() - start < 8.0
     assert hung_in(log) == "collective (<string>:3)"
 
 

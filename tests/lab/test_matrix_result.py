@@ -27,7 +27,7 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[]", "a JSON object was expected, not list"),
         ('{"format": "x", "version": 1}', "format = 'x', version = 1; this version reads lockstep-matrix 1"),
         ('{"format": "lockstep-matrix", "version": 2}', "version = 2"),

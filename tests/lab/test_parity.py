@@ -126,7 +126,7 @@ def test_every_ending_is_a_row(faked: Path) -> None:
     assert "DeepCompile builds a CUDA extension" in found["deepspeed:deepcompile"].reason
     (told,) = found["deepspeed:zero3"].problems
     assert told.startswith("losses differ by 0.1 at step ") and told.endswith("the threshold of 0.05")
-    assert found["fsdp2:tp4"].problems[0].startswith("the loss does not fall: 4.04 in the first 5 steps")
+    assert found["fsdp2:tp4"].learning_problem.startswith("the loss does not fall: 4.04 in the first 5 steps")
     assert not result.ok
     assert result.verdict.startswith("parity: 1 of 10 stacks agree with local (largest relative loss diff")
     assert "; fsdp2:tp2+ring2 hung" in result.verdict and "zero0" not in result.verdict
@@ -150,11 +150,16 @@ def test_threshold_flat_losses_and_a_passing_run(faked: Path) -> None:
     behave(faked, fsdp2="differ", fsdp2_tp2="flat")
     passed = run_parity(options(faked, "fsdp2", threshold=0.11))
     assert passed.ok and passed.verdict == (
-        "parity: 1 of 1 stacks agree with local (largest relative loss difference 0.1)"
+        "parity: 1 of 1 stacks agree with local (largest relative loss difference 0.1); "
+        "learning: every loss falls"
     )
     flat = options(faked.parent / "flat", "fsdp2:tp2", threshold=10.0, must_fall=False)
-    assert run_parity(flat).ok
-    assert not run_parity(dataclasses.replace(flat, out=faked.parent / "f2", must_fall=True)).ok
+    told = "learning: the loss does not fall in 1 of 2 (fsdp2:tp2)"
+    allowed = run_parity(flat)
+    assert allowed.ok and allowed.learns is False and allowed.learning == f"{told} (--allow-flat)"
+    strict = run_parity(dataclasses.replace(flat, out=faked.parent / "f2", must_fall=True))
+    assert not strict.ok and strict.agrees and strict.learning == told
+    assert [stack.verdict for stack in strict.stacks] == ["reference", "agrees"]
 
 
 def test_a_reference_that_fails_leaves_nothing_to_compare_with(faked: Path) -> None:
@@ -162,7 +167,10 @@ def test_a_reference_that_fails_leaves_nothing_to_compare_with(faked: Path) -> N
     result = run_parity(options(faked, "fsdp2"))
     assert [stack.verdict for stack in result.stacks] == ["refused", "fails"]
     assert "the reference did no step" in result.stacks[1].problems[0]
-    assert result.verdict == "parity: 0 of 1 stacks agree with local; local refused; fsdp2 does not pass"
+    assert result.verdict == (
+        "parity: 0 of 1 stacks agree with local; local refused; fsdp2 does not pass; "
+        "learning: every loss falls"
+    )
 
 
 def test_another_reference(faked: Path) -> None:

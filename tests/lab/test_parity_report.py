@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import struct
 import sys
@@ -14,8 +15,8 @@ from lockstep.lab import curves_draw
 from lockstep.lab.curves_draw import Curve, Panel, nice_ticks, svg, write_png
 from lockstep.lab.parity_compare import Comparison, Spread, falls
 from lockstep.lab.parity_job import StepRow
-from lockstep.lab.parity_report import brief, markdown, page, panels, show, write_reports
-from lockstep.lab.parity_result import ParityResult, StackResult, judge
+from lockstep.lab.parity_report import brief, markdown, page, panels, problems, show, write_reports
+from lockstep.lab.parity_result import ParityResult, StackResult, judge, learning
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
 
@@ -39,7 +40,8 @@ def rows(losses: list[float]) -> tuple[StepRow, ...]:
 def stack(name: str, losses: list[float], **changes: Any) -> StackResult:
     found = falls(losses)
     given = {"status": "ok", "ranks": 2, "rows": rows(losses), "falls": found, "seconds": 12.0}
-    return StackResult(name=name, **(given | changes))
+    made = StackResult(name=name, **(given | changes))
+    return dataclasses.replace(made, learning=learning(made, made))
 
 
 def comparison(loss: float) -> Comparison:
@@ -99,7 +101,8 @@ class Tags(HTMLParser):
 def test_verdict_and_measures() -> None:
     found = usual()
     assert found.verdict == (
-        "parity: 1 of 2 stacks agree with local (largest relative loss difference 0.01); fsdp2:tp2 refused"
+        "parity: 1 of 2 stacks agree with local (largest relative loss difference 0.01); fsdp2:tp2 refused; "
+        "learning: every loss falls"
     )
     assert not found.ok
     assert result(*found.stacks[:2], found.stacks[3]).ok
@@ -110,15 +113,52 @@ def test_verdict_and_measures() -> None:
 
 def test_what_does_not_pass() -> None:
     flat = stack("fsdp2", [1.0] * 4, comparison=comparison(float("nan")))
-    told = judge(flat, threshold=0.05, steps=6, must_fall=True, reference_ran=True)
-    assert told[0] == "4 of 6 steps were done"
-    assert told[1].startswith("the loss does not fall: 1 in the first 2 steps, 1 in the last")
-    assert told[2] == "losses differ by NaN at step 3, more than the threshold of 0.05"
-    assert judge(flat, threshold=1, steps=4, must_fall=False, reference_ran=True) == (
+    told = judge(flat, threshold=0.05, steps=6, reference_ran=True)
+    assert told == (
+        "4 of 6 steps were done",
+        "losses differ by NaN at step 3, more than the threshold of 0.05",
+    )
+    assert judge(flat, threshold=1, steps=4, reference_ran=True) == (
         "losses differ by NaN at step 3, more than the threshold of 1",
     )
     alone = stack("fsdp2", [3.0, 2.0])
-    assert judge(alone, threshold=1, steps=2, must_fall=True, reference_ran=True) == ("it did no step",)
+    assert judge(alone, threshold=1, steps=2, reference_ran=True) == ("it did no step",)
+
+
+FALLING, FLAT = [4.0, 3.9, 2.0, 1.9], [4.0, 4.1, 4.0, 4.1]
+
+
+@pytest.mark.parametrize(
+    ("reference", "losses", "words", "learns", "ok"),
+    [
+        (FALLING, FALLING, ("falls", "falls"), True, True),
+        (FLAT, FLAT, ("not shown", "not shown"), None, True),
+        (FALLING, FLAT, ("falls", "does not fall"), False, False),
+        (FLAT, FALLING, ("not shown", "falls"), None, True),
+        (FLAT * 3, FLAT * 3, ("does not fall", "does not fall"), False, False),
+        ([4.0, 3.0], [4.0, 3.0], ("not shown", "not shown"), None, True),
+        ([4.0, 3.0, 2.0, float("nan")], FALLING, ("does not fall", "falls"), False, False),
+    ],
+)
+def test_agreement_and_learning_are_two_verdicts(
+    reference: list[float], losses: list[float], words: tuple[str, str], learns: bool | None, ok: bool
+) -> None:
+    """Losses within 1e-7 agree, whether they fall or not."""
+    local = stack("local", reference, is_reference=True, ranks=1)
+    other = stack("fsdp2", losses, comparison=comparison(1.1e-7))
+    other = dataclasses.replace(other, learning=learning(other, local))
+    found = result(local, other)
+    assert (local.learning, other.learning) == words
+    assert found.agrees and (found.learns, found.ok) == (learns, ok)
+    agreement = "1 of 1 stacks agree with local (largest relative loss difference 1.1e-07)"
+    assert found.verdict == f"parity: {agreement}; {found.learning}"
+    assert result(local, other, must_fall=False).ok
+    values = found.as_dict()
+    assert values["agreement"] == {"ok": True, "verdict": agreement}
+    assert values["learning"]["ok"] is learns and values["stacks"][1]["learning"] == words[1]
+    shown = [name for name, _ in problems(found)]
+    flat = [s.name for s in (local, other) if s.learning == "does not fall"]
+    assert shown == flat and (other.learning_problem in brief(other, 2, 2))
 
 
 def test_the_terminal_shows_every_stack() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.lab.rank_replay import _rows_of_all
-from lockstep.lab.results import ReplayFiles, ReplayRow, aggregate, printable, row_text
+from lockstep.lab.results import ReplayFiles, ReplayRow, aggregate, row_text
+from lockstep.observe.text import printable_lines
 
 
 def row(index: int, *, rank: int = 0, logprob: float = 0.1) -> ReplayRow:
@@ -63,4 +64,4 @@ def test_an_out_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
 
 
 def test_text_for_a_terminal_keeps_its_line_ends_only() -> None:
-    assert printable("a\x1b[2Jb\nc\u202ed\r") == "a\\x1b[2Jb\nc\\u202ed\\r"
+    assert printable_lines("a\x1b[2Jb\nc\u202ed\r") == "a\\x1b[2Jb\nc\\u202ed\\r"

@@ -257,12 +257,12 @@ def random_numbers_go_on(ranks: RankContext) -> None:
     seed(7)
     Backend(Sharded(truth(1), dp=4, tp=1, group=everyone), stream=ranks.rank).load(path)
     assert draw() == expected
-    firsts = ranks.gather(expected, what="numbers")
+    firsts = ranks.gather(expected, tuple[float, float, float], what="numbers")
     assert len(set(firsts)) == 4
     numbers = []
     for _ in range(2):
         Backend(Sharded(truth(1), dp=2, tp=2, group=everyone), stream=ranks.rank // 2).load(path)
-        numbers.append(ranks.gather(draw(), what="numbers"))
+        numbers.append(ranks.gather(draw(), tuple[float, float, float], what="numbers"))
     assert numbers[0] == numbers[1]
     torchs = [drawn[0] for drawn in numbers[0]]
     assert torchs[0] == torchs[1] == firsts[0][0] != torchs[2] == torchs[3]
@@ -344,7 +344,7 @@ def the_manager_verifies_in_shares(ranks: RankContext) -> None:
     assert checkpoints.load(first, backend) == {"tokens": 11, "step": 1}
     files.sha256_of = real
     assert backend.parts.expected(truth(1)) and backend.step == 1
-    everything = [path for share in ranks.gather(hashed, what="hashed") for path in share]
+    everything = [path for share in ranks.gather(hashed, list[Path], what="hashed") for path in share]
     assert len(everything) == len(set(everything)) == 4 * 4 + 1  # run_state.json too
     if ranks.is_first:
         victim = second / "optimizer-00002-of-00004.safetensors"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.run_dir import read_lines
+from lockstep.observe.run_history import read_lines
 
 TINY = """
 kind = "grpo"

@@ -99,7 +99,7 @@ def test_a_damaged_line_of_metrics_is_named(lockstep: Commands, run: Path) -> No
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([*lines[:2], lines[2][:30], *lines[3:], ""]))
     ended = lockstep("train", "--resume", run, "--checkpoint", "2", cwd=run)
-    assert ended.code == 1 and "metrics.jsonl, line 3: not JSON" in ended.err
+    assert ended.code == 1 and "metrics.jsonl, line 3: is not valid JSON" in ended.err
 
 
 def test_a_config_that_was_edited_to_nonsense_is_named(lockstep: Commands, run: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_missing_file_is_named_and_nothing_older_is_taken_silently(tmp_path: P
     checkpoints.save(2, Backend(2), {})
     (tmp_path / "checkpoints" / "step-000002" / file).unlink()
     for ask in (checkpoints.latest, lambda: checkpoints.find(2)):
-        with pytest.raises(CheckpointError, match=rf"step-000002 is damaged: .*{file} .*--checkpoint 1$"):
+        with pytest.raises(CheckpointError, match=rf"step-000002 is damaged: .*{file}.*--checkpoint 1$"):
             ask()
 
 

@@ -23,16 +23,12 @@ def kill(target: str, **order: Any) -> dict[str, Any]:
 
 
 MOMENTS = {
-    "copying": [kill(COPY, call=30), kill(COPY, step=1, call=2)],
-    "writing": [
-        kill(FILE, call=3),
-        kill(FILE, call=40),
-        kill(FILE, step=2, call=1),
-        kill(FILE, step=3, call=9),
-    ],
-    "between": [kill(POLL, call=3), kill(OPTIMIZER, step=1, when="after"), kill(OPTIMIZER, step=3)],
-    "committing": [kill(COMMIT), kill(PUT, call=2), kill(PUT, when="after"), kill("shutil:rmtree")],
+    "copying": [kill(COPY, step=1, call=2), kill(COPY, step=2, call=30)],
+    "writing": [kill(FILE, step=2, call=1), kill(FILE, step=2, call=40), kill(FILE, step=3, call=9)],
+    "between": [kill(POLL, step=2), kill(OPTIMIZER, step=2, when="after"), kill(OPTIMIZER, step=3)],
+    "committing": [kill(COMMIT, call=2), kill(PUT, call=2), kill(PUT, when="after"), kill("shutil:rmtree")],
 }
+"""All after the first checkpoint: a run that was killed before it is not begun again."""
 
 
 @pytest.mark.slow

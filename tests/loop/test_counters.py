@@ -10,7 +10,7 @@ from lockstep.ranks.context import RankContext
 class TwoRanks:
     """This one and another that was slower and compiled more."""
 
-    def gather(self, own, *, what):
+    def gather(self, own, kind, *, what):
         return [own, {name: value + 1.0 for name, value in own.items()}]
 
 

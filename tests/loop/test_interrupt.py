@@ -107,7 +107,8 @@ def test_a_child_process_of_a_reward_goes_with_the_run(
         "process = VerifierProcess()\n"
         "def reward(prompt, completion, row):\n"
         "    score = process.math('4', '$4$', timeout=30)[0]\n"
-        "    open('children', 'w').write(f'{os.getpid()} {process._process.pid}')\n"
+        "    child = process._processes['math_verify'].pid\n"
+        "    open('children', 'w').write(f'{os.getpid()} {child}')\n"
         "    return score + len(completion) % 2\n"
     )
     orders = [send(FORWARD, step=0)]

@@ -42,8 +42,8 @@ def test_it_learns_and_is_evaluated_before_during_and_after(straight_run: Path) 
 @pytest.mark.parametrize(
     "orders",
     [
-        [moment(FORWARD, step=step, call=3, when="backward") for step in (1, 3, 5)],
-        [moment(FILE, step=step, call=5) for step in (1, 3, 5)],
+        [moment(FORWARD, step=step, call=3, when="backward") for step in (2, 3, 5)],
+        [moment(FILE, step=step, call=call) for step, call in ((3, 5), (3, 2), (5, 5))],
         [moment(FORWARD, step=step, call=2, when="backward", send="SIGINT") for step in (0, 1, 3)],
     ],
     ids=["killed in backward", "killed in a save", "Ctrl-C"],

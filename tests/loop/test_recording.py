@@ -24,7 +24,7 @@ from lockstep.errors import TrainError
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online
 from lockstep.models.load import load_model
-from lockstep.observe.run_dir import read_lines
+from lockstep.observe.run_history import read_lines
 from lockstep.recording import Recording
 from lockstep.recording.weights import find_weights, load_weights
 from lockstep.schema.batch import PolicyBatch
@@ -273,7 +273,7 @@ FORWARD = "lockstep.train.local:LocalBackend._hidden"
 BEGIN = "lockstep.recording.writer:RecordingWriter.begin"
 FINISH = "lockstep.recording.writer:RecordingWriter.finish"
 MOMENTS = [
-    [(FORWARD, 0, "backward"), (FORWARD, 1, "before"), (FORWARD, 3, "backward")],
+    [(FORWARD, 0, "backward"), (FORWARD, 2, "before"), (FORWARD, 3, "backward")],
     [(BEGIN, 2, "before"), (BEGIN, 2, "after"), (FINISH, 3, "before")],
     [(FINISH, 2, "after"), ("lockstep.recording.writer:RecordingWriter._flush", None, "before")],
     [("lockstep.recording.recorder:save_weights", 0, "after"), (FORWARD, 2, "backward")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,11 @@ MOMENTS = {
         kill(GENERATE, call=5),  # the evaluation before
         kill(METRICS, when="after"),  # its line is written
         kill(GENERATE, step=0, call=7),
-        kill(FORWARD, step=1, call=2, when="backward"),
-    ],
-    "the first save": [
-        kill("lockstep.loop.session:Session.log_evaluation", call=2),
-        kill(FILE, step=1, call=5),
-        kill(PUT, step=1),
-        kill(PUT, step=1, when="after"),
+        kill(FORWARD, step=0, call=2, when="backward"),
+        kill(ROLLOUTS, step=0, when="after"),
     ],
     "after a checkpoint": [
+        kill(PUT, step=1, when="after"),
         kill(FORWARD, step=2, call=2, when="after"),
         kill(RESTORE),
         kill(OPTIMIZER, step=2, when="after"),
@@ -82,6 +79,24 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     phase: str, lockstep: Commands, straight: Straight, tiny_toml: Path, tmp_path: Path
 ) -> None:
     assert killed_and_resumed(lockstep, tiny_toml, tmp_path, MOMENTS[phase]) == straight()
+
+
+@pytest.mark.parametrize(
+    "order", [kill(FILE, step=1, call=5), kill(PUT, step=1), kill("tempfile:mkstemp", step=1, when="after")]
+)
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_begun_again(
+    order: dict[str, Any], lockstep: Commands, tiny_toml: Path, tmp_path: Path
+) -> None:
+    """Its steps are done, and there is nothing to go on from: what it has written stays."""
+    run = tmp_path / "run"
+    ended = lockstep("train", tiny_toml, "--run-dir", run, cwd=tmp_path, signals=[order])
+    assert ended.code == -9, ended.out + ended.err
+    before = {f: f.read_bytes() for f in [run / "metrics.jsonl", *sorted((run / "rollouts").glob("[!.]*"))]}
+    ended = lockstep("train", "--resume", run, cwd=tmp_path)
+    assert ended.code == 1 and len(ended.err.splitlines()) == 1
+    assert "holds no checkpoint, but" in ended.err and "steps that are done" in ended.err
+    assert {f: f.read_bytes() for f in before} == before
+    assert not list(run.rglob(".step-*")), "leftovers of a killed write"
 
 
 VARIANTS = {
@@ -118,3 +133,25 @@ def test_every_kind_of_run_resumes_exactly(
         kill(GENERATE, step=2, call=9),
     ]
     assert killed_and_resumed(lockstep, tiny_toml, tmp_path, orders, *flags) == straight(*flags)
+
+
+def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_says_so(
+    lockstep: Commands, tiny_toml: Path, tmp_path: Path
+) -> None:
+    """The manifest has the published values of then: here it is made to tell of others, and of none."""
+    run = tmp_path / "run"
+    flags = ("--algorithm.name", "rloo", "--steps", "2", "--log.display", "plain")
+    assert lockstep("train", tiny_toml, "--run-dir", run, *flags, cwd=tmp_path).code == 0
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["algorithm"]["ratio"] == "sequence_product"
+
+    def resumed(steps: int, algorithm: dict[str, Any] | None) -> str:
+        (run / "manifest.json").write_text(json.dumps(manifest | {"algorithm": algorithm}))
+        ended = lockstep("train", "--resume", run, "--steps", str(steps), cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        return ended.out + ended.err
+
+    assert "was started" not in resumed(3, manifest["algorithm"])
+    note = "the run was started with algorithm.ratio = token and goes on with sequence_product"
+    assert note in resumed(4, manifest["algorithm"] | {"ratio": "token"})
+    assert "by a version in which rloo had a ratio per token" in resumed(5, None)

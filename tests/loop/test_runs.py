@@ -139,7 +139,8 @@ def test_what_is_switched_off_is_not_written(train: Run) -> None:
         }
     )
     left = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
-    assert left == {"config.toml", "manifest.json", "metrics.jsonl", "summary.json", "lock"}
+    log = "logs/rank-0.log"
+    assert left == {"config.toml", "manifest.json", "metrics.jsonl", "summary.json", "lock", log}
 
 
 def test_every_step_says_what_a_step_must_say(train: Run) -> None:
@@ -189,11 +190,10 @@ def test_dropped_rewards_are_counted_and_leave_the_step(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sometimes.py").write_text(
-        "import time\n"
-        "calls = 0\n"
+        "import pathlib, time\n"
         "def reward(prompt, completion, row):\n"
-        "    global calls\n"
-        "    calls += 1\n"
+        "    with open('calls', 'a') as file: file.write('.')\n"  # the time-out ends the reward's process
+        "    calls = pathlib.Path('calls').stat().st_size\n"
         "    if calls == 3: raise ValueError('three')\n"
         "    if calls == 9: time.sleep(2)\n"
         "    return float(calls % 2)\n"

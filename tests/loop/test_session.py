@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -48,8 +49,16 @@ def test_a_failing_reward_costs_no_finished_step(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"row \d+ .*|out of luck"):
         train_online(run, rewards=[reward])
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+    log = tmp_path / "run" / "logs" / "rank-0.log"
+    failed = log.read_text()
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d === started: rank 0 of 1, lockstep ", failed)
+    assert re.findall(r" step (\d)/3  reward ", failed) == ["1", "2"]
+    assert " Traceback (most recent call last):\n" in failed and 'ValueError("out of luck")' in failed
     summary = train_online(run, resume=tmp_path / "run", rewards=[lambda prompt, completion, row: 1.0])
     assert (summary["outcome"], summary["steps"]) == ("finished", 3)
+    added = log.read_text().removeprefix(failed)
+    assert " === resumed: rank 0 of 1, " in added and " finished after " in added
+    assert re.findall(r" step (\d)/3  reward ", added) == ["3"]
 
 
 def test_what_was_resolved_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,3 +1,8 @@
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,10 +15,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    Qwen2Config,
 )
 
 from lockstep.errors import ModelError
-from lockstep.models.architectures import check_architecture, layer_windows
+from lockstep.models.architectures import READS, SUPPORTED, check_architecture, layer_windows
 from lockstep.models.forward import head_of
 
 SIZES = {
@@ -24,6 +30,18 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 4,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "short_factor": [1.0] * 64,
+    "long_factor": [4.0] * 64,
+    "original_max_position_embeddings": 64,
+}
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
 
@@ -59,6 +77,14 @@ def test_a_wrapped_head_is_refused():
         (Gemma3Config(), "'gemma3' is not supported: it is the multimodal wrapper"),
         (LlamaConfig(attention_dropout=0.1), "attention_dropout = 0.1"),
         (Gemma3TextConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping = 50.0"),
+        (LlamaConfig(is_causal=False), "is_causal = false"),
+        (LlamaConfig(rope_parameters=LONGROPE), "rope_type = 'longrope' .* depend on its neighbours"),
+        (LlamaConfig(rope_parameters=LONGROPE | {"rope_type": "dynamic"}), "'dynamic' .* its neighbours"),
+        (
+            LlamaConfig(rope_parameters=LONGROPE | {"rope_type": "axial"}),
+            "'axial' .* no test has run",
+        ),
+        (Gemma3TextConfig(rope_parameters=GEMMA_ROPES), "rope_type = 'dynamic'"),
     ],
 )
 def test_refused_by_name_with_a_reason(config, message):
@@ -73,3 +99,43 @@ def test_windows_by_layer():
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=5)
     assert layer_windows(config) == (5, None)
     assert layer_windows(LlamaConfig(num_hidden_layers=2)) == (None, None)
+
+
+CLASSES = {"gemma3_text": r"Gemma3(Text|MLP|RMSNorm|Rotary|Attention|Decoder|ForCausalLM)"}
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_the_table_has_what_the_modelling_code_reads(architecture):
+    """Every `config.NAME` in transformers' source of the architecture, wrappers of other models aside."""
+    folder = architecture.removesuffix("_text")
+    spec = importlib.util.find_spec(f"transformers.models.{folder}.modeling_{folder}")
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    wanted = re.compile(CLASSES.get(architecture, ""))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and wanted.match(node.name)]
+    reads = {name for part in classes for node in ast.walk(part) if (name := read_of_config(node))}
+    assert READS[architecture] == {name for name in reads if not name.startswith("_")}
+
+
+def read_of_config(node):
+    def is_config(value):
+        return "config" in (getattr(value, "id", None), getattr(value, "attr", None))
+
+    if isinstance(node, ast.Attribute) and is_config(node.value):
+        return node.attr
+    if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "getattr" and is_config(node.args[0]):
+        return node.args[1].value
+    return None
+
+
+def test_keys_that_the_architecture_does_not_read_mean_nothing(caplog):
+    config = LlamaConfig(**SIZES, sliding_window=4, final_logit_softcapping=2.0, attn_logit_softcapping=1.0)
+    check_architecture(config)
+    assert "sliding_window = 4" in caplog.text and "final_logit_softcapping = 2.0" in caplog.text
+    assert layer_windows(config) == (None, None)
+    assert head_of(LlamaForCausalLM(config)).softcap is None
+    caplog.clear()
+    for plain in (LlamaConfig(), MistralConfig(), Gemma3TextConfig(), Qwen2Config()):
+        check_architecture(plain)
+    assert not caplog.text
+    # A Qwen 2 that does not use its window, as published.
+    assert layer_windows(Qwen2Config(num_hidden_layers=2, sliding_window=9)) == (None, None)

@@ -11,7 +11,8 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import dtypes
 from lockstep.models.export import export_hf
-from lockstep.models.load import LoadedModel, load_model, share_parameters
+from lockstep.models.load import LoadedModel, load_model, prepared_config, share_parameters
+from lockstep.models.served import model_facts
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)[None]
@@ -118,9 +119,21 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path, tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_quantised_models_are_refused(folder: Path) -> None:
+def test_quantised_models_are_refused_to_the_trainer_and_left_to_engines(folder: Path) -> None:
     edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    packed = {"model.layers.0.self_attn.q_proj.qweight": torch.zeros(8, 64, dtype=torch.int32)}
+    save_file(packed, folder / "model.safetensors")
     with pytest.raises(ModelError, match="quantised weights"):
+        load(folder)
+    assert model_facts(ModelConfig(name=str(folder))).max_positions == 4096
+
+
+def test_a_config_is_read_where_of_the_weights_only_the_index_was_fetched(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert prepared_config(ModelConfig(name=str(folder))).num_hidden_layers == 2
+    with pytest.raises(ModelError, match="no readable safetensors weights"):
         load(folder)
 
 

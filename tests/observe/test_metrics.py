@@ -1,4 +1,4 @@
-import builtins
+import importlib.util
 import json
 from pathlib import Path
 
@@ -37,14 +37,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path: Path
 def test_a_missing_wandb_is_named_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_import = builtins.__import__
-
-    def without_wandb(name: str, *args: object, **kwargs: object) -> object:
-        if name == "wandb":
-            raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
-        return real_import(name, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", without_wandb)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     wandb = {"project": "p", "name": "n", "config": {}}
     with (
         RunDir.create(tmp_path, config_toml="", manifest={}) as run,

@@ -12,7 +12,8 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.observe import files
 from lockstep.observe.lock import RunLock, process_start
 from lockstep.observe.metrics import JsonlWriter
-from lockstep.observe.run_dir import RunDir, read_lines
+from lockstep.observe.run_dir import RunDir
+from lockstep.observe.run_history import read_lines
 
 
 def create(path: Path) -> RunDir:
@@ -50,7 +51,7 @@ def test_a_folder_that_cannot_be_made_or_written_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"file/run' cannot be made \(.*directory\); name another"):
         create(tmp_path / "file" / "run")
     (tmp_path / "run" / "lock").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"run' cannot be written \(Is a directory\); name another folder"):
+    with pytest.raises(ConfigError, match=r"run: cannot be written \(Is a directory\); name another folder"):
         RunLock(tmp_path / "run" / "lock")
 
 
@@ -101,7 +102,7 @@ def test_a_rewound_file_goes_on_where_it_was_cut(tmp_path: Path) -> None:
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 0}\n{"ste\n{"step": 2}\n')
-    with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2: not JSON"):
+    with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2: is not valid JSON"):
         read_lines(tmp_path / "m.jsonl")
     (tmp_path / "m.jsonl").write_text("[1]\n")
     with pytest.raises(CheckpointError, match="line 1: a JSON object was expected, not list"):

@@ -10,8 +10,8 @@ from lockstep.ops.losses import (
     overlong_penalty,
     ppo_clip,
     rollout_is_weight,
-    sequence_log_gap,
     sequence_log_ratio,
+    sequence_sum,
 )
 
 CU = torch.tensor([0, 3, 5], dtype=torch.int32)
@@ -26,6 +26,17 @@ def test_ppo_clip_by_hand() -> None:
     torch.testing.assert_close(loss, torch.tensor([-0.5, 0.8, -3.0, -1.28, 2.0]))
     loss.sum().backward()
     assert ratio.grad.tolist() == [-1.0, 0.0, -3.0, 0.0, 1.0]
+
+
+def test_dual_clip_by_hand() -> None:
+    """c = 3: the loss of a ratio of 5 and an advantage of -2 is 6 and not 10, without a gradient; nothing
+    else changes, not even where the advantage is positive."""
+    ratio = torch.tensor([5.0, 5.0, 2.0, 0.5], requires_grad=True)
+    advantages = torch.tensor([-2.0, 2.0, -2.0, -2.0])
+    loss = ppo_clip(ratio, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    torch.testing.assert_close(loss, torch.tensor([6.0, -2.4, 4.0, 1.6]))
+    loss.sum().backward()
+    assert ratio.grad.tolist() == [0.0, 0.0, 2.0, 0.0]
 
 
 def test_cispo_by_hand() -> None:
@@ -44,7 +55,7 @@ def test_sequence_log_ratio_by_hand() -> None:
     log_ratio = importance_log_ratio(new, old, MASK)
     assert log_ratio.tolist() == [1.0, 0.5, 0.0, -1.0, 0.0]
     assert sequence_log_ratio(log_ratio, MASK, CU).tolist() == [0.75, 0.75, 0.75, -1.0, -1.0]
-    assert sequence_log_gap(log_ratio, MASK, CU).tolist() == [1.5, 1.5, 1.5, -1.0, -1.0]
+    assert sequence_sum(log_ratio, MASK, CU).tolist() == [1.5, 1.5, 1.5, -1.0, -1.0]
 
 
 def test_sequence_loss_finite_differences() -> None:
@@ -92,6 +103,7 @@ def test_loss_weights_by_hand() -> None:
     ninth = 1 / 9
     for aggregation, expected in {
         "sequence_mean": [[0, 1 / 3, 0], [ninth, ninth, ninth, 0], [0, 0]],
+        "sequence_sum": [[0, 1 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0], [0, 0]],
         "token_mean": [[0, 0.25, 0], [0.25, 0.25, 0.25, 0], [0, 0]],
         "constant": [[0, 1 / 30, 0], [1 / 30, 1 / 30, 1 / 30, 0], [0, 0]],
     }.items():

@@ -18,7 +18,7 @@ from lockstep.attention import cpu_reference, cpu_tiles
 from lockstep.errors import TrainError
 from lockstep.execution import is_compiled
 from lockstep.invariant import head, linear, row_ops
-from lockstep.observe.run_dir import read_lines
+from lockstep.observe.run_history import read_lines
 
 MODELS = ["tiny-llama", "tiny-qwen3", "tiny-gemma3"]
 """Biases; norms of queries and keys; a sliding window, other norms and another activation. All weights are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -45,6 +46,8 @@ def main(out: Path) -> None:
         made: list[int] = []
         values: dict[str, Any] = {
             "gathered": ranks.gather({"rank": rank}, what="values"),
+            "typed": repr(ranks.gather((rank, math.nan, Path("x")), tuple[int, float, Path], what="values")),
+            "unsent": raised(lambda: ranks.each(lambda: {1, 2} if rank == 1 else [], what="sets")),
             "broadcast": ranks.broadcast(f"from {rank}", what="a value"),
             "any": [ranks.any(rank == 1, what="one"), ranks.any(False, what="none")],
             "each": ranks.each(lambda: 10 * rank, what="values"),

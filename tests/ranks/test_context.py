@@ -49,6 +49,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_values_are_gathered_broadcast_and_made(found: list[dict[str, Any]]) -> None:
     for rank, own in enumerate(found):
         assert own["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert (
+            own["typed"] == "[(0, nan, PosixPath('x')), (1, nan, PosixPath('x')), (2, nan, PosixPath('x'))]"
+        )
         assert own["broadcast"] == "from 0"
         assert own["any"] == [True, False]
         assert own["each"] == [0, 10, 20]
@@ -62,6 +65,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(found: list[dict[str, Any]]) ->
             assert own["other"] == ["KeyError", "'mine'"]
         else:
             assert own["other"] == ["PeerFailed", "scoring: rank 2 failed with KeyError: 'mine'"]
+        assert own["unsent"][0] == "PeerFailed" and "rank 1 failed with RankError" in own["unsent"][1]
         assert own["together"] == ["RewardError", "rank 0: no folder"]
         assert own["after"] == [0, 1, 2], "the ranks are still in step"
 

@@ -98,7 +98,7 @@ def test_gsm8k_settings_mean_what_the_recipe_says() -> None:
 
 
 def test_gsm8k_prompts_are_rendered_and_the_held_out_stay_out(tmp_path: Path, model_folder: Path) -> None:
-    run = gsm8k(tmp_path)
+    run = gsm8k(tmp_path, **{"rollout.prompts_per_step": 2})
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     train, held_out = load_train_and_held_out(run, tokenizer=tokenizer)
     assert (train.size, len(held_out)) == (2, 1)

@@ -14,17 +14,17 @@ from recordings import assert_same, batch, documents, recorded
 from safetensors import safe_open
 
 from lockstep.errors import RecordingError
+from lockstep.observe.files import parse_json
 from lockstep.packing import Bucket, pack
 from lockstep.recording import Recording
 from lockstep.recording.entries import InputEntry, checked
-from lockstep.recording.files import parse_json
 from lockstep.recording.format import decode, encode
 
 
 def through(one: Any, vocab_size: int = recordings.VOCAB) -> Any:
     """Encoded and decoded, without a file."""
     encoded = encode(one, vocab_size=vocab_size)
-    entry = checked(InputEntry, parse_json(encoded.entry.encode(), "entry"), where="entry")
+    entry = checked(InputEntry, parse_json(encoded.entry.encode(), "entry", RecordingError), where="entry")
     assert entry.problem() is None
     sizes = entry.sizes()
     assert sizes == {name: len(column) for name, column in encoded.columns.items()}

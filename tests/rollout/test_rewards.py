@@ -19,6 +19,7 @@ from lockstep.config.rollout import RewardConfig
 from lockstep.data.generated import ReasoningGymRows
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
+from lockstep.rollout.reward_worker import RewardFailure
 from lockstep.rollout.rewards import RewardSet, Scored, lenient_accuracy, lenient_correct
 
 Row = Mapping[str, Any]
@@ -135,16 +136,11 @@ def test_math_of_the_boxed_part() -> None:
     assert rewards.take_counts() == {"math/no_answer": 1}
 
 
-def test_a_verifier_that_never_ends_is_killed_and_the_next_job_runs() -> None:
-    rewards = RewardSet([RewardConfig(name="math", timeout_seconds=1, on_error="drop")])
-    rewards.score([sample("1", {"answer": "1"})])
-    start = time.monotonic()
+def test_a_verifier_that_never_ends_is_killed_scores_0_and_the_next_job_runs() -> None:
+    rewards = RewardSet([RewardConfig(name="math", timeout_seconds=1)])
     inputs = [sample("$9^{9^{9^{9}}}$", {"answer": "4"}), sample("4", {"answer": "4"})]
-    assert totals(rewards, inputs) == [None, 1.0]
-    assert time.monotonic() - start < 30
-    assert rewards.take_counts() == {"math/failed": 1, "dropped": 1}
-    with pytest.raises(RewardError, match="TimeoutError: the verifier took longer than 1 s"):
-        RewardSet([RewardConfig(name="math", timeout_seconds=1)]).score(inputs)
+    assert totals(rewards, inputs) == [0.0, 1.0]
+    assert rewards.take_counts() == {"math/junk": 1, "math/timeout": 1}
 
 
 def test_an_answer_without_an_expression_is_the_rows_fault() -> None:
@@ -257,7 +253,9 @@ def test_drop_leaves_the_rollout_out_and_counts_it(module: Callable[[str], str])
             RewardError, match=r"rollout 1 .*raised ZeroDivisionError: division by zero"
         ) as info:
             strictly.score([sample("1"), sample("0"), sample("2")])
-        assert isinstance(info.value.__cause__, ZeroDivisionError)
+        assert isinstance(info.value.__cause__, RewardFailure)
+        assert f"({name}.py, line {'fg'.index(function) + 1})" in str(info.value)
+        assert "ZeroDivisionError" in info.value.__cause__.__notes__[0]
 
 
 @pytest.mark.parametrize("kind", ["sync", "patient", "blocking"])

@@ -1,4 +1,5 @@
 import datetime
+import decimal
 import json
 
 import numpy as np
@@ -13,6 +14,9 @@ from lockstep.rollout.row_values import decoded, encoded
     [
         {"a": [(0, 1), [2, None]], "b": {3: "x", (1, 2): True}, "c": 1.5},
         {"$tuple": [1], "$items": 2},
+        {"$bytes": "AA==", "when": {"$date": "x"}},
+        {"image": b"\x00\xff", "day": datetime.date(2026, 1, 2), "at": datetime.time(3, 4, 5, 6)},
+        [datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.UTC), decimal.Decimal("1.50")],
         {"nested": {"$tuple": ({"$items": ()},)}},
         [],
         {},
@@ -20,7 +24,7 @@ from lockstep.rollout.row_values import decoded, encoded
     ],
 )
 def test_values_come_back_as_they_were(value):
-    through = decoded(json.loads(json.dumps(encoded(value, "row"))))
+    through = decoded(json.loads(json.dumps(encoded(value, "row"))), "row")
     assert through == value and repr(through) == repr(value)
 
 
@@ -31,5 +35,11 @@ def test_scalars_of_numpy_become_pythons():
 
 
 def test_what_json_cannot_hold_is_told_with_its_place():
-    with pytest.raises(DataError, match=r"row 3\.when: datetime\.date.*\(date\) cannot be kept"):
-        encoded({"when": datetime.date(2026, 1, 1)}, "row 3")
+    with pytest.raises(DataError, match=r"row 3\.seen: \{1\} \(set\) cannot be written as JSON"):
+        encoded({"seen": {1}}, "row 3")
+
+
+@pytest.mark.parametrize("value", [{"$tuple": 3}, {"$items": [[[], 1]]}, {"$date": 3}, {"$decimal": "x"}])
+def test_what_nothing_was_encoded_to_is_an_error(value):
+    with pytest.raises(DataError, match=r"is not what .* stands for"):
+        decoded({"a": [value]}, "row")

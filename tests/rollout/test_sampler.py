@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
+from lockstep.ranks.objects import decode_object, encode_object
 from lockstep.rollout.rewards import Scored
 from lockstep.rollout.sampler import Draw, GroupSampler, Resampling, sampling_params
 from lockstep.rollout.seeds import sample_seed
@@ -208,8 +209,8 @@ class ThreadRanks:
     def __init__(self, rank, shared, barrier):
         self.rank, self.world_size, self.shared, self.barrier = rank, len(shared), shared, barrier
 
-    def each(self, make, *, what):
-        self.shared[self.rank] = make()
+    def each(self, make, kind, *, what):
+        self.shared[self.rank] = decode_object(encode_object(make(), kind), kind, sender=self.rank)
         self.barrier.wait(timeout=30)
         found = list(self.shared)
         self.barrier.wait(timeout=30)

@@ -1,3 +1,4 @@
+import inspect
 import json
 
 import pytest
@@ -59,12 +60,14 @@ def test_a_file_cut_anywhere_is_completed(tmp_path):
         assert sorted(path.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
-def test_a_failing_reward_stops_or_leaves_a_row_without_one(tmp_path):
+def test_a_failing_reward_stops_or_leaves_a_row_without_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_digits.py").write_text(inspect.getsource(digits))
     rows = [r | {"completion": "bad"} if r["index"] == 1 and r["sample"] == 2 else r for r in ROWS]
     with pytest.raises(RewardError, match="no digits"):
         scored(tmp_path / "out.jsonl", rows)
     assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 4  # the window before
-    config = RewardConfig(name=f"{__name__}:digits", on_error="drop")
+    config = RewardConfig(name="own_digits:digits", on_error="drop")
     rewards = RewardSet([config], functions=[])
     totals, out = scored(tmp_path / "drop.jsonl", rows, rewards=rewards)
     assert totals.failed == 1 and [r["reward"] for r in out].count(None) == 1 and out[5]["rewards"] is None

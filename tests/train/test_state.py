@@ -183,7 +183,7 @@ WRONG = {
         change_json(lambda s: s["progress"].pop("step")),
         r"state\.json: field 'progress\.step' is None",
     ),
-    "no JSON": ("state.json", lambda p: p.write_text("{"), r"state\.json is not valid JSON"),
+    "no JSON": ("state.json", lambda p: p.write_text("{"), r"state\.json: is not valid JSON"),
     "a generator of another kind": (
         "rng.safetensors",
         change_tensors(lambda t: t.update(torch_cpu=torch.zeros(4, dtype=torch.uint8))),
@@ -400,8 +400,8 @@ def test_a_hostile_state_is_refused_by_name(make_backend: Any, tmp_path: Path, c
 
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
-    "nesting without end": (b"[" * 100_000, r"state\.json is not valid JSON"),
-    "no text": (b"\xff\xfe\x00", r"state\.json is not valid JSON"),
+    "nesting without end": (b"[" * 100_000, r"state\.json: is not valid JSON"),
+    "no text": (b"\xff\xfe\x00", r"state\.json: is not valid JSON"),
 }
 
 

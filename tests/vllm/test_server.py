@@ -17,6 +17,7 @@ from conformance import LONG, VOCAB, Subject, conformance_model, gaps, prompt, r
 from inprocess import KV_BYTES, place_of
 
 from lockstep.config.engine import EngineConfig
+from lockstep.engine.http import HttpClient
 from lockstep.engine.vllm_server import VLLMServer
 from lockstep.errors import EngineError
 from lockstep.schema.weights import WeightBucket, WeightUpdate
@@ -178,6 +179,13 @@ def test_wrong_weights_are_refused_and_the_next_session_is_right(healed, change,
 # url: the server of these tests, used as somebody else's
 
 
+@pytest.fixture
+def guest(healed, monkeypatch):
+    """Settings of an engine at its url."""
+    monkeypatch.setenv("TOKEN_OF_THE_SERVER", healed.engine._server.spec.token)
+    return {"url": healed.engine.describe()["url"], "token_env": "TOKEN_OF_THE_SERVER"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -188,16 +196,24 @@ def test_wrong_weights_are_refused_and_the_next_session_is_right(healed, change,
         ({"folder": Path("/nowhere"), "model_name": "other"}, "another model than this run's 'other'"),
     ],
 )
-def test_a_server_that_is_another_is_refused(healed, changes, message):
-    url = healed.engine.describe()["url"]
+def test_a_server_that_is_another_is_refused(healed, guest, changes, message):
     place = dataclasses.replace(healed.place, **changes)
     with pytest.raises(EngineError, match=message):
-        VLLMServer(EngineConfig(name="vllm", url=url), place=place)
+        VLLMServer(EngineConfig(name="vllm", **guest), place=place)
 
 
-def test_a_server_at_a_url_takes_weights_and_is_not_stopped(healed):
-    url = healed.engine.describe()["url"]
-    guest = VLLMServer(EngineConfig(name="vllm", url=url, transfer="disk"), place=healed.place)
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/v1/models", "/inference/v1/generate", "/collective_rpc", "/sleep", "/pause", "/metrics"],
+)
+def test_nothing_is_answered_without_the_token(healed, path):
+    client = HttpClient(healed.engine.describe()["url"], name="stranger")
+    assert client.get(path, seconds=30.0).status == 401
+    assert client.post(path, {}, seconds=30.0).status == 401
+
+
+def test_a_server_at_a_url_takes_weights_and_is_not_stopped(healed, guest):
+    guest = VLLMServer(EngineConfig(name="vllm", **guest, transfer="disk"), place=healed.place)
     assert guest.dirty
     transfer = make_transfer(guest._config, guest, device="cpu")
     sharpen(healed.model.module, seed=77)

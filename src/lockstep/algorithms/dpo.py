@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.config.algorithm import DPOConfig
 from lockstep.errors import DataError, TrainError
 from lockstep.ops.losses import dpo
-from lockstep.ops.masks import document_sums
+from lockstep.ops.masks import document_sums, masked
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
 
@@ -38,9 +38,8 @@ class DPOLoss:
         chosen, rejected = self.log_ratios(slots, batch)
         config = self.config
         losses = dpo(chosen, rejected, beta=config.beta, label_smoothing=config.label_smoothing)
-        documents = torch.segment_reduce(
-            batch.loss_weights, "max", offsets=batch.cu_seqlens.long(), initial=0.0
-        )
+        weights = masked(batch.loss_weights, batch.loss_mask)
+        documents = torch.segment_reduce(weights, "max", offsets=batch.cu_seqlens.long(), initial=0.0)
         return (losses * _pairs(documents, batch).amax(1)).sum()
 
     def log_ratios(self, logprobs: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
@@ -50,7 +49,8 @@ class DPOLoss:
                 "DPO compares with a reference, but the batch has no ref_logprobs; run "
                 "backend.logprobs(model='ref') first"
             )
-        ratios = torch.where(batch.loss_mask, logprobs - batch.ref_logprobs.to(logprobs.device), 0.0)
+        ref = batch.ref_logprobs.to(logprobs.device)
+        ratios = masked(logprobs, batch.loss_mask) - masked(ref, batch.loss_mask)
         chosen, rejected = _pairs(document_sums(ratios, batch.cu_seqlens), batch).unbind(1)
         return chosen, rejected
 

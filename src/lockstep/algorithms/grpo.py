@@ -14,7 +14,7 @@ from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.ops.advantages import batch_mean_std, group_mean, group_mean_std, leave_one_out, reward_to_go
-from lockstep.ops.kl import kl
+from lockstep.ops.kl import kl_k1
 from lockstep.ops.losses import loss_weights, overlong_penalty
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
@@ -43,9 +43,9 @@ class PolicyAlgorithm:
         self.max_tokens = max_tokens
         self.needs_ref = self.config.kl.coef > 0
         self.ref_in_reward = self.needs_ref and self.config.kl.place == "reward"
-        overlong = self.config.overlong
-        self._buffer_tokens = (overlong and overlong.buffer_tokens) or max(1, max_tokens // 5)
-        if self._buffer_tokens > max_tokens:
+        self._overlong_penalty = self.config.overlong.penalty or 0.0
+        self._buffer_tokens = self.config.overlong.buffer_tokens or max(1, max_tokens // 5)
+        if self._overlong_penalty > 0 and self._buffer_tokens > max_tokens:
             raise ConfigError(
                 f"algorithm.overlong.buffer_tokens = {self._buffer_tokens} exceeds max_tokens = "
                 f"{max_tokens}, so every completion would be punished; lower it, or leave it out for a "
@@ -71,12 +71,10 @@ class PolicyAlgorithm:
 
     def _shape_one(self, rollout: Rollout, penalties: Tensor) -> Rollout:
         extra: dict[str, float] = {}
-        if self.config.overlong is not None:
+        if self._overlong_penalty > 0:
             length = torch.tensor(len(rollout.completion.token_ids))
             settings = {"max_tokens": self.max_tokens, "buffer_tokens": self._buffer_tokens}
-            extra["overlong"] = overlong_penalty(
-                length, penalty=self.config.overlong.penalty, **settings
-            ).item()
+            extra["overlong"] = overlong_penalty(length, penalty=self._overlong_penalty, **settings).item()
         if self.ref_in_reward:
             extra["kl"] = penalties.sum().item()
         return dataclasses.replace(
@@ -86,7 +84,7 @@ class PolicyAlgorithm:
     def _kl_penalties(
         self, groups: Sequence[RolloutGroup], ref_logprobs: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """Per rollout, [n] of its completion tokens: -coef * KL(rollout || ref), or zeros.
+        """Per rollout, [n] of its completion tokens: -coef * k1 of KL(rollout || ref), or zeros.
 
         The engine's logprobs stand for the policy's: they are what the tokens were drawn from."""
         if not self.ref_in_reward:
@@ -97,14 +95,8 @@ class PolicyAlgorithm:
                 f"algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} rollouts, got "
                 f"{'none' if ref_logprobs is None else len(ref_logprobs)}"
             )
-        settings = self.config.kl
         return [
-            -settings.coef
-            * kl(
-                sample.rollout_logprobs[sample.loss_mask],
-                ref[sample.loss_mask],
-                estimator=settings.estimator,
-            )
+            -self.config.kl.coef * kl_k1(sample.rollout_logprobs[sample.loss_mask], ref[sample.loss_mask])
             for sample, ref in zip(samples, ref_logprobs, strict=True)
         ]
 
@@ -125,7 +117,7 @@ class PolicyAlgorithm:
         return rollout_samples(groups, advantages=per_token)
 
     def _check_shaped(self, groups: Sequence[RolloutGroup]) -> None:
-        names = {"overlong"} if self.config.overlong is not None else set()
+        names = {"overlong"} if self._overlong_penalty > 0 else set()
         names |= {"kl"} if self.ref_in_reward else set()
         for group in groups:
             for rollout in group.rollouts:

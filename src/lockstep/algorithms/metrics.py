@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep.algorithms.policy_loss import PolicyLoss, PolicyTerms
 from lockstep.ops.kl import kl, kl_k3
+from lockstep.ops.masks import MAX_LOG_RATIO
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 
@@ -16,7 +17,8 @@ from lockstep.schema.batch import PackedBatch, PolicyBatch
 def policy_metrics(loss: PolicyLoss, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
     """Per step, over all trained tokens of `batches`; empty when there is none.
 
-    entropy, logprob_gap_* and kl_* are in nats, clip_fraction_* and rollout_masked_share in shares of tokens.
+    entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and rollout_masked_share are
+    shares of tokens.
     logprob_gap_mean, _p99 and _max are of |old - rollout|; _k1 and _k3 estimate KL(rollout || old).
     """
     batches = [b.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
@@ -41,7 +43,7 @@ def policy_metrics(loss: PolicyLoss, batches: Sequence[PackedBatch], stats: Step
     known = [ref for ref in refs if ref is not None]
     if known:
         policy, ref = _trained(stats.logprobs, masks), _trained(known, masks)
-        found["kl_ref"] = kl(policy, ref, estimator=loss.config.kl.estimator).mean()
+        found |= _ref_metrics(loss, policy, ref)
     values = torch.stack([value.float() for value in found.values()]).tolist()  # one copy from the device
     return dict(zip(found, values, strict=True))
 
@@ -57,13 +59,28 @@ def _ratio_metrics(loss: PolicyLoss, terms: PolicyTerms) -> dict[str, Tensor]:
     below, above = terms.ratio < 1.0 - loss.clip_low, terms.ratio > 1.0 + loss.clip_high
     if loss.config.objective == "ppo_clip":
         below, above = below & (terms.advantages < 0), above & (terms.advantages > 0)
+    dual = loss.config.dual_clip
+    held = {} if dual is None else {"clip_fraction_dual": (terms.ratio > dual) & (terms.advantages < 0)}
     return {
         "clip_fraction_low": below.float().mean(),
         "clip_fraction_high": above.float().mean(),
+        **{name: share.float().mean() for name, share in held.items()},
+        "importance_ratio_clamped": (terms.log_ratio.abs() > MAX_LOG_RATIO).float().mean(),
         "importance_ratio_mean": terms.ratio.mean(),
         "importance_ratio_max": terms.ratio.amax(),
         "kl_old": kl_k3(-terms.token_log_ratio, torch.zeros_like(terms.token_log_ratio)).mean(),
     }
+
+
+def _ref_metrics(loss: PolicyLoss, policy: Tensor, ref: Tensor) -> dict[str, Tensor]:
+    """As the loss has it: k3 of a token counts at most max_nats."""
+    config = loss.config.kl
+    assert config.estimator is not None
+    estimate = kl(policy, ref, estimator=config.estimator, max_nats=config.max_nats)
+    if config.estimator != "k3":
+        return {"kl_ref": estimate.mean()}
+    held = (estimate >= config.max_nats) | ((ref - policy).abs() > MAX_LOG_RATIO)
+    return {"kl_ref": estimate.mean(), "kl_clamped": held.float().mean()}
 
 
 def _gap_metrics(gap: Tensor) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lockstep.config.algorithm import GRPOConfig
@@ -16,23 +15,26 @@ from lockstep.ops.losses import (
     importance_log_ratio,
     ppo_clip,
     rollout_is_weight,
-    sequence_log_gap,
     sequence_log_ratio,
+    sequence_sum,
 )
+from lockstep.ops.masks import bounded, masked
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 
 Rows = Tensor | slice
 
 
 class PolicyTerms(NamedTuple):
-    """What the loss is made of, [R] each; 0 (log space) where mask is False."""
+    """What the loss is made of, [R] each; finite where mask is False, whatever the inputs hold there."""
 
     mask: Tensor
     advantages: Tensor
     token_log_ratio: Tensor
     """log(policy / old) of the token."""
+    log_ratio: Tensor
+    """The same at the level of the algorithm, not bounded."""
     ratio: Tensor
-    """importance_ratio at the level of the algorithm."""
+    """importance_ratio at the level of the algorithm: exp of log_ratio, kept within 20 nats."""
     logprob_gap: Tensor
     """old - rollout of the token, nats."""
     is_weight: Tensor
@@ -41,6 +43,8 @@ class PolicyTerms(NamedTuple):
 
 class PolicyLoss:
     """A TokenLoss: clipped policy gradient x rollout_is_weight + KL to ref - entropy, times loss_weights.
+
+    What a per-token input holds where loss_mask is False is never seen, NaN and inf included.
 
     Args:
         config: resolved: no option of the algorithm is None.
@@ -51,14 +55,14 @@ class PolicyLoss:
     """
 
     def __init__(self, config: GRPOConfig) -> None:
-        if config.clip_low is None or config.clip_high is None:
+        if config.clip_low is None or config.clip_high is None or config.kl.estimator is None:
             raise ConfigError("PolicyLoss needs a resolved GRPOConfig; call config.resolved() first")
         self.config = config
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
         correction = config.rollout_correction
         whole_sequences = correction.kind != "none" and correction.level == "sequence"
         self.entropy_grad = config.entropy_coef != 0
-        self.separable = config.ratio != "sequence" and not whole_sequences
+        self.separable = config.ratio == "token" and not whole_sequences
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
         """See protocols.TokenLoss."""
@@ -66,16 +70,23 @@ class PolicyLoss:
         terms = self.terms(logprobs, batch, rows)
         bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         if config.objective == "cispo":
-            loss = cispo(logprobs, terms.ratio, terms.advantages, **bounds)
+            loss = cispo(masked(logprobs, terms.mask), terms.ratio, terms.advantages, **bounds)
         else:
-            loss = ppo_clip(terms.ratio, terms.advantages, **bounds)
+            loss = ppo_clip(terms.ratio, terms.advantages, dual_clip=config.dual_clip, **bounds)
         loss = loss * terms.is_weight
         if config.kl.coef > 0 and config.kl.place == "loss":
-            ref = ref_logprobs(batch)[rows]
-            loss = loss + config.kl.coef * kl(logprobs, ref, estimator=config.kl.estimator)
+            loss = loss + config.kl.coef * self.kl(logprobs, batch, rows)
         if config.entropy_coef != 0:
-            loss = loss - config.entropy_coef * entropy
-        return torch.where(terms.mask, loss * batch.loss_weights[rows], 0.0).sum()
+            loss = loss - config.entropy_coef * masked(entropy, terms.mask)
+        return (loss * masked(batch.loss_weights[rows], terms.mask)).sum()
+
+    def kl(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+        """[R]: the configured estimate of KL(policy || ref), nats; 0 where loss_mask is False."""
+        batch, config = _policy_batch(batch), self.config.kl
+        mask = batch.loss_mask[rows]
+        assert config.estimator is not None
+        policy, ref = masked(logprobs, mask), masked(ref_logprobs(batch)[rows], mask)
+        return kl(policy, ref, estimator=config.estimator, max_nats=config.max_nats)
 
     def terms(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> PolicyTerms:
         """The parts of the loss, also what `metrics` reports. logprobs: [R], of `batch.labels[rows]`."""
@@ -86,15 +97,18 @@ class PolicyLoss:
         log_ratio = token_log_ratio
         if self.config.ratio == "sequence":
             log_ratio = _by_document(sequence_log_ratio, log_ratio, batch, rows)
-        gap = torch.where(mask, old - batch.rollout_logprobs[rows], 0.0)
+        elif self.config.ratio == "sequence_product":
+            log_ratio = _by_document(sequence_sum, log_ratio, batch, rows)
+        gap = masked(old, mask) - masked(batch.rollout_logprobs[rows], mask)
         log_gap = gap
         if correction.kind != "none" and correction.level == "sequence":
-            log_gap = _by_document(sequence_log_gap, log_gap, batch, rows)
+            log_gap = _by_document(sequence_sum, log_gap, batch, rows)
         return PolicyTerms(
             mask=mask,
-            advantages=torch.where(mask, batch.advantages[rows], 0.0),
+            advantages=masked(batch.advantages[rows], mask),
             token_log_ratio=token_log_ratio,
-            ratio=log_ratio.exp(),
+            log_ratio=log_ratio,
+            ratio=bounded(log_ratio).exp(),
             logprob_gap=gap,
             is_weight=rollout_is_weight(
                 log_gap, kind=correction.kind, low=correction.low, high=correction.high

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lockstep.config.algorithm import SFTConfig
 from lockstep.ops.losses import loss_weights
+from lockstep.ops.masks import masked
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch, TrainSample
 
@@ -21,7 +22,8 @@ class SFTLoss:
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
         """See protocols.TokenLoss."""
-        return torch.where(batch.loss_mask[rows], -logprobs * batch.loss_weights[rows], 0.0).sum()
+        mask = batch.loss_mask[rows]
+        return (-masked(logprobs, mask) * masked(batch.loss_weights[rows], mask)).sum()
 
 
 class SFT:

@@ -14,6 +14,7 @@ from lockstep.config.base import Config
 from lockstep.config.load import check, merge, read_toml, to_values
 from lockstep.config.problems import model_of, unknown_keys
 from lockstep.errors import ConfigError
+from lockstep.observe.text import echo
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -141,4 +142,4 @@ class Rows:
         now = time.monotonic()
         if now - self._last >= self.EVERY_SECONDS:
             self._last = now
-            print(f"[{done}/{expected}] rows", flush=True)
+            echo(f"[{done}/{expected}] rows", flush=True)

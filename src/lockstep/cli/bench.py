@@ -17,6 +17,7 @@ from lockstep.cli import arguments
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.bench_cells import AXES, AXIS_OF, BenchCell, parse_cells, product
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.bench import BenchOptions
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a wrong setting, or settings that are refused in every cell; nothing was started.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
+        echo(usage())
         return 0 if argv else 2
     command, *rest = argv
     if command not in COMMANDS:
@@ -175,10 +176,10 @@ def step(argv: Sequence[str]) -> int:
     write_reports(result, options.out)
     if not args.quiet:
         show(result, console())
-        print(f"{options.out}/bench.md, bench.json")
+        echo(f"{options.out}/bench.md, bench.json")
     if args.json is not None:
         write_json(args.json, result.as_dict())
-    print(result.verdict)
+    echo(result.verdict)
     return 0 if result.ok else 1 if result.complete else 130
 
 
@@ -282,7 +283,7 @@ def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: s
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    from lockstep.cli.parity import toml_value
+    from lockstep.config.load import parse_value
 
     found = {}
     for word in words:
@@ -290,7 +291,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
         if not equals or not name:
             raise ConfigError(f"--set {word!r}: write NAME=VALUE, such as engine.max_batch=64")
         _check_settable(name)
-        found[name] = toml_value(text)
+        found[name] = parse_value(text, origin=f"--set {name}")
     return found
 
 
@@ -307,4 +308,4 @@ def _check_settable(name: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    echo(text, flush=True)

@@ -19,6 +19,7 @@ from lockstep.cli import arguments
 from lockstep.cli import replay as replay_cli
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.replay import ReplayOptions
@@ -194,7 +195,6 @@ def _crash(
 
 
 def _conclude(markdown: str, values: dict[str, Any], out: Path, args: argparse.Namespace) -> int:
-    from lockstep.lab.results import printable
     from lockstep.observe.files import write_atomic, write_json
 
     write_atomic(out / "bisect.md", markdown)
@@ -202,15 +202,14 @@ def _conclude(markdown: str, values: dict[str, Any], out: Path, args: argparse.N
     if args.json is not None:
         write_json(args.json, values)
     _say(args)(f"results: {out}")
-    print(printable(values["verdict"]))
+    echo(values["verdict"])
     return int(bool(values.get("differs") or values.get("crashes")))
 
 
 def _say(args: argparse.Namespace) -> Any:
-    from lockstep.lab.results import printable
 
     def say(text: str) -> None:
         if not args.quiet:
-            print(printable(text), flush=True)
+            echo(text, flush=True)
 
     return say

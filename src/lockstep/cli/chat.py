@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from lockstep.errors import ConfigError
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.cli.common_model import OpenModel
@@ -60,17 +61,19 @@ def main(argv: Sequence[str]) -> int:
     chat = Chat(opened, sampling_params(override(opened.sampling, values)), seed=args.seed)
     terminal = sys.stdin.isatty()
     if terminal:
-        print(f"{opened.source}; /reset forgets the conversation, Ctrl-D ends")
+        echo(f"{opened.source}; /reset forgets the conversation, Ctrl-D ends")
     while True:
         try:
             line = input("> " if terminal else "")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the input is not text in {sys.stdin.encoding}: {error}") from error
         except EOFError:
             if terminal:
-                print()
+                echo()
             return 0
         if line.strip() == "/reset":
             chat.reset()
-            print("(conversation forgotten)")
+            echo("(conversation forgotten)")
         elif line.strip():
             chat.answer(line)
 
@@ -116,8 +119,8 @@ class Chat:
             completion = self._engine.generate([request], on_token=lambda _, __, ids: printer.show(ids))[0][0]
             printer.finish(completion.text or "")
         except KeyboardInterrupt:
-            print(" (stopped)", end="")
-        print(flush=True)
+            echo(" (stopped)", end="")
+        echo(flush=True)
         self._turn += 1
         self._messages = [*messages, {"role": "assistant", "content": printer.text}]
 
@@ -145,7 +148,8 @@ class Printer:
             self.finish(text)
 
     def finish(self, text: str) -> None:
-        """Print the rest of the final text; a stop string that was cut off has been seen already."""
+        """Print the rest of the final text, control characters escaped; a stop string that was cut off has
+        been seen already."""
         if text.startswith(self.text):
-            print(text[len(self.text) :], end="", flush=True)
+            echo(text[len(self.text) :], end="", flush=True)
             self.text = text

@@ -3,7 +3,6 @@ generate."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.observe.files import read_json
 
 if TYPE_CHECKING:
     from lockstep.data.chat import ChatFormat
@@ -72,6 +72,7 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
     """
     import torch
 
+    from lockstep.engine.admission import admit_decoding
     from lockstep.engine.hf import HFEngine
     from lockstep.models.load import load_model
 
@@ -96,6 +97,7 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
     model = load_model(config, attention="sdpa", device=device)
     if weights is not None and weights.name != "export":
         read_checkpoint(model, weights)
+    admit_decoding("hf", model)
     return OpenModel(
         engine=HFEngine(EngineConfig(max_batch=max_batch), model=model),
         model=model,
@@ -168,10 +170,10 @@ def _complete(run_dir: Path) -> list[Path]:
 
 def _sequence(checkpoint: Path) -> int:
     """When the checkpoint was saved, counted in saves of the run."""
-    try:
-        value = json.loads((checkpoint / _COMPLETE).read_text(encoding="utf-8"))["sequence"]
-        return int(value)
-    except (ValueError, KeyError, TypeError) as error:
+    value = read_json(checkpoint / _COMPLETE, CheckpointError, root=checkpoint)
+    sequence = value.get("sequence") if isinstance(value, dict) else None
+    if not isinstance(sequence, int):
         raise CheckpointError(
-            f"{checkpoint / _COMPLETE} is damaged ({error}); name a step by --checkpoint"
-        ) from error
+            f"{checkpoint / _COMPLETE} is damaged (sequence {sequence!r:.80}); name a step by --checkpoint"
+        )
+    return sequence

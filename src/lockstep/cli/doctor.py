@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from lockstep import __version__
-from lockstep.config.support import TABLE
+from lockstep.config.support import AXES, TABLE
+from lockstep.errors import ModelError
+from lockstep.observe.text import echo, printable
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +71,8 @@ class DoctorOptions:
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the findings to this file."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Prove this model as every command does at load, and list the differences."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Where runs would be written: its disk is checked."""
 
@@ -87,12 +91,14 @@ def main(argv: Sequence[str]) -> int:
     """Print the findings; 1 when there is a problem that keeps everything from running."""
     options = tyro.cli(DoctorOptions, args=list(argv), prog="lockstep doctor")
     findings = examine(options.run_dir)
+    if options.model is not None:
+        findings += proofs(options.model)
     show(findings)
     if options.json is not None:
         rows = [dataclasses.asdict(finding) for finding in findings]
         text = json.dumps({"ok": not _problems(findings), "findings": rows}, indent=2)
         options.json.write_text(text + "\n", encoding="utf-8")
-    print(verdict(findings))
+    echo(verdict(findings))
     return 1 if _problems(findings) else 0
 
 
@@ -211,6 +217,26 @@ def axis(kind: str, *, device: str) -> list[Finding]:
     return found
 
 
+def proofs(name: str) -> list[Finding]:
+    """How far each way to compute this model's logprobs is from transformers' own."""
+    from lockstep.config.model import ModelConfig
+    from lockstep.engine.admission import EMBEDDED, decoding_proof
+    from lockstep.models.admission import check_proof, forward_gaps
+    from lockstep.models.load import prepared_config
+
+    try:
+        config = prepared_config(ModelConfig(name=name))
+        gaps = [*check_proof(config, kind="forward", ways=forward_gaps, name=name)]
+        for engine in EMBEDDED:
+            gaps += decoding_proof(engine, config, name=name)
+    except ModelError as error:
+        return [Finding(group="model", name=printable(name), status="problem", detail=str(error))]
+    what = "nats from transformers' eager attention (a small copy of the config, float32 on the CPU)"
+    return [
+        Finding(group="model", name=gap.way, status="ok", detail=f"{gap.size:.1e} {what}") for gap in gaps
+    ]
+
+
 def packages() -> list[Finding]:
     """Optional packages: version, or what is not possible without."""
     found = []
@@ -253,14 +279,16 @@ def settings() -> list[Finding]:
         _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")),
         _open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         _compiler(),
+        _sandbox(),
     ]
 
 
 def show(findings: Sequence[Finding]) -> None:
     """Print the table."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from lockstep.observe.console import PlainConsole
 
     table = Table(title="lockstep doctor")
     for heading in ("what", "name", "status", "detail"):
@@ -275,7 +303,7 @@ def show(findings: Sequence[Finding]) -> None:
             end_section=False,
         )
         group = finding.group
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    PlainConsole(width=120, highlight=True).print(table)
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -311,10 +339,15 @@ def _torch_build() -> str:
 
 
 def _refusal(axis_name: str, value: str, device: str) -> str:
-    """Why the support table refuses the value on this device in any cell; empty: it does not."""
-    cell = {axis_name: value, "device": device}
-    refused = (entry for entry in TABLE if entry.status == "unsupported" and entry.matches(cell))
-    return next((entry.reason for entry in refused), "")
+    """Why the support table refuses the value on this device with every backend; empty: it does not."""
+    backends = [{}] if axis_name == "backend" else [{"backend": name} for name in AXES["backend"]]
+    reasons = [_refused({axis_name: value, "device": device} | backend) for backend in backends]
+    return reasons[-1] if all(reasons) else ""
+
+
+def _refused(cell: dict[str, str]) -> str:
+    entries = (entry for entry in TABLE if entry.status == "unsupported" and entry.matches(cell))
+    return next((entry.reason for entry in entries), "")
 
 
 def _cannot(value: str, device: str) -> str:
@@ -426,4 +459,17 @@ def _compiler() -> Finding:
         name="C++ compiler",
         status="note" if path else "unavailable",
         detail=path or "none found: no torch.compile on a CPU; install g++ or set CXX",
+    )
+
+
+def _sandbox() -> Finding:
+    from lockstep.rollout.sandbox import probe
+
+    given = probe()
+    reason = "" if given.sufficient else "; verifiers that evaluate text are refused (allow_unsandboxed)"
+    return Finding(
+        group="setting",
+        name="verifier sandbox",
+        status="ok" if given.sufficient and not given.missing else "warning",
+        detail=given.describe() + reason,
     )

@@ -8,7 +8,6 @@ that is off (None), such as model.lora, comes into being with its first flag.
 from __future__ import annotations
 
 import inspect
-import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypedDict, Union, cast, get_args, get_origin, get_type_hints
@@ -18,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.config.base import Config
-from lockstep.config.load import to_values
+from lockstep.config.load import parse_value, to_values
 from lockstep.config.problems import model_of
 from lockstep.config.run import RunConfig
 from lockstep.config.toml import toml_value
@@ -221,22 +220,16 @@ def _pair(word: str, path: str) -> tuple[str, Any]:
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"--{path} {word!r}: expected {PAIRS}, such as --{path} min_terms=2")
-    return key, _scalar(text)
-
-
-def _scalar(text: str) -> Any:
-    """A TOML value, or the text itself: a bare word needs no quotes on a command line."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return key, parse_value(text, origin=f"--{path} {key}")
 
 
 def _item(word: str, path: str) -> dict[str, Any]:
     if word.lstrip().startswith("{"):
-        try:
-            return cast(dict[str, Any], tomllib.loads(f"value = {word}")["value"])
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"--{path} {word!r}: not a TOML table: {error}") from error
+        table = parse_value(word, origin=f"--{path}")
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"--{path} {word[:200]!r}: not a TOML table, such as {{name = 'math', weight = 2}}"
+            )
+        return table
     name, equals, weight = word.partition("=")
-    return {"name": name} | ({"weight": _scalar(weight)} if equals else {})
+    return {"name": name} | ({"weight": parse_value(weight, origin=f"--{path} {name}")} if equals else {})

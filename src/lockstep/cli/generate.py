@@ -27,6 +27,7 @@ from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.loop.interrupt import Interrupt
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.data.prompts import PromptMaker
@@ -103,11 +104,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, ModelError, EngineError: what is in the file stays.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        echo(USAGE)
         return 0 if argv else 2
     command = parse(argv)
     if command.print_config:
-        print(dump_toml(command.config), end="")
+        echo(dump_toml(command.config), end="")
         return 0
     with Interrupt() as interrupt:
         try:
@@ -115,11 +116,11 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             if interrupt.signal is None:
                 raise
-            print(f"generate: interrupted; the same command goes on with {command.out}")
+            echo(f"generate: interrupted; the same command goes on with {command.out}")
             return STOPPED[interrupt.signal]
     if command.json is not None:
         write_json(command.json, result)
-    print(verdict(result))
+    echo(verdict(result))
     if result["outcome"] == "interrupted":
         assert interrupt.signal is not None
         return STOPPED[interrupt.signal]
@@ -217,7 +218,7 @@ def _sampled(command: Command, weights: Weights, interrupt: Interrupt, *, run: _
     rows, before = run.rows, len(run.rows.done)
     there = f", of which {before} are there" if before else ""
     if not command.quiet:
-        print(f"generate: {rows.expected} rows{there}, model {weights.model.name}", flush=True)
+        echo(f"generate: {rows.expected} rows{there}, model {weights.model.name}", flush=True)
     totals, stats, seconds = Totals(), None, 0.0
     if before < rows.expected:  # else only the end of an earlier command is missing
         engine = _open(command, weights, run)

@@ -2,18 +2,26 @@
 
 Exit status: 0 when what was asked for holds, 1 when it does not or the run failed, 2 for a wrong setting or
 argument, 130 for Ctrl-C, 143 for SIGTERM.
+
+What is wrong with files, settings and machines is told in one message. Any other exception is a mistake of
+ours, and keeps its traceback. Nothing of either reaches the terminal unescaped.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import re
 import sys
+import threading
 from collections.abc import Sequence
+from types import TracebackType
 
 from lockstep import __version__
 from lockstep.errors import ConfigError, LockstepError, unknown_name
-from lockstep.ranks.launch import leave, without_local_rank
+from lockstep.observe.text import echo
+from lockstep.ranks.launch import in_launcher, leave, without_local_rank
 
 COMMANDS = {
     "train": "train a policy: lockstep train grpo --recipe demo",
@@ -35,16 +43,26 @@ COMMANDS = {
 """Command -> one line of help; the module is lockstep.cli.COMMAND, with main(argv) -> exit status."""
 
 INTERRUPTED = 130
+_MACHINE = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE),
+        *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
+    }
+)
+"""Errors of the system that say something about the machine or a name, and nothing about our code."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n|\Z)")
+"""But for line ends and tabs, which a prompt may have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
+    _escape_tracebacks()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
+        echo(usage())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(f"lockstep {__version__}")
+        echo(f"lockstep {__version__}")
         return 0
     status = _run(*arguments)
     leave(status)
@@ -54,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: str, *rest: str) -> int:
     """The exit status of one command, whose errors are shown."""
     try:
+        _check_arguments((command, *rest))
+        _check_launcher()
         if command not in COMMANDS:
             raise ConfigError(unknown_name("command", command, COMMANDS))
         module = importlib.import_module(f"lockstep.cli.{command}")
@@ -61,16 +81,75 @@ def _run(command: str, *rest: str) -> int:
     except LockstepError as error:
         sys.stdout.flush()
         if not _left_to_launcher(error):
-            print(f"lockstep {command}: {error}", file=sys.stderr)
+            echo(f"lockstep {command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         sys.stdout.flush()
-        print(f"lockstep {command}: interrupted", file=sys.stderr)
+        echo(f"lockstep {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has gone: nothing more can be said, and Python must not try at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno not in _MACHINE:
+            raise
+        sys.stdout.flush()
+        echo(f"lockstep {command}: {error.strerror}: {error.filename or 'no file is named'}", file=sys.stderr)
+        return 1
+
+
+def _check_arguments(words: Sequence[str]) -> None:
+    """Parsers of arguments print them as they are, and a file's name may be somebody else's.
+
+    Raises:
+        ConfigError: an argument holds a control character.
+    """
+    for number, word in enumerate(words, start=1):
+        if _CONTROL.search(word):
+            raise ConfigError(
+                f"argument {number}, {word[:80]!r}, holds a control character; rename the file, or write the "
+                "text in a TOML file, where \\u001b stands for one"
+            )
+
+
+def _check_launcher() -> None:
+    """Raises ConfigError when torchrun's variables are not what torchrun sets."""
+    if not in_launcher():
+        return
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        if not re.fullmatch(r"[0-9]{1,6}", value):
+            raise ConfigError(
+                f"the environment variable {name} = {value[:80]!r} is no number; torchrun sets it, elsewhere "
+                "unset RANK and WORLD_SIZE"
+            )
+    if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        raise ConfigError(
+            f"the environment variable RANK = {os.environ['RANK']} is not below WORLD_SIZE = "
+            f"{os.environ['WORLD_SIZE']}; torchrun sets both, elsewhere unset them"
+        )
+
+
+def _escape_tracebacks() -> None:
+    """An exception's text may hold anything; and a character that the terminal has not is no exception."""
+
+    import traceback
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        echo("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
+
+    def show_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            show(args.exc_type, args.exc_value, args.exc_traceback)
+
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = show
+    if threading.excepthook is threading.__excepthook__:
+        threading.excepthook = show_in_thread
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
 
 
 def _left_to_launcher(error: LockstepError) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lockstep.lab.matrix import MatrixOptions
+    from lockstep.observe.console import PlainConsole
 
 _SWITCH = argparse.BooleanOptionalAction
 _PASSED_ON = {
@@ -142,15 +141,15 @@ def main(argv: Sequence[str]) -> int:
         result = run_matrix(args.recording, options, progress=lambda *news: say(brief(*news)))
     except Interrupted as stop:
         say(f"interrupted after {stop.summary['cells']} of {stop.summary['total']} cells")
-        print(stop.summary["verdict"])
-        print(f"go on with: {_go_on(argv, options.out)}")
+        echo(stop.summary["verdict"])
+        echo(f"go on with: {_go_on(argv, options.out)}")
         return 143 if stop.summary["signal"] == 15 else 130
     if not args.quiet:
         show(result, _console())
-        print(f"{options.out}/matrix.html, matrix.md, matrix.json")
+        echo(f"{options.out}/matrix.html, matrix.md, matrix.json")
     if args.json is not None:
         write_json(args.json, result.as_dict())
-    print(result.verdict)
+    echo(result.verdict)
     return 0 if result.ok else 1
 
 
@@ -207,7 +206,7 @@ def _list_axes() -> int:
     width = max(map(len, KINDS))
     for name, kind in KINDS.items():
         usual = ",".join(kind.usual) or "no usual values"
-        print(f"{name:<{width}}  {usual:<18}  {kind.help}")
+        echo(f"{name:<{width}}  {usual:<18}  {kind.help}")
     return 0
 
 
@@ -248,7 +247,7 @@ def _diff(argv: Sequence[str]) -> int:
     show_diff(found, _console(), everything=args.all)
     if args.json is not None:
         write_json(args.json, found.as_dict())
-    print(found.verdict)
+    echo(found.verdict)
     return int(bool(found.regressions))
 
 
@@ -258,13 +257,12 @@ def _go_on(argv: Sequence[str], out: Path) -> str:
     return shlex.join(["lockstep", "matrix", *words, *([] if given else ["--out", str(out)])])
 
 
-def _console() -> Console:
-    from rich.console import Console
-
+def _console() -> PlainConsole:
     from lockstep.lab.matrix_report import WIDTH
+    from lockstep.observe.console import PlainConsole
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    return PlainConsole(width=WIDTH)
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    echo(text, flush=True)

@@ -12,8 +12,6 @@ import argparse
 import importlib
 import os
 import shlex
-import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +20,11 @@ from lockstep.cli import arguments
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.parity_stacks import DEFAULT_STACKS, OPTIONS, parse_skip, parse_stack, parse_stacks
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lockstep.lab.parity import ParityOptions
+    from lockstep.observe.console import PlainConsole
 
 COMMANDS = {
     "train": "train each stack in processes of its own and compare every step",
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a wrong setting, before anything is trained.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(usage())
+        echo(usage())
         return 0 if argv else 2
     command, *rest = argv
     if command not in COMMANDS:
@@ -80,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         f"fsdp2 or deepspeed:\n{options}",
         epilog="Read from the environment where no flag is given: "
         + ", ".join((*ENVIRONMENT, "TP_SIZE", "RING_SIZE"))
-        + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs.",
+        + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs, or its "
+        "loss does not fall.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -154,9 +153,7 @@ def _output_flags(group: Any) -> None:
         metavar="X",
         help="largest relative difference of a loss (0.05)",
     )
-    group.add_argument(
-        "--allow-flat", action="store_true", help="a loss that does not fall is told, and passes"
-    )
+    group.add_argument("--allow-flat", action="store_true", help="a loss that does not fall does not count")
     group.add_argument(
         "--gradients", action="store_true", help="compare gradients of the first and last step"
     )
@@ -186,10 +183,10 @@ def train(argv: Sequence[str]) -> int:
     write_reports(result, options.out)
     if not args.quiet:
         show(result, console())
-        print(f"{options.out}/parity.html, parity.md, parity.png, parity.json")
+        echo(f"{options.out}/parity.html, parity.md, parity.png, parity.json")
     if args.json is not None:
         write_json(args.json, result.as_dict())
-    print(result.verdict)
+    echo(result.verdict)
     return 0 if result.ok else 1 if result.complete else 130
 
 
@@ -327,7 +324,7 @@ def _train(args: argparse.Namespace, model: str) -> Any:
 
 def _data(args: argparse.Namespace) -> Any:
     """The data settings, checked as those of an SFT run; None: made-up documents."""
-    from lockstep.config.load import load_run
+    from lockstep.config.load import load_run, parse_value
     from lockstep.config.run import SFTRun
 
     if args.dataset is None:
@@ -339,7 +336,7 @@ def _data(args: argparse.Namespace) -> Any:
         name, equals, text = word.partition("=")
         if not equals or not name:
             raise ConfigError(f"--data {word!r}: write NAME=VALUE, such as prompt_column=question")
-        overrides[f"data.{name}"] = toml_value(text)
+        overrides[f"data.{name}"] = parse_value(text, origin=f"--data {name}")
     if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
         from lockstep.config.data import DataConfig
 
@@ -349,22 +346,13 @@ def _data(args: argparse.Namespace) -> Any:
     return run.data
 
 
-def toml_value(text: str) -> Any:
-    """A TOML value, or the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def console() -> Console:
+def console() -> PlainConsole:
     """As wide as the terminal, or as a page."""
-    from rich.console import Console
-
     from lockstep.lab.parity_report import WIDTH
+    from lockstep.observe.console import PlainConsole
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    return PlainConsole(width=WIDTH)
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    echo(text, flush=True)

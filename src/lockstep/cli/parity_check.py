@@ -12,6 +12,7 @@ from lockstep.cli import arguments
 from lockstep.cli.parity import console
 from lockstep.lab.parity_stacks import DEFAULT_STACKS, parse_stacks
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.parity_check import Finding
@@ -47,7 +48,6 @@ def main(argv: Sequence[str]) -> int:
 
     from lockstep.config.model import ModelConfig
     from lockstep.lab.parity_check import check_all
-    from lockstep.lab.results import printable
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = check_all(stacks, model=ModelConfig(name=args.model), gpus=args.gpus, device_count=count)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json is not None:
         values = [dataclasses.asdict(f) for f in found]
         write_json(args.json, {"ok": not wrong, "verdict": verdict, "findings": values})
-    print(printable(verdict))
+    echo(verdict)
     return int(bool(wrong))
 
 
@@ -78,7 +78,7 @@ def _show(found: Sequence[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lockstep.lab.results import printable
+    from lockstep.observe.text import printable_lines
 
     styles = {"ok": "green", "missing": "yellow", "refused": "yellow", "problem": "bold red"}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
@@ -86,7 +86,7 @@ def _show(found: Sequence[Finding]) -> None:
         table.add_column(head, overflow="fold", no_wrap=head in ("what", "status"))
     for finding in found:
         cells = (finding.kind, finding.name, finding.status, finding.detail)
-        what, name, status, detail = (Text(printable(cell)) for cell in cells)
+        what, name, status, detail = (Text(printable_lines(cell)) for cell in cells)
         status.stylize(styles[finding.status])
         table.add_row(what, name, status, detail)
     console().print(table)

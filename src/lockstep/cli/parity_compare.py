@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.cli import arguments
 from lockstep.cli.parity import console
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
         check_writable(path, flag=flag)
     from lockstep.lab.curves import read_losses
     from lockstep.lab.curves_compare import compare_losses, plot, show
-    from lockstep.lab.results import printable
 
     a = read_losses(args.a, key=args.key)
     b = read_losses(args.b, key=args.key_b or args.key)
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
     if args.plot is not None:
         drawn = plot(found, args.plot)
         if not args.quiet:
-            print(f"{args.plot}, drawn by {'matplotlib' if drawn == 'matplotlib' else 'Pillow'}")
+            echo(f"{args.plot}, drawn by {'matplotlib' if drawn == 'matplotlib' else 'Pillow'}")
     if args.json is not None:
         write_json(args.json, found.as_dict())
-    print(printable(found.verdict))
+    echo(found.verdict)
     return 0 if found.ok else 1

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
-from lockstep.cli.parity import console, device_of, toml_value
+from lockstep.cli.parity import console, device_of
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.config.engine import EngineConfig
@@ -154,10 +155,10 @@ def main(argv: Sequence[str]) -> int:
     write_reports(result, options.out)
     if not args.quiet:
         show(result, console())
-        print(f"{options.out}/engines.html, engines.md, engines.json")
+        echo(f"{options.out}/engines.html, engines.md, engines.json")
     if args.json is not None:
         write_json(args.json, result.as_dict())
-    print(result.verdict)
+    echo(result.verdict)
     return 0 if result.ok else 1 if result.complete else 130
 
 
@@ -254,6 +255,7 @@ def _known(name: str, settings: dict[str, dict[str, Any]], flag: str) -> str:
 
 def _take_option(word: str, settings: dict[str, dict[str, Any]]) -> None:
     from lockstep.config.engine import EngineConfig
+    from lockstep.config.load import parse_value
 
     where, equals, text = word.partition("=")
     name, dot, key = where.rpartition(".")
@@ -262,10 +264,8 @@ def _take_option(word: str, settings: dict[str, dict[str, Any]]) -> None:
     own = settings[_known(name, settings, "option")]
     if key in ("name", "options"):
         raise ConfigError(f"--option {word!r}: {key} cannot be set here; name a single setting")
-    if key in EngineConfig.model_fields:
-        own[key] = toml_value(text)
-    else:
-        own.setdefault("options", {})[key] = toml_value(text)
+    values = own if key in EngineConfig.model_fields else own.setdefault("options", {})
+    values[key] = parse_value(text, origin=f"--option {where}")
 
 
 def _checked(name: str, values: dict[str, Any]) -> EngineConfig:
@@ -282,4 +282,4 @@ def _checked(name: str, values: dict[str, Any]) -> EngineConfig:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    echo(text, flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -20,6 +19,7 @@ from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, load_run, override, recipes
 from lockstep.config.run import RunConfig, check_ranks
 from lockstep.errors import ConfigError
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.models.memory import MemoryPlan
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         ModelError: the model's config is not on this machine, or not supported.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(recipes()) or "none"))
+        echo(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     run, general = parse(argv)
     ranks = 1 if general["ranks"] is None else general["ranks"]
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     result = as_dict(plan, available=available)
     if general["json"] is not None:
         general["json"].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(verdict(plan, available=available))
+    echo(verdict(plan, available=available))
     return 0 if result["fits"] else 1
 
 
@@ -115,12 +115,12 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
 
 def show(plan: MemoryPlan, *, available: int, source: str) -> None:
     """Print sizes, micro-batches and the table of parts."""
-    from rich.console import Console
     from rich.table import Table
 
     from lockstep.models.memory import gib, phase_totals
+    from lockstep.observe.console import PlainConsole
 
-    shape, console = plan.shape, Console(width=None if sys.stdout.isatty() else 120)
+    shape, console = plan.shape, PlainConsole(width=120, highlight=True)
     trained = "" if shape.trained == shape.parameters else f", {shape.trained:,} of them trained (LoRA)"
     console.print(f"parameters: {shape.parameters:,} in {str(plan.dtype).removeprefix('torch.')}{trained}")
     console.print(

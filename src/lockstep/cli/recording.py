@@ -18,7 +18,7 @@ import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,11 +28,13 @@ import tyro
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, LockstepError, RecordingError, unknown_name
 from lockstep.observe.files import check_writable
+from lockstep.observe.text import echo, printable
 
 if TYPE_CHECKING:
     from lockstep.recording.edit import Edited
     from lockstep.recording.reader import Recording
     from lockstep.recording.show import Decoder
+    from lockstep.schema.recording import RecordingHeader
 
 RecordingPath = Annotated[Path | None, tyro.conf.Positional]
 PERCENTILES = (0, 50, 90, 99, 100)
@@ -135,6 +137,8 @@ class Import:
     """A directory that does not exist yet."""
     model: str | None = None
     """What model.name takes: the policy that was fed. None: not known."""
+    timeout: float = 3600.0
+    """Seconds after which it ends, with nothing written."""
     json: Path | None = None
     """Write what was made to this file."""
 
@@ -147,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a wrong argument.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print((__doc__ or "").strip())
+        echo((__doc__ or "").strip())
         return 0 if argv else 2
     name, *rest = argv
     if name not in COMMANDS:
@@ -161,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
 
         text = json.dumps(jsonable(result), indent=2, allow_nan=False)
         args.json.write_text(text + "\n", encoding="utf-8")
-    print(verdict)
+    echo(verdict)
     return status
 
 
@@ -181,7 +185,7 @@ def info(args: Info) -> Result:
     for name, value in found.items():
         text = f"{value[0]} to {value[1]}" if name == "steps" else _plain(value)
         head = f"{name.replace('_', ' '):>21}  "
-        print(textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+        echo(textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
     end = "" if recording.closed else "; its run still records, or ended in the middle"
     return found, 0, f"recording: {len(recording)} inputs, {found['tokens']:,} tokens, {recording.path}{end}"
 
@@ -246,8 +250,6 @@ def weights_of(recording: Recording) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    from lockstep.recording.show import printable
-
     if isinstance(value, dict):
         return ", ".join(f"{printable(str(k))} {_plain(v)}" for k, v in value.items()) or "none"
     if isinstance(value, (list, tuple)):
@@ -259,40 +261,53 @@ def _plain(value: Any) -> str:
 
 
 def validate(args: Validate) -> Result:
-    """Every check on every input."""
+    """Every check on every input, and on what a replay takes of the header and the weights."""
     from lockstep.recording import Recording
+    from lockstep.recording.replayable import header_problems, weights_problems
 
     try:
         recording = Recording.open(args.path)
     except RecordingError as error:
-        print(error)
+        echo(error)
         return {"valid": False, "problems": [str(error)], "inputs": 0}, 1, "validate: damaged"
+    in_header = list(header_problems(recording.header))
+    in_weights: Counter[str] = Counter()
+    for text, count in weights_problems(recording):
+        in_weights[text] += count
     problems: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     for row in recording.validate():
         problems.update([row.problem] if row.problem is not None else [])
         notes.update(row.notes)
+    bad, good = sum(problems.values()), not problems and not in_header and not in_weights
     missing = weights_of(recording)["missing"]
-    for text, count in problems.items():
-        print(f"{text} ({count} inputs)")
-    for text, count in notes.items():
-        print(f"note: {text} ({count} inputs)")
+    lines = in_header + [f"{text} ({count} inputs)" for text, count in (in_weights + problems).items()]
+    lines += [f"note: {text} ({count} inputs)" for text, count in notes.items()]
     if missing:
-        print(f"note: weights are named that are not there: {', '.join(missing)}")
+        lines.append(f"note: weights are named that are not there: {', '.join(missing)}")
     if not recording.closed:
-        print("note: the recording was not closed: its run still records, or ended in the middle")
-    bad = sum(problems.values())
+        lines.append("note: the recording was not closed: its run still records, or ended in the middle")
+    for line in lines:
+        echo(line)
     result = {
-        "valid": not bad,
+        "valid": good,
         "inputs": len(recording),
         "damaged_inputs": bad,
-        "problems": list(problems),
+        "problems": [*in_header, *in_weights, *problems],
         "notes": list(notes),
         "missing_weights": missing,
         "closed": recording.closed,
     }
-    told = f"{bad} of {len(recording)} inputs are damaged" if bad else f"{len(recording)} inputs are valid"
-    return result, int(bool(bad)), f"validate: {told}"
+    return result, int(not good), f"validate: {_verdict(len(recording), bad, in_header, in_weights)}"
+
+
+def _verdict(inputs: int, bad: int, in_header: Sequence[str], in_weights: Mapping[str, int]) -> str:
+    parts = [f"{bad} of {inputs} inputs are damaged"] if bad else []
+    parts += (
+        [f"the weights of {sum(in_weights.values())} of {inputs} inputs are damaged"] if in_weights else []
+    )
+    parts += ["a replay refuses recording.json"] if in_header else []
+    return "; ".join(parts) or f"{inputs} inputs are valid"
 
 
 def list_inputs(args: List) -> Result:
@@ -302,17 +317,17 @@ def list_inputs(args: List) -> Result:
     recording = Recording.open(args.path)
     chosen = _selection(args.steps, args.rank).of(recording)
     rows = [list_row(recording, index) for index in chosen]
-    print(
+    echo(
         f"{'index':>6} {'step':>6} {'update':>6} {'micro':>7} {'rank':>4} {'docs':>5} {'tokens':>7} "
         f"{'longest':>7} {'reward':>8} {'loss':>11}  outcome"
     )
     for row in rows:
         reward = "" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
         loss = "" if row["loss"] is None else f"{row['loss']:.4g}"
-        print(
+        echo(
             f"{row['index']:>6} {row['step']:>6} {row['update']:>6} {row['micro_batch']:>7} {row['rank']:>4} "
             f"{row['documents']:>5} {row['tokens']:>7} {row['longest']:>7} {reward:>8} {loss:>11}  "
-            f"{row['outcome']}"
+            f"{row['outcome']}{', no documents' if recording.metas[row['index']].unusable else ''}"
         )
     tokens = sum(row["tokens"] for row in rows)
     return {"inputs": rows}, 0, f"list: {len(rows)} of {len(recording)} inputs, {tokens:,} tokens"
@@ -349,10 +364,10 @@ def show(args: Show) -> Result:
             f"input {args.index} is not there; the recording has inputs 0 to {len(recording) - 1}"
         )
     recorded = recording[args.index]
-    decoder, why = (None, "--ids") if args.ids else find_decoder(recording.header.model)
+    decoder, why = (None, "--ids") if args.ids else find_decoder(recording.header)
     style = Style(decoder=decoder, tokens=args.tokens, color=sys.stdout.isatty())
     for line in show_input(recorded, style):
-        print(line)
+        print(line)  # noqa: T201 its text is escaped, and its colours are ours
     batch, outputs = recorded.batch, recorded.outputs
     result = {
         **list_row(recording, args.index % len(recording)),
@@ -369,20 +384,18 @@ def show(args: Show) -> Result:
     return result, 0, f"show: input {args.index} of {len(recording)}, {batch.num_tokens} tokens{told}"
 
 
-def find_decoder(model: Any) -> tuple[Decoder | None, str]:
+def find_decoder(header: RecordingHeader) -> tuple[Decoder | None, str]:
     """The tokenizer of the recorded model, or why there is none. No code that a model
     brings is run, and nothing is downloaded.
     """
-    from pydantic import ValidationError
-
-    from lockstep.config.model import ModelConfig
     from lockstep.models.load import load_tokenizer
+    from lockstep.recording.replayable import recorded_model
 
     try:
-        config = ModelConfig.model_validate({"name": model.get("name"), "revision": model.get("revision")})
+        config = recorded_model(header)
         tokenizer = load_tokenizer(config, local_only=True)
-    except (LockstepError, ValidationError) as error:
-        return None, f"its tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+    except LockstepError as error:
+        return None, f"its tokenizer cannot be loaded: {printable(str(error).splitlines()[0])}"
     if tokenizer is None:
         return None, f"{config.name} has no tokenizer"
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), ""
@@ -415,7 +428,7 @@ def merge(args: Merge) -> Result:
 
 def _edited(name: str, edited: Edited, of: str) -> Result:
     if edited.without_weights:
-        print(
+        echo(
             f"{edited.without_weights} inputs name no stored weights: a replay takes the model's own, and "
             "says so "
             "if their fingerprint differs"
@@ -440,10 +453,13 @@ def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:
 def import_inputs(args: Import) -> Result:
     """A dump of another framework as a recording."""
     from lockstep.recording import Recording
-    from lockstep.recording.importers import import_dump
+    from lockstep.recording.importers import Pace, import_dump
 
-    report = import_dump(args.source, args.out, model=args.model)
-    print("\n".join(report.lines()))
+    if not args.timeout > 0:
+        raise ConfigError(f"--timeout {args.timeout} must be above 0 seconds")
+    pace = Pace(seconds=args.timeout, say=lambda line: echo(printable(line), file=sys.stderr, flush=True))
+    report = import_dump(args.source, args.out, model=args.model, pace=pace)
+    echo("\n".join(report.lines()))
     recording = Recording.open(args.out)
     tokens = sum(map(sum, recording.lengths))
     verdict = f"import: {len(recording)} inputs, {tokens:,} tokens, written to {args.out}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult
@@ -120,6 +121,12 @@ def _work_flags(group: Any) -> None:
         metavar="SECONDS",
         help="end the replay when one input takes longer, in the warm-up too",
     )
+    group.add_argument(
+        "--max-memory",
+        type=arguments.above_zero,
+        metavar="GIB",
+        help="refuse an input that would take more, by estimate (all memory of the device)",
+    )
 
 
 def _output_flags(group: Any) -> None:
@@ -211,7 +218,7 @@ def conclude(result: ReplayResult, files: ReplayFiles, *, copy: Path | None, qui
             )
     files.line(f"results: {files.out}", show=not quiet)
     files.line(result.summary["verdict"], show=False)
-    print(result.summary["verdict"])
+    echo(result.summary["verdict"])
     if result.interrupted:
         return INTERRUPTED
     return 0 if result.ok else 1
@@ -284,6 +291,7 @@ def make_options(args: argparse.Namespace, recording: Recording, given: Mapping[
         capacity=args.capacity,
         warmup=args.warmup,
         timeout=args.timeout,
+        max_memory=None if args.max_memory is None else int(args.max_memory * 2**30),
         keep_outputs=args.keep_outputs,
         gradient_inputs=args.gradient_inputs,
         gradient_entries=args.gradient_entries,
@@ -324,19 +332,22 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
+        from lockstep.observe.console import PlainConsole
+
         self._bar = Bar(
             TextColumn("replay"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[last]}"),
+            TextColumn("{task.fields[last]}", markup=False),
+            console=PlainConsole(),
         )
         self._bar.start()
         self._task = self._bar.add_task("replay", total=len(replayer.order), last="")
 
     def row(self, row: ReplayRow, done: int, total: int) -> None:
         """An input is done."""
-        from lockstep.lab.results import printable, row_text
+        from lockstep.lab.results import row_text
 
         if self._quiet:
             return
@@ -344,12 +355,12 @@ class Progress:
             text = "" if row.forward_ms is None else f"forward {row.forward_ms:.0f} ms"
             self._bar.update(self._task, completed=done, last=text if row.status == "ok" else row.status)
             if row.error is not None:
-                self._bar.console.print(printable(row_text(row)), markup=False, highlight=False)
+                self._bar.console.print(row_text(row))
             return
         now = time.monotonic()
         if row.error is not None or done == total or now - self._last >= 1.0:
             self._last = now
-            print(f"[{done}/{total}] {printable(row_text(row))}", flush=True)
+            echo(f"[{done}/{total}] {row_text(row)}", flush=True)
 
 
 def _indices(text: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import text_config
 from lockstep.observe.files import check_writable
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.cli.common_model import OpenModel
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         result = {"model": opened.source, "sampling": sampling.model_dump(), "prompts": rows}
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     total = sum(len(c.token_ids) for group in completions for c in group)
-    print(f"sample: {len(prompts) * args.n} completions, {total} tokens, of {opened.source}")
+    echo(f"sample: {len(prompts) * args.n} completions, {total} tokens, of {opened.source}")
     return 0
 
 
@@ -136,9 +137,9 @@ def generate(
 
 
 def show(prompt: Prompt, group: Sequence[Completion]) -> None:
-    """One prompt and its completions, as plain text."""
-    print(f"=== prompt {prompt.index} ({len(prompt.token_ids)} tokens)\n{prompt.text}")
+    """One prompt and its completions as text; control characters in it are escaped."""
+    echo(f"=== prompt {prompt.index} ({len(prompt.token_ids)} tokens)\n{prompt.text}")
     for completion in group:
         text = completion.text if completion.text is not None else str(list(completion.token_ids))
-        print(f"--- {len(completion.token_ids)} tokens, {completion.finish_reason}\n{text}")
-    print()
+        echo(f"--- {len(completion.token_ids)} tokens, {completion.finish_reason}\n{text}")
+    echo()

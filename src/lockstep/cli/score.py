@@ -30,6 +30,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.loop.interrupt import Interrupt
 from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.rollout.rows import RowFile
@@ -82,11 +83,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, ModelError, RewardError: what is in the file stays.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
+        echo(USAGE)
         return 0 if argv else 2
     command = parse(argv)
     if command.print_config:
-        print(dump_toml(command.config), end="")
+        echo(dump_toml(command.config), end="")
         return 0
     with Interrupt() as interrupt:
         try:
@@ -94,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             if interrupt.signal is None:
                 raise
-            print(f"score: interrupted; the same command goes on with {command.out}")
+            echo(f"score: interrupted; the same command goes on with {command.out}")
             return STOPPED[interrupt.signal]
     if command.json is not None:
         write_json(command.json, result)
-    print(verdict(result))
+    echo(verdict(result))
     return 0
 
 
@@ -168,7 +169,9 @@ def _scored(command: Command, rows: RowFile, judges: Judges) -> dict[str, Any]:
     before, started = len(rows.done), time.perf_counter()
     if not command.quiet:
         there = f", of which {before} are there" if before else ""
-        print(f"score: {rows.expected} rows{there}", flush=True)
+        echo(f"score: {rows.expected} rows{there}", flush=True)
+        for note in judges.rewards.notes() if judges.rewards is not None else ():
+            echo(f"score: {note}", flush=True)
     try:
         with Rows("score", quiet=command.quiet) as progress:
             items = samples(read_rows(command.data), str(command.data))

@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.cli.arguments import positive
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, json_lines, write_atomic, write_json
+from lockstep.observe.text import echo
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
     }
     if args.json is not None:
         write_json(args.json, result)
-    print(f"train on it: {result['train']}")
-    print(verdict(result))
+    echo(f"train on it: {result['train']}")
+    echo(verdict(result))
     return 0
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from lockstep.config.support import AXES, BATCH_INVARIANT, lookup, support_rows
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_writable
+from lockstep.observe.text import echo
 
 STATUSES = ("supported", "untested", "unsupported")
 
@@ -47,12 +48,12 @@ def main(argv: Sequence[str]) -> int:
         counts = [f"{sum(row['status'] == name for row in rows)} {name}" for name in STATUSES]
         verdict = f"support: {', '.join(counts)} rows; the first that matches decides"
     for row in rows:
-        print(describe(row))
+        echo(describe(row))
     for row in invariant:
-        print(describe(row | {"note": f"only with train.batch_invariant = true: {row['note']}"}))
+        echo(describe(row | {"note": f"only with train.batch_invariant = true: {row['note']}"}))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(verdict)
+    echo(verdict)
     return status
 
 

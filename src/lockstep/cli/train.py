@@ -25,9 +25,10 @@ import tyro
 from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
-from lockstep.errors import ConfigError, ModelError
-from lockstep.observe.files import check_writable
+from lockstep.errors import ConfigError, ModelError, TrainError
+from lockstep.observe.files import check_writable, file_errors
 from lockstep.observe.run_dir import new_path
+from lockstep.observe.text import echo
 from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
 
 if TYPE_CHECKING:
@@ -97,11 +98,11 @@ def main(argv: Sequence[str]) -> int:
     """Exit status: 0 when the run reached its last step, 130 when Ctrl-C interrupted it, 143 when SIGTERM
     did."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(recipes()) or "none"))
+        echo(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     command = parse(argv)
     if command.print_config:
-        print(dump_toml(command.run), end="")
+        echo(dump_toml(command.run), end="")
         return 0
     if in_launcher():
         _check_launcher(command)
@@ -113,8 +114,9 @@ def main(argv: Sequence[str]) -> int:
     summary = start(command)
     if os.environ.get("RANK", "0") == "0":
         if command.json is not None:
-            command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
-        print(verdict(summary))
+            with file_errors(command.json, TrainError, "write"):
+                command.json.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+        echo(verdict(summary))
     status = TERMINATED if summary.get("signal") == "SIGTERM" else EXIT[summary["outcome"]]
     if in_launcher() and summary["outcome"] == "interrupted":
         end_process(status)  # a thread may still be in gloo, waiting for a rank that has gone
@@ -176,7 +178,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
         resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"
         if not (folder / "config.toml").exists():
             resume = "nothing had begun: start it again by the same command"
-        print(f"train: interrupted, stopped at once, {folder}, {resume}")
+        echo(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
 
 
@@ -220,7 +222,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
 
     if (summary := preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)) is not None:
         if os.environ.get("RANK", "0") == "0":
-            print(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
+            echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
     from lockstep.loop.joining import joined
 

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, PositiveInt
 
 PolicyAlgorithm = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"
 ]
 Advantage = Literal["group_mean_std", "group_mean", "leave_one_out", "batch_mean_std", "group_mean_batch_std"]
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
+
+NO_PENALTY = {
+    ("reward", "k2"): "k2 as a reward has not the gradient of a KL divergence",
+    (
+        "reward",
+        "k3",
+    ): "the expected gradient of k3 as a reward is that of KL(policy || ref) - KL(ref || policy), "
+    "which can raise the KL",
+    ("loss", "k1"): "the expected gradient of k1 in the loss is 0",
+}
+"""(place, estimator) -> why it holds the policy to no reference. lockstep.ops.kl has the gradients of all."""
 
 
 class KLConfig(Config):
@@ -24,10 +35,33 @@ class KLConfig(Config):
 
     coef: float = Field(0.0, ge=0.0)
     """Times KL, added to the loss or taken from the reward."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, with x = ref - policy of the token."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, with x = ref - policy of the token. None: k1 in the reward,
+    k3 in the loss. k1 in the loss, and k2 or k3 in the reward, are refused: they are no KL penalty there."""
     place: Literal["loss", "reward"] = "loss"
     """reward: of the whole completion, before advantages."""
+    max_nats: PositiveFloat = 10.0
+    """k3 of a token counts at most this much, and has no gradient beyond it; 10 in verl and OpenRLHF, no such
+    bound in TRL (1e9 here). x is kept within 20 nats."""
+
+    @model_validator(mode="after")
+    def _check(self) -> KLConfig:
+        reason = NO_PENALTY.get((self.place, self.estimator or ""))
+        if reason is not None:
+            fix = "k1 (or place = 'loss')" if self.place == "reward" else "k3 or k2 (or place = 'reward')"
+            raise ValueError(
+                f"estimator = {self.estimator!r} with place = {self.place!r} is no KL penalty: {reason}; set "
+                f"estimator = {fix}, or leave it out"
+            )
+        return self
+
+    def resolved(self) -> KLConfig:
+        """With the estimator filled in."""
+        if self.estimator is not None:
+            return self
+        return KLConfig.model_validate(
+            self.model_dump() | {"estimator": "k1" if self.place == "reward" else "k3"}
+        )
 
 
 class RolloutCorrectionConfig(Config):
@@ -52,12 +86,14 @@ class RolloutCorrectionConfig(Config):
 
 
 class OverlongConfig(Config):
-    """DAPO's soft overlong punishment: from max_tokens - buffer on, the reward falls linearly by penalty."""
+    """DAPO's soft overlong punishment: from max_tokens - buffer_tokens on, the reward falls linearly by
+    penalty."""
 
     buffer_tokens: PositiveInt | None = None
     """None: a fifth of max_tokens, the published share (4,096 of 20,480)."""
-    penalty: float = Field(1.0, ge=0.0)
-    """What a completion of max_tokens loses."""
+    penalty: float | None = Field(None, ge=0.0)
+    """What a completion of max_tokens loses; 0: off. None: 1 under algorithm.name = "dapo" and where
+    buffer_tokens is given, else 0."""
 
 
 class GRPOConfig(Config):
@@ -71,33 +107,59 @@ class GRPOConfig(Config):
     mean, whitened likewise. Under these two, kl.place = 'reward' charges a token with its KL and what
     follows."""
     aggregation: Aggregation | None = None
-    """sequence_mean: tokens are averaged per sequence, then sequences. token_mean: over all tokens of the
-    step. constant: divided by sequences * max_tokens (Dr. GRPO)."""
+    """sequence_mean: tokens are averaged per sequence, then sequences. sequence_sum: tokens are added up per
+    sequence, then sequences averaged. token_mean: over all tokens of the step. constant: divided by
+    sequences * max_tokens (Dr. GRPO)."""
     clip_low: float | None = Field(None, ge=0.0)
     """The ratio is clipped at 1 - clip_low."""
     clip_high: float | None = Field(None, ge=0.0)
     """The ratio is clipped at 1 + clip_high."""
-    ratio: Literal["token", "sequence"] | None = None
-    """Level of the importance_ratio; sequence is GSPO's length-normalised ratio."""
+    dual_clip: float | None = Field(None, gt=1.0)
+    """Where the advantage is negative, the ratio counts at most this much (arXiv 1912.09729; verl's
+    clip_ratio_c, 3 there). None: no such bound."""
+    ratio: Literal["token", "sequence", "sequence_product"] | None = None
+    """Level of the importance_ratio; sequence is GSPO's length-normalised ratio, sequence_product that of the
+    whole completion (TRL's RLOOTrainer)."""
     objective: Literal["ppo_clip", "cispo"] | None = None
     """cispo: the clipped ratio is a detached weight, no token loses its gradient."""
     dynamic_sampling: bool | None = None
     """Groups whose rewards are all equal are replaced by newly sampled ones."""
     max_resample_rounds: PositiveInt = 10
     """dynamic_sampling: rounds of sampling before the run stops with an error."""
-    overlong: OverlongConfig | None = None
+    overlong: OverlongConfig = OverlongConfig()
     entropy_coef: float = 0.0
     """Times entropy, taken from the loss."""
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
+    @field_validator("overlong", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """None is off."""
+        return {"penalty": 0.0} if value is None else value
+
+    @model_validator(mode="after")
+    def _check(self) -> GRPOConfig:
+        objective = self.objective or PUBLISHED[self.name]["objective"]
+        if self.dual_clip is not None and objective == "cispo":
+            raise ValueError(
+                f"dual_clip = {self.dual_clip} has no effect under objective = 'cispo', whose ratio is "
+                "bounded by clip_high whatever the advantage; leave it out"
+            )
+        return self
+
     def resolved(self) -> GRPOConfig:
         """The same config with every option that was left at None set to the published value."""
         values: dict[str, Any] = self.model_dump()
-        for key, value in PUBLISHED[self.name].items():
+        published = PUBLISHED[self.name]
+        for key, value in published.items():
             if values[key] is None:
                 values[key] = value
-        return GRPOConfig.model_validate(values)
+        overlong = self.overlong
+        if overlong.penalty is None:
+            given = 0.0 if overlong.buffer_tokens is None else 1.0
+            values["overlong"]["penalty"] = published["overlong"].get("penalty", given)
+        return GRPOConfig.model_validate(values | {"kl": self.kl.resolved()})
 
 
 _GRPO: dict[str, Any] = {
@@ -108,23 +170,28 @@ _GRPO: dict[str, Any] = {
     "ratio": "token",
     "objective": "ppo_clip",
     "dynamic_sampling": False,
+    "overlong": {},
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "grpo": _GRPO,  # arXiv 2402.03300
-    "dr_grpo": _GRPO | {"advantage": "group_mean", "aggregation": "constant"},  # arXiv 2503.20783
+    "grpo": _GRPO,  # arXiv 2402.03300, eq. 3
+    "dr_grpo": _GRPO
+    | {"advantage": "group_mean", "aggregation": "constant"},  # arXiv 2503.20783, section 3.2
     "dapo": _GRPO
-    | {  # arXiv 2503.14476
+    | {  # arXiv 2503.14476, eqs. 8, 12 and 13
         "aggregation": "token_mean",
         "clip_high": 0.28,
         "dynamic_sampling": True,
         "overlong": {"penalty": 1.0},
     },
-    "rloo": _GRPO | {"advantage": "leave_one_out"},  # arXiv 2402.14740
+    # arXiv 2402.14740, section 3: a completion is one action, so it has one ratio, and its gradient is the
+    # sum over its tokens. Each of them has the completion's loss, and their mean is that loss.
+    "rloo": _GRPO | {"advantage": "leave_one_out", "ratio": "sequence_product"},
     "reinforce++": _GRPO | {"advantage": "batch_mean_std", "aggregation": "token_mean"},  # arXiv 2501.03262
     "reinforce++-baseline": _GRPO | {"advantage": "group_mean_batch_std", "aggregation": "token_mean"},
-    "gspo": _GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},  # arXiv 2507.18071
+    # arXiv 2507.18071, eqs. 5 and 7, section 5.1
+    "gspo": _GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": _GRPO
-    | {  # arXiv 2506.13585: no lower clip, the upper bound is tuned
+    | {  # arXiv 2506.13585, eqs. 4 and 5: no lower clip; the upper bound is tuned, 5 in arXiv 2510.13786
         "aggregation": "token_mean",
         "objective": "cispo",
         "clip_low": 1.0,

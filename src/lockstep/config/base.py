@@ -1,13 +1,55 @@
-"""What every config shares: frozen, and an unknown key is an error."""
+"""What every config shares: frozen, an unknown key is an error, and every value is one that code can use."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from lockstep.observe.files import path_problem
+from lockstep.observe.text import printable
+
+_LARGEST, _SMALLEST = 1e30, 1e-30
+_COLDEST = 1e-4
 
 
-class Config(BaseModel):
-    """Base of all configs. Immutable; `model_copy(update=...)` is not validated, so use
-    `lockstep.config.load.override`."""
+def _check_path(path: Path) -> Path:
+    if problem := path_problem(str(path)):
+        raise ValueError(f"{str(path)[:40]!r} cannot be the name of a file: {problem}")
+    return path
+
+
+def _check_name(name: str) -> str:
+    if name != printable(name):
+        raise ValueError(f"{name[:80]!r} holds a control character; write it without")
+    if problem := path_problem(name):
+        raise ValueError(f"{name[:40]!r} cannot be a name: {problem}")
+    return name
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < _COLDEST:
+        raise ValueError(f"a temperature of {value:g} is below {_COLDEST:g}; set 0 for greedy")
+    return value
+
+
+# Bounds that no use comes near, so that no number overflows what counts, indexes or waits with it.
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""numpy takes no negative one, torch none of more than 64 bits."""
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""A time to wait; Python's locks and sockets take no more than 292 years."""
+Temperature = Annotated[float, Field(ge=0, le=1e4), AfterValidator(_check_temperature)]
+Name = Annotated[str, AfterValidator(_check_name)]
+"""One line that may name a file: of a model, a data set, a column, ..."""
+FilePath = Annotated[Path, AfterValidator(_check_path)]
+
+
+class Record(BaseModel):
+    """Base of records that are written as JSON and read again. Immutable; `model_copy(update=...)` is not
+    validated, so use `lockstep.config.load.override`."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -17,3 +59,19 @@ class Config(BaseModel):
         allow_inf_nan=False,
         ser_json_inf_nan="constants",  # in the free-form tables, which are not checked
     )
+
+
+class Config(Record):
+    """Base of all configs: a record whose numbers people set, so that each of them is one to compute with."""
+
+    @model_validator(mode="after")
+    def _check_floats(self) -> Config:
+        """Numbers become float32: a larger one would be infinite there, a smaller one 0."""
+        for name, value in self:
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, float) and number and not _SMALLEST <= abs(number) <= _LARGEST:
+                    raise ValueError(
+                        f"{name} = {number!r} is not 0 and not between {_SMALLEST:g} and {_LARGEST:g} in "
+                        "size, which float32 can compute with"
+                    )
+        return self

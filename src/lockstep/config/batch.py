@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import Dtype, ModelConfig
@@ -18,7 +18,7 @@ Column = Literal["prompt_token_ids", "token_ids", "logprobs"]
 class GenerateConfig(Config):
     """Samples of many prompts, into a file."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Another seed gives other samples, and another order when data.shuffle is on."""
     n: PositiveInt = 1
     """Samples of each prompt: the n of best-of-n."""
@@ -63,10 +63,10 @@ class GenerateConfig(Config):
 class RewardModelConfig(Config):
     """A sequence classifier with one label, whose logit is the reward."""
 
-    name: str
+    name: Name
     """A hub name or a folder that AutoModelForSequenceClassification reads; code that comes with a model is
     never run."""
-    revision: str | None = None
+    revision: Name | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Dtype | Literal["auto"] = "auto"
     """auto: bfloat16 where the device has fast bfloat16, else float32."""

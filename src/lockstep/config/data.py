@@ -2,20 +2,20 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seed
 
 
 class DataConfig(Config):
     """One prompt set or SFT set."""
 
-    source: str = "reasoning_gym:chain_sum"
+    source: Name = "reasoning_gym:chain_sum"
     """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or `ids`
     (the id-level source for models without a tokenizer)."""
-    subset: str | None = None
+    subset: Name | None = None
     """Of a hub set."""
-    split: str = "train"
+    split: Name = "train"
     """Of a hub set or a saved folder."""
     task: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning_gym task; of ids: vocab_size (default: the model's), min_tokens
@@ -25,7 +25,7 @@ class DataConfig(Config):
     files whole. Generated rows of a sized set are distinct by question."""
     skip: NonNegativeInt = 0
     """Rows to leave out at the beginning."""
-    seed: int = 1
+    seed: Seed = 1
     """Of generated rows."""
     prompt_column: str = "prompt"
     """Text, or a list of {role, content} messages. reasoning_gym rows have `question`, which is found by
@@ -69,7 +69,7 @@ class DataConfig(Config):
     """SFT: which tokens carry loss."""
     shuffle: bool = True
     """A new order in every epoch, decided by the run's seed."""
-    exclude: str | None = None
+    exclude: Name | None = None
     """Another file, folder or hub set with the same columns; prompts whose text occurs in it are left out.
     Held-out prompts are left out of training anyway."""
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seconds
 from lockstep.config.engines import check_engine
 
 
 class EngineConfig(Config):
     """Which inference engine samples."""
 
-    name: str = "auto"
+    name: Name = "auto"
     """native, hf, vllm, sglang, `module:Class` for your own, or auto: native on CUDA, hf on a CPU."""
     max_batch: PositiveInt = 256
     """Samples decoded together."""
@@ -23,11 +22,14 @@ class EngineConfig(Config):
     None: what max_batch samples can need, as far as memory_fraction allows."""
     prefill_chunk: PositiveInt = 2048
     """native: prompt tokens of one forward; longer prompts take several."""
-    python: Path | None = None
+    python: FilePath | None = None
     """Interpreter of an environment that has vLLM or SGLang: that project's own server is started with it."""
-    url: str | None = None
+    url: Name | None = None
     """A server that is already running, such as http://127.0.0.1:8000; it is never stopped."""
-    replicas: PositiveInt = 1
+    token_env: Name | None = None
+    """Name of the environment variable that holds the token (API key) of the server at url; none: it asks for
+    none. A server that Lockstep starts gets one by itself."""
+    replicas: PositiveInt = Field(1, le=1024)
     """Engines behind one dispatcher, each with the whole model."""
     cuda_devices: tuple[NonNegativeInt, ...] = ()
     """GPUs of started servers, tp of them for each replica; none: the trainer's own GPU."""
@@ -55,11 +57,11 @@ class EngineConfig(Config):
     """Weights are packed into buffers of this size on their way."""
     verify: Literal["off", "first", "always"] = "first"
     """After which updates it is checked that the engine holds the trained weights."""
-    start_seconds: PositiveFloat = 600.0
+    start_seconds: Seconds = 600.0
     """Deadline of an engine's start."""
-    request_seconds: PositiveFloat = 600.0
+    request_seconds: Seconds = 600.0
     """Deadline of anything new from an engine that generates: a finished sample, or progress."""
-    update_seconds: PositiveFloat = 300.0
+    update_seconds: Seconds = 300.0
     """Deadline of one weight update."""
     max_restarts: NonNegativeInt = 2
     """How often a started server that died is started again, in one run."""

@@ -44,6 +44,10 @@ HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
     "options": (_MADE_HERE, "there is no constructor that would take them"),
     "env": (_STARTED, "only a server that Lockstep starts has an environment of its own"),
     "python": (_STARTED, "it starts a server with another interpreter"),
+    "token_env": (
+        ("vllm, at a url", "sglang, at a url"),
+        "a server that Lockstep starts gets a token by itself",
+    ),
     "url": (("vllm, at a url", "sglang, at a url"), "it names a vLLM or SGLang server"),
 }
 """Setting -> where it has an effect, and why it has none elsewhere. The others always have one."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -16,14 +17,21 @@ from typing import Any, TypeVar, get_origin
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.base import Config
-from lockstep.config.problems import explain, model_of, unknown_keys
+from lockstep.config.problems import DEPTH, explain, model_of, unknown_keys, unusable
 from lockstep.config.run import DPORun, GRPORun, RunConfig, SFTRun
 from lockstep.config.toml import TomlError, to_toml
 from lockstep.errors import ConfigError, unknown_name
+from lockstep.observe.files import check_inside, path_problem, read_plain
+from lockstep.observe.text import printable
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "sft": SFTRun, "dpo": DPORun}
+
+TOML_BYTES = 2**20
+"""Largest file of settings that is read."""
+_LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
+"""tomllib takes time with the square of a key's parts: minutes for a key of some hundred kilobytes."""
 
 RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every")
 """What may differ when a run is resumed: none of it changes what one step computes."""
@@ -71,9 +79,10 @@ def load_run(
         path = find(source)
         values, origin = read_toml(path), str(source)
         if kind is not None and values.setdefault("kind", kind) != kind:
+            said = build(values, origin=origin).kind
             raise ConfigError(
-                f"{origin}: kind = {values['kind']!r}, but {kind!r} was asked for; "
-                f"run `lockstep train {values['kind']}` with it, or leave the kind out"
+                f"{origin}: kind = {said!r}, but {kind!r} was asked for; "
+                f"run `lockstep train {said}` with it, or leave the kind out"
             )
     return build(merge(values, overrides or {}), origin=origin)
 
@@ -133,11 +142,14 @@ def _saved_run(folder: Path) -> RunConfig:
         raise ConfigError(
             f"cannot resume {str(folder)!r}: it holds no config.toml; give the folder of an earlier run"
         )
+    check_inside(file, ConfigError, root=folder)
     return build(read_toml(file), origin=str(file))
 
 
 def find(source: str | Path) -> Path:
     """The file behind a path or a recipe's name."""
+    if problem := path_problem(str(source)):
+        raise ConfigError(f"no such file: {str(source)[:80]!r} cannot be the name of one: {problem}")
     path = Path(source)
     if path.is_file():
         return path
@@ -153,11 +165,48 @@ def find(source: str | Path) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, unchecked."""
+    """The tables of a TOML file, unchecked.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML.
+    """
+    return parse_toml(read_plain(path, ConfigError, limit=TOML_BYTES), origin=str(path))
+
+
+def parse_toml(data: bytes, *, origin: str) -> dict[str, Any]:
+    """The tables of a TOML text, unchecked.
+
+    Raises:
+        ConfigError: it is not TOML; names `origin`.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+        return _parse(data.decode(), origin)
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or a number of thousands of digits
+        raise ConfigError(f"{origin}: not a TOML file: {printable(str(error))}") from error
+
+
+def parse_value(text: str, *, origin: str) -> Any:
+    """The TOML value of one word of a command line, or the word itself: text needs no quotes there.
+
+    Raises:
+        ConfigError: it is TOML that no setting can have; names `origin`.
+    """
+    try:
+        values = _parse(f"value = {text}", origin)
+    except tomllib.TOMLDecodeError:
+        return text
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{origin}: {printable(str(error))}") from error
+    return values["value"] if values.keys() == {"value"} else text
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    if _LONG_KEY.search(text):
+        raise ConfigError(f"{origin}: a key has more than 64 parts, and no setting is that deep")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ConfigError(f"{origin}: lists or tables are nested too deeply for any setting") from error
 
 
 def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
@@ -168,7 +217,9 @@ def build(values: Mapping[str, Any], *, origin: str) -> RunConfig:
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in RUN_KINDS:
-        what = "kind is missing" if kind is None else unknown_name("kind", str(kind), RUN_KINDS)
+        what = "kind is missing" if kind is None else "kind is no text"
+        if isinstance(kind, str):
+            what = unknown_name("kind", kind, RUN_KINDS)
         raise ConfigError(f"{origin}: {what}; write kind = 'grpo' or kind = 'sft' at the top")
     return check(values, RUN_KINDS[kind], origin=origin)
 
@@ -179,17 +230,19 @@ def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> 
     Raises:
         ConfigError: with all problems, each by its dotted path.
     """
-    problems, known = unknown_keys(values, model)
-    found = None
-    try:
-        # JSON mode is the only strict one that takes a list for a tuple and a string for a path.
-        found = model.model_validate_json(json.dumps(known, default=_not_json), strict=True)
-    except ValidationError as error:
-        problems += explain(error, model)
-    if problems or found is None:
+    problems = list(unusable(values))
+    checked = None
+    if not problems:
+        problems, known = unknown_keys(values, model)
+        try:
+            # JSON mode is the only strict one that takes a list for a tuple and a string for a path.
+            checked = model.model_validate_json(json.dumps(_plain(known)), strict=True)
+        except ValidationError as error:
+            problems += explain(error, model)
+    if problems or checked is None:
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         raise ConfigError(f"{origin}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
-    return found
+    return checked
 
 
 def to_values(run: Config) -> dict[str, Any]:
@@ -213,7 +266,7 @@ def dump_toml(run: Config) -> str:
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of nested `values` with dotted `overrides` set; None removes a setting."""
-    result = json.loads(json.dumps(values, default=_not_json))
+    result = _plain(values)
     for path, value in overrides.items():
         *sections, key = path.split(".")
         table = result
@@ -224,7 +277,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
         if value is None:
             table.pop(key, None)
         else:
-            table[key] = json.loads(json.dumps(value, default=_not_json))
+            table[key] = _plain(value)
     checked: dict[str, Any] = result
     return checked
 
@@ -252,11 +305,20 @@ def _differences(
             yield f"{prefix}{key}", a, b
 
 
-def _not_json(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy in JSON's types; `usable` looks at what is in it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_none=True)
+    if depth <= DEPTH and isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if depth <= DEPTH and isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if depth > DEPTH:
+        raise ConfigError(f"lists or tables are nested more than {DEPTH} deep, and no setting is")
     raise ConfigError(f"{value!r} is a {type(value).__name__}, which no setting takes")
 
 

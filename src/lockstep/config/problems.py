@@ -10,6 +10,10 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from lockstep.observe.text import printable
+
+DEPTH = 64
+"""Most tables and lists in each other."""
 EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -22,6 +26,33 @@ EXPECTED = {
     "model_type": "a table of settings",
     "model_attributes_type": "a table of settings",
 }
+
+
+def unusable(value: Any, path: str = "") -> Iterator[str]:
+    """Problems of values that no setting can have, whatever its name.
+
+    Those are integers of more than 64 bits (TOML has none either), and text that UTF-8 or a file name cannot
+    hold. Some of them could not even be shown.
+    """
+    if (why := _unusable(value)) is not None:
+        yield f"{path}: {why}"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from unusable(key, f"a key of {path}" if path else "a key")
+            yield from unusable(item, f"{path}.{printable(key)}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from unusable(item, f"{path}[{number}]")
+
+
+def _unusable(value: Any) -> str | None:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"an integer of {value.bit_length()} bits; 64 are the most"
+    if isinstance(value, str) and "\0" in value:
+        return f"{value[:80]!r} holds the character NUL; write it without"
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        return f"{value[:80]!r} holds half a surrogate pair, which is no text; write it without"
+    return None
 
 
 def unknown_keys(values: Mapping[str, Any], model: type[BaseModel]) -> tuple[list[str], dict[str, Any]]:
@@ -112,7 +143,7 @@ def _unknown(
     path: tuple[str, ...],
     sections: Mapping[str, type[BaseModel]],
 ) -> str:
-    here = ".".join((*path, key))
+    here = printable(".".join((*path, key)))
     shown = "" if isinstance(value, Mapping) else f" = {value!r}"
     elsewhere = [
         f"{section}.{key}".lstrip(".") for section, other in sections.items() if key in other.model_fields

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import re
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, NonNegativeInt, PositiveInt
 
-_EVERY = re.compile(r"every ([1-9]\d*)")
+_EVERY = re.compile(r"every ([1-9]\d{0,8})", re.ASCII)
 
 
 class RecordConfig(Config):

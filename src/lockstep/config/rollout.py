@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Seconds, Temperature
 
 
 class SamplingConfig(Config):
@@ -15,11 +15,11 @@ class SamplingConfig(Config):
     """Tokens of a completion, at most."""
     min_tokens: NonNegativeInt = 0
     """Before this many tokens no stop id is sampled and no stop string ends a completion."""
-    temperature: float = Field(1.0, ge=0.0)
+    temperature: Temperature = 1.0
     """0 is greedy. Logprobs and the loss use the same temperature."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Smallest set of tokens with at least this probability; 1: off."""
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     """-1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Only tokens with at least this share of the largest probability; 0: off."""
@@ -31,7 +31,7 @@ class SamplingConfig(Config):
     """Taken from a token's logit per occurrence in the completion; 0: off."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Ids that end a completion, besides end of sequence."""
     keep_stop: bool = True
     """Whether the text keeps the stop string; the token ids always do."""
@@ -68,24 +68,29 @@ BUILTIN_REWARDS = ("format", "ids", "length", "math", "verifier")
 class RewardConfig(Config):
     """One reward; several are added up with their weights."""
 
-    name: str = "verifier"
+    name: Name = "verifier"
     """verifier: the task's own, in [0, 1]. math: math-verify against the row's answer, 0 or 1. ids: share of
     even completion ids (models without a tokenizer). length: -|tokens - target| / target, kwargs {target}.
     format: 1 where the regular expression kwargs {pattern} is found, else 0. Or `module:attribute`: a
     function, sync or async, called with keyword arguments prompt, completion, row and kwargs; or a class,
-    made with kwargs, whose instances take one RewardInput. The module may lie in the working directory."""
+    made with kwargs, whose instances take one RewardInput. The module may lie in the working directory; it
+    is imported in a process of its own."""
     weight: float = 1.0
     """Times the reward, in the total."""
     on_error: Literal["fail", "drop"] = "fail"
     """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names
     the row and the exception. drop: the rollout leaves the step and is counted. An answer that a verifier
     cannot parse is no such error: it scores 0 and is counted as junk."""
-    timeout_seconds: float = Field(60.0, gt=0)
-    """Of one call. A verifier is killed; a function is left behind in its thread."""
+    timeout_seconds: Seconds = 60.0
+    """Of one call. A verifier is killed, and the answer scores 0; any other reward's process is killed, and
+    on_error says what follows."""
     max_concurrency: PositiveInt = 64
     """Async functions: calls under way at a time."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
     """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A
     completion without that part scores 0 and is counted."""
+    allow_unsandboxed: tuple[Name, ...] = ()
+    """verifier: reasoning_gym tasks, such as "countdown", that may evaluate completions on a machine whose
+    kernel gives no sandbox (`lockstep doctor` says). Elsewhere they are sandboxed all the same."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments of length, format and `module:attribute`."""

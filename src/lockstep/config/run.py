@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import field_validator, model_validator
 
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
 from lockstep.config.backends import check_backend, shards_weights
-from lockstep.config.base import Config
+from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed
 from lockstep.config.data import DataConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
@@ -23,13 +22,13 @@ from lockstep.errors import ConfigError
 class RunConfig(Config):
     """What SFT and RL runs share."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Decides data order and every sample's noise."""
     steps: PositiveInt = 100
     """Rollout batches (RL) or optimizer steps (SFT)."""
-    run_dir: Path | None = None
+    run_dir: FilePath | None = None
     """Where everything is written; None: runs/NAME-TIMESTAMP."""
-    name: str = "run"
+    name: Name = "run"
     """Of the run: the beginning of its folder's name, and wandb's run name."""
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
@@ -50,6 +49,16 @@ class RunConfig(Config):
     if TYPE_CHECKING:
         # Each kind of run declares its own; here it would come before `algorithm` and the like in a dump.
         kind: str
+
+    @field_validator("name")
+    @classmethod
+    def _check_run_name(cls, name: str) -> str:
+        if not name or "/" in name or len(name.encode()) > 200:
+            raise ValueError(
+                f"name = {name[:80]!r} begins the name of a folder; write 1 to 200 characters without /, and "
+                "choose the folder itself by run_dir"
+            )
+        return name
 
     @model_validator(mode="after")
     def _check_support(self) -> RunConfig:
@@ -76,6 +85,10 @@ class RunConfig(Config):
         return self
 
 
+MAX_RANKS = 2**16
+"""More processes than any machine starts."""
+
+
 def check_ranks(run: RunConfig, ranks: int) -> None:
     """Whether `run` can be spread over so many ranks: what can be known before any of them starts.
 
@@ -83,12 +96,17 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
         ConfigError: names the numbers, and those that would work.
     """
     train = run.train
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: at least 1 rank is needed")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ConfigError(f"--ranks {ranks} is not between 1 and {MAX_RANKS}")
     if train.backend == "local" and ranks > 1:
         raise ConfigError(
             f"train.backend = 'local' is one process on one device, but there are {ranks} ranks: each would "
             "train a copy of its own. Set --train.backend fsdp2 or deepspeed, or start one process"
+        )
+    if ranks > 1 and isinstance(run, GRPORun) and run.engine.cuda_devices:
+        raise ConfigError(
+            f"engine.cuda_devices = {list(run.engine.cuda_devices)} with {ranks} ranks: each has an engine "
+            "of its own, on its own GPU; leave engine.cuda_devices out"
         )
     together = train.tp * train.ring
     if ranks % together:
@@ -138,7 +156,8 @@ class GRPORun(RunConfig):
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     """Held-out prompts. None: the same source with another seed (generated data) or the rows after the
-    training rows (files); prompts that occur in it are left out of training, by text."""
+    training rows (files); prompts that occur in it are left out of training, by text. Without an evaluation
+    (eval.before, eval.every, eval.after) nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
     engine: EngineConfig = EngineConfig()

@@ -12,6 +12,7 @@ fields match. The first entry that matches a cell decides; a cell that nothing m
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -35,6 +36,9 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 """Every axis and its known values; `hf:NAME` stands for any implementation that transformers knows, and an
 engine may also be a `module:Class`."""
+
+_HF_KERNEL = re.compile(r"hf:\w+", re.ASCII)
+"""No slash: transformers would load hf:OWNER/NAME as code from the hub."""
 
 SETTINGS = {
     "backend": "train.backend",
@@ -66,6 +70,8 @@ class Entry:
     """The nearest setting that works."""
     tested: str = ""
     """`ci-cpu:TEST` or `gpu:RESULT_FILE`; empty unless supported."""
+    on: str = ""
+    """Of a GPU test: date, machine and versions, as in its result file."""
 
     def matches(self, cell: dict[str, str]) -> bool:
         """Whether the entry speaks for `cell`; an axis that is missing in the cell is matched only by an
@@ -81,6 +87,9 @@ _BACKENDS = "ci-cpu:tests/parity/test_train_backends.py"
 _VLLM = "ci-cpu:tests/vllm/test_inprocess_conformance.py"
 _ENGINES_ON_H200 = "gpu:benchmarks/results/parity-engines-h200/cells.json"
 _ON_H200 = "gpu:benchmarks/results/parity-h200.json"
+_NATIVE_ON_H100 = "gpu:benchmarks/results/native-equal-h100.json"
+_H200 = "NVIDIA H200, torch 2.11.0+cu130, transformers 5.17.0"
+_H100 = "NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, transformers 5.17.0"
 _IN_LOCKSTEP = (
     ("local", "eager", ("packed", "padded"), ("float32", "bfloat16")),
     ("local", "compile", ("packed",), ("float32", "bfloat16")),
@@ -292,6 +301,7 @@ TABLE: tuple[Entry, ...] = (
         device=("cuda",),
         dtype=("float32", "bfloat16"),
         tested=_ON_H200,
+        on=f"2026-11-22, {_H200}",
     ),
     Entry(
         status="supported",
@@ -303,6 +313,7 @@ TABLE: tuple[Entry, ...] = (
         device=("cuda",),
         dtype=("bfloat16",),
         tested=_ON_H200,
+        on=f"2026-11-22, {_H200}",
     ),
     Entry(
         status="supported",
@@ -315,6 +326,20 @@ TABLE: tuple[Entry, ...] = (
         dtype=("bfloat16",),
         reason="vLLM 0.26.0 in process, SGLang 0.5.16 as its own server",
         tested=_ENGINES_ON_H200,
+        on=f"2026-11-21, {_H200}",
+    ),
+    Entry(
+        status="supported",
+        backend=("local",),
+        engine=("native",),
+        attention=("varlen",),
+        execution=("eager", "compile"),
+        layout=("packed",),
+        device=("cuda",),
+        dtype=("bfloat16",),
+        reason="with train.batch_invariant, on by itself here: logprob_gap is exactly 0",
+        tested=_NATIVE_ON_H100,
+        on=f"2026-11-22, {_H100}",
     ),
     Entry(
         status="untested",
@@ -442,7 +467,8 @@ def support_rows(entries: Sequence[Entry] = TABLE) -> Iterator[dict[str, str]]:
     for entry in entries:
         axes = {axis: ", ".join(getattr(entry, axis)) or "any" for axis in AXES}
         note = "; instead: ".join(filter(None, (entry.reason, entry.instead)))
-        yield {"status": entry.status, **axes, "note": note, "tested": entry.tested}
+        tested = " on ".join(filter(None, (entry.tested, entry.on)))
+        yield {"status": entry.status, **axes, "note": note, "tested": tested}
 
 
 def cells_tested_by(test: str) -> Iterator[dict[str, str]]:
@@ -475,7 +501,7 @@ def _cell(run: RunAxes) -> dict[str, str]:
 
 def _check_names(cell: dict[str, str]) -> None:
     attention = cell.get("attention", "sdpa")
-    if attention not in AXES["attention"][:3] and not (attention.startswith("hf:") and len(attention) > 3):
+    if attention not in AXES["attention"][:3] and not _HF_KERNEL.fullmatch(attention):
         raise ConfigError(
             f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
         )

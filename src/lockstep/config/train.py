@@ -1,22 +1,16 @@
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Temperature
 
 Backend = Literal["local", "fsdp2", "deepspeed"]
 Layout = Literal["packed", "padded"]
 Execution = Literal["eager", "compile", "joint", "deepcompile"]
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
 class TrainConfig(Config):
@@ -39,7 +33,7 @@ class TrainConfig(Config):
     memory, more traffic."""
     parameter_device: Literal["model", "cpu"] = "model"
     """cpu: fsdp2 and deepspeed (ZeRO 3) keep their share of the weights in host memory between uses."""
-    attention: str = "auto"
+    attention: Name = "auto"
     """sdpa, varlen, flex, hf:NAME; auto: varlen on CUDA, sdpa elsewhere."""
     execution: Execution = "eager"
     """compile: every block of layers by torch.compile. joint: forward and backward of the whole decoder as
@@ -48,7 +42,7 @@ class TrainConfig(Config):
     """packed: documents end to end in one row. padded: one document a row, pads computed."""
     padding_side: Literal["left", "right"] = "right"
     """Of layout padded."""
-    device: str = "auto"
+    device: Name = "auto"
     """auto: cuda where there is one, else cpu."""
 
     token_budget: PositiveInt = 4096
@@ -104,8 +98,17 @@ class TrainConfig(Config):
     """cpu: master weights and optimizer states live in host memory."""
     grad_accum_dtype: Literal["float32", "model"] = "float32"
     """What gradients of several micro-batches are added up in; deepspeed: always the model's."""
-    num_threads: PositiveInt | None = None
+    num_threads: PositiveInt | None = Field(None, le=4096)
     """CPU threads of torch; None leaves OMP_NUM_THREADS alone."""
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if not _DEVICE.fullmatch(device):
+            raise ValueError(
+                f"device = {device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N', such as 'cuda:0'"
+            )
+        return device
 
     @field_validator("betas")
     @classmethod
@@ -128,7 +131,7 @@ class EvalConfig(Config):
     """Held-out prompts, the first of them in their order."""
     samples_per_prompt: PositiveInt = 1
     """Completions of each prompt; accuracies are over all of them."""
-    temperature: float = Field(0.0, ge=0.0)
+    temperature: Temperature = 0.0
     """0 is greedy."""
     max_tokens: PositiveInt | None = None
     """None: that of rollout.sampling."""
@@ -155,7 +158,7 @@ class CheckpointConfig(Config):
     """Checkpoints to keep, newest first."""
     keep_best: NonNegativeInt = 0
     """Also keep the best k by `metric`, which is known where checkpoint and evaluation fall on one step."""
-    metric: str = "eval/lenient_accuracy"
+    metric: Name = "eval/lenient_accuracy"
     """eval/strict_accuracy, eval/lenient_accuracy, eval/mean_reward or eval/mean_completion_tokens; SFT:
     eval/loss or eval/perplexity."""
     mode: Literal["max", "min"] = "max"
@@ -175,7 +178,7 @@ class LogConfig(Config):
     """Event files under logs/tensorboard."""
     wandb: bool = False
     """Log to Weights & Biases; needs the package and a login."""
-    wandb_project: str = "lockstep"
+    wandb_project: Name = "lockstep"
     """Project of the run at wandb."""
     display: Literal["auto", "live", "plain", "off"] = "auto"
     """auto: live in a terminal, one line per step elsewhere."""

@@ -10,6 +10,9 @@ from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.errors import ConfigError, DataError, unknown_name
+from lockstep.observe.files import file_errors, path_problem, read_plain
+from lockstep.observe.templates import Rendered, render_chat
+from lockstep.observe.text import printable
 
 Message = dict[str, Any]
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
@@ -32,10 +35,22 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
         if name is None:
             return match.group()[0]
         if name not in values:
-            raise ConfigError(unknown_name("column in data.prompt_template", name, values))
+            columns = [printable(column) for column in values]
+            raise ConfigError(unknown_name("column in data.prompt_template", name, columns))
         return str(values[name])
 
     return _FIELD.sub(value, template)
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises DataError for half a surrogate pair, which JSON and command lines may hold, and no text may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: holds half a surrogate pair, {text[error.start]!r}, after {error.start} characters, "
+            "which is no text; correct it"
+        ) from error
 
 
 def clean_messages(value: Any, *, where: str) -> list[Message]:
@@ -122,22 +137,26 @@ class ChatFormat:
                     "is none; set data.chat_template to a jinja template"
                 )
             return str(messages[0]["content"])
-        from jinja2 import TemplateError
+        return self.rendered(messages, generate=generate, where=where).text
 
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=generate,
-                **self.kwargs,
-            )
-        except (TemplateError, ValueError) as error:
-            raise DataError(f"{where}: the chat template refuses these messages: {error}") from error
-        return str(text)
+    def rendered(self, messages: list[Message], *, generate: bool, where: str) -> Rendered:
+        """The template's text, and where its {% generation %} blocks stand.
+
+        Raises:
+            DataError: the template refuses the messages, or uses up its budget of time or memory.
+        """
+        assert self.template is not None
+        return render_chat(
+            self.tokenizer, self.template, messages, generate=generate, options=self.kwargs, where=where
+        )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, led by `bos` unless the text begins with it."""
+        """Token ids, led by `bos` unless the text begins with it.
+
+        Raises:
+            DataError: the text holds half a surrogate pair, which has no bytes.
+        """
+        check_text(text, "a text to be tokenised")
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids]
 
@@ -147,16 +166,21 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
         return None
     if setting == "auto":
         template = tokenizer.chat_template
-        return None if template is None else str(tokenizer.get_chat_template())
+        try:
+            return None if template is None else str(tokenizer.get_chat_template())
+        except ValueError as error:  # several, and none of them is the default
+            raise ConfigError(f"{error}; set data.chat_template") from error
     if "{%" in setting or "{{" in setting:
         return setting
     path = Path(setting).expanduser()
-    if not path.is_file():
+    if path_problem(str(path)) or not path.is_file():
         raise ConfigError(
-            f"data.chat_template = {setting!r} is neither auto, none, a jinja template (no '{{{{' or '{{%' "
-            "in it) nor a file"
+            f"data.chat_template = {setting[:200]!r} is neither auto, none, a jinja template (no '{{{{' or "
+            "'{{%' in it) nor a file"
         )
-    return path.read_text(encoding="utf-8")
+    data = read_plain(path, ConfigError)
+    with file_errors(path, ConfigError):
+        return data.decode()
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:

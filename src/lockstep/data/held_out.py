@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.config.run import GRPORun
-from lockstep.data.prompts import FixedPrompts, PromptSet, load_prompts
+from lockstep.data.prompts import FixedPrompts, PromptMaker, PromptSet, load_prompts
 from lockstep.errors import ConfigError, DataError
 
 _SEED_STEP = 1_000_003
@@ -29,14 +29,38 @@ def held_out_config(run: GRPORun) -> DataConfig:
     return _with(data, size=run.eval.num_prompts, skip=after, shuffle=False)
 
 
+def evaluates(run: GRPORun) -> bool:
+    """Whether the run asks for an evaluation, which needs held-out prompts."""
+    return run.eval.before or run.eval.after or run.eval.every > 0
+
+
 def load_train_and_held_out(
-    run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None
+    run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None, hold_out: bool = True
 ) -> tuple[PromptSet, FixedPrompts]:
     """(training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
 
+    Args:
+        hold_out: False: nothing is taken away from training, and the second set is empty.
+
     Raises:
-        DataError: as load_prompts; also when no rows are left to hold out.
+        DataError: as load_prompts; also when no rows are left to hold out, or training has too few prompts
+            for a rollout batch.
     """
+    held_out = _held_out(run, tokenizer=tokenizer, vocab_size=vocab_size) if hold_out else None
+    exclude = frozenset() if held_out is None else held_out.texts
+    train = load_prompts(run.data, tokenizer=tokenizer, exclude=exclude, vocab_size=vocab_size)
+    if train.size is not None and train.size < run.rollout.prompts_per_step:
+        raise DataError(
+            f"rollout.prompts_per_step = {run.rollout.prompts_per_step}, but data.source = "
+            f"{run.data.source!r} has only {train.size} prompts to train on ({train.report}); lower "
+            "rollout.prompts_per_step, or give more data (prompts of evaluations are left out, see eval_data)"
+        )
+    if held_out is None:
+        held_out = FixedPrompts((), shuffle=False, maker=PromptMaker(run.data, tokenizer, ()))
+    return train, held_out
+
+
+def _held_out(run: GRPORun, *, tokenizer: Any, vocab_size: int | None) -> FixedPrompts:
     config = held_out_config(run)
     try:
         held_out = load_prompts(config, tokenizer=tokenizer, vocab_size=vocab_size)
@@ -44,9 +68,8 @@ def load_train_and_held_out(
         raise DataError(f"held-out prompts (eval_data): {error}") from error
     if not isinstance(held_out, FixedPrompts):
         raise ConfigError(f"eval_data.source = {config.source!r} is endless; set eval_data.size")
-    train = load_prompts(run.data, tokenizer=tokenizer, exclude=held_out.texts, vocab_size=vocab_size)
-    return train, held_out
+    return held_out
 
 
 def _with(config: DataConfig, **changes: Any) -> DataConfig:
-    return DataConfig.model_validate({**config.model_dump(), **changes})
+    return config.model_copy(update=changes)

@@ -33,6 +33,11 @@ class PreferenceSet:
         return self._pairs[index]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(len(sample) for pair in self._pairs for sample in pair)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of all pairs, by which a resumed run knows its data again."""
         found = hashlib.blake2b(digest_size=16)

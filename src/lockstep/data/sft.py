@@ -35,6 +35,11 @@ class SFTSet:
         return self._samples[index]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(map(len, self._samples))
+
+    @property
     def fingerprint(self) -> str:
         """Hash of all documents, by which a resumed run knows its data again."""
         found = hashlib.blake2b(digest_size=16)

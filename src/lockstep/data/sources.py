@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -11,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig
+from lockstep.data.readers import (
+    check_surrogates,
+    foreign_errors,
+    opened_parquet,
+    parse_row,
+    parse_value,
+)
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.files import file_errors, path_problem
+from lockstep.observe.text import printable
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -43,8 +51,12 @@ def check_source(config: DataConfig) -> None:
         DataError: a file that does not exist.
         ConfigError: a source of no known kind.
     """
+    if config.generated:
+        return
+    if problem := path_problem(config.source):
+        raise ConfigError(f"data.source = {config.source[:80]!r} cannot name anything: {problem}")
     path = Path(config.source).expanduser()
-    if config.generated or path.is_dir():
+    if path.is_dir():
         return
     if path.suffix in FILE_SUFFIXES:
         if not path.is_file():
@@ -61,9 +73,15 @@ def missing_column(wanted: str, row: Mapping[str, Any], *, setting: str, source:
     near = difflib.get_close_matches(wanted, list(row), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return DataError(
-        f"{source!r} has no column {wanted!r} ({setting}); {hint}Columns: {', '.join(row)}. "
+        f"{source!r} has no column {wanted!r} ({setting}); {hint}Columns: {column_names(row)}. "
         f"Set {setting}, or rename with data.columns = {{{wanted} = 'NAME IN THE DATA'}}"
     )
+
+
+def column_names(row: Mapping[str, Any]) -> str:
+    """Names of a row's columns for a message: on one line, and no more of them than one reads."""
+    names = [printable(name[:80]) for name in islice(row, 40)]
+    return ", ".join([*names, *(["..."] if len(row) > len(names) else [])])
 
 
 def _rename(row: dict[str, Any], config: DataConfig, index: int) -> dict[str, Any]:
@@ -84,9 +102,8 @@ def _rename(row: dict[str, Any], config: DataConfig, index: int) -> dict[str, An
 
 
 def _read(config: DataConfig) -> Iterator[dict[str, Any]]:
-    source = config.source
-    path = Path(source).expanduser()
     check_source(config)
+    path = Path(config.source).expanduser()
     if path.is_dir():
         return _read_folder(path, config)
     if path.suffix in FILE_SUFFIXES:
@@ -102,48 +119,35 @@ def _no_such_file(path: Path) -> DataError:
     return DataError(f"data.source = {str(path)!r}: no such file{hint}")
 
 
-def _row(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{where}: a row must be a JSON object, got {type(value).__name__}: {str(value)[:80]!r}"
-        )
-    return value
-
-
 def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
+    with file_errors(path, DataError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also bytes that are no text
-                raise DataError(f"{path}, line {number}: not valid JSON ({error}): {line[:80]!r}") from error
-            yield _row(value, f"{path}, line {number}")
+            if line.strip():
+                where = f"{path}, line {number}"
+                row = parse_row(line, where)
+                if b"\\u" in line:
+                    check_surrogates(row, where)
+                yield row
 
 
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # also bytes that are no text
-        raise DataError(f"{path}: not valid JSON ({error}); one object per line belongs in .jsonl") from error
+    with file_errors(path, DataError):
+        text = path.read_bytes()
+    value = parse_value(text, f"{path} (one object per line belongs in .jsonl)")
     if not isinstance(value, list):
         raise DataError(f"{path}: expected a list of objects, got {type(value).__name__}")
-    return (_row(row, f"{path}, entry {index}") for index, row in enumerate(value))
+    check_surrogates(value, str(path))
+    for index, row in enumerate(value):
+        if not isinstance(row, dict):
+            kind, shown = type(row).__name__, str(row)[:80]
+            raise DataError(f"{path}, entry {index}: a row must be a JSON object, got {kind}: {shown!r}")
+        yield row
 
 
 def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        for batch in table.iter_batches():
+    with opened_parquet(path) as file:
+        for batch in file.iter_batches():
             yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error})") from error
 
 
 def _datasets(source: str) -> Any:
@@ -157,19 +161,22 @@ def _datasets(source: str) -> Any:
 def _read_folder(path: Path, config: DataConfig) -> Iterator[dict[str, Any]]:
     datasets = _datasets(config.source)
     try:
-        loaded = datasets.load_from_disk(str(path))
-    except FileNotFoundError as error:
+        with foreign_errors(f"data.source = {str(path)!r}: not a readable folder of datasets"):
+            loaded = datasets.load_from_disk(str(path))
+    except DataError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise DataError(
             f"data.source = {str(path)!r} is a folder, but not one written by datasets' save_to_disk "
-            f"({error}); name a .jsonl, .json or .parquet file in it instead"
+            f"({error.__cause__}); name a .jsonl, .json or .parquet file in it instead"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if config.split not in loaded:
             raise DataError(
-                f"{path} has no split {config.split!r}; set data.split to one of {', '.join(loaded)}"
+                f"{path} has no split {config.split!r}; set data.split to one of {column_names(loaded)}"
             )
         loaded = loaded[config.split]
-    return iter(loaded)
+    return _rows(loaded, f"data.source = {str(path)!r}")
 
 
 def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
@@ -183,4 +190,9 @@ def _read_hub(config: DataConfig) -> Iterator[dict[str, Any]]:
             "data.subset and data.split and the network (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN), or download "
             "it elsewhere, write it with datasets' save_to_disk, and set data.source to that folder"
         ) from error
-    return iter(loaded)
+    return _rows(loaded, f"data.source = {config.source!r}")
+
+
+def _rows(loaded: Any, what: str) -> Iterator[dict[str, Any]]:
+    with foreign_errors(f"{what}: a row cannot be read"):
+        yield from loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.chat import ChatFormat, Message
+from lockstep.data.chat import ChatFormat, Message, check_text
 from lockstep.errors import DataError
 
 
@@ -50,19 +50,9 @@ def text_document(chat: ChatFormat, prompt: str, completion: str) -> Document:
 
 
 def _by_template(chat: ChatFormat, messages: list[Message], where: str) -> Document:
-    text = chat.render(messages, generate=False, where=where)  # for the errors of rendering
-    rendered = chat.tokenizer.apply_chat_template(
-        messages,
-        chat_template=chat.template,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **chat.kwargs,
-    )
-    ids: list[int] = rendered["input_ids"]
-    if ids != chat.encode(text):
-        raise DataError(f"{where}: the tokenizer encodes the template's text in two ways; use a fast one")
-    return Document(ids=ids, trained=[bool(mark) for mark in rendered["assistant_masks"]])
+    rendered = chat.rendered(messages, generate=False, where=where)
+    ids, trained = _encode_spans(chat, rendered.text, list(rendered.spans))
+    return Document(ids=ids, trained=trained)
 
 
 def _by_rendering(chat: ChatFormat, messages: list[Message], where: str) -> Document:
@@ -128,6 +118,7 @@ def _encode_spans(chat: ChatFormat, text: str, spans: list[tuple[int, int]]) -> 
     A token across the border of a span is not in it: the policy, which is given the text before, could not
     write it.
     """
+    check_text(text, "a text to be tokenised")
     encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     trained = [

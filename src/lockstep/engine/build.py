@@ -9,6 +9,7 @@ from typing import cast
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import ENGINES
+from lockstep.engine.admission import admit_decoding
 from lockstep.engine.dispatch import Dispatcher, DispatcherOfOwnWeights
 from lockstep.engine.place import EnginePlace
 from lockstep.errors import ConfigError, EngineError
@@ -33,11 +34,13 @@ def make_engine(
     Raises:
         ConfigError: unknown engine, or one that cannot run like this here.
         EngineError: it did not start. Those that did are closed.
+        ModelError: its decoding of this model fails the proof of lockstep.engine.admission.
     """
     factory = ENGINES.load(config.name)
     if not getattr(factory, "external", False):
         if model is None:
             raise ConfigError(f"engine {config.name!r} samples with the trainer's modules and got no model")
+        admit_decoding(config.name, model)
         return _together(config, lambda _: factory(one_of(config, 0), model=model), external=False)
     if place is None:
         raise ConfigError(f"engine {config.name!r} has weights of its own and was not told which model")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.place import EnginePlace
+from lockstep.engine.reply_fields import number
 from lockstep.engine.stop import completion_text
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import FinishReason, GenerationRequest
@@ -52,10 +53,24 @@ class Sample:
 class Load:
     """What a server says about itself while it works."""
 
-    progress: float
-    """Grows while anything is computed."""
+    progress: float | None
+    """Tokens, by the server's own count: it grows while anything is computed. None: it did not say."""
     kv_cache_use: float | None
-    """In [0, 1]."""
+    """In [0, 1]; None: it did not say."""
+
+
+def read_load(tokens: Any, kv_cache_use: Any) -> Load:
+    """What a server says of its load; what is no finite number at least 0 is left out."""
+    try:
+        progress = number(tokens, "tokens")
+    except ValueError:
+        progress = None
+    try:
+        use = number(kv_cache_use, "KV cache use")
+    except ValueError:
+        use = None
+    inside = use is not None and 0.0 <= use <= 1.0
+    return Load(progress=progress, kv_cache_use=use if inside else None)
 
 
 class Driver(Protocol):
@@ -124,7 +139,7 @@ def check_sample(
         )
     if ids and (min(ids) < 0 or max(ids) >= place.vocab_size):
         raise _wrong(engine, f"a token id outside the vocabulary of {place.vocab_size} entries")
-    finite = math.isfinite(sum(logprobs))  # min and max do not see NaN
+    finite = all(map(math.isfinite, logprobs))  # min and max do not see NaN
     if logprobs and not (finite and min(logprobs) > -1e4 and max(logprobs) <= 1e-3):
         raise _wrong(engine, f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive")
     if sample.finish_reason == "abort":

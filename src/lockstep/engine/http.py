@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import selectors
 import socket
 import time
@@ -35,12 +36,15 @@ from urllib.parse import urlsplit
 import pydantic_core
 
 from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.text import printable
 
 CONNECT_SECONDS = 10.0
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
 _READ_BYTES = 256 * 1024
 _SHOWN_CHARS = 400
+_STATUS = re.compile(r"[0-9]{3}( |$)")
+_LENGTH = re.compile(r"[0-9]{1,12}")
 _TRIES = 3
 _RETRY_SECONDS = 0.2
 
@@ -73,7 +77,8 @@ class Reply:
     def json(self) -> Any:
         """Raises BadReply unless the status is 2xx and the body is JSON without NaN and infinity."""
         if not 200 <= self.status < 300:
-            raise BadReply(f"{self.what} answered {self.status}: {self.error_text()}")
+            hint = "; is its token the one in the variable engine.token_env?" if self.status == 401 else ""
+            raise BadReply(f"{self.what} answered {self.status}: {self.error_text()}{hint}")
         try:
             # half the time of the standard library's, which counts with 100,000 logprobs
             return pydantic_core.from_json(self.body, allow_inf_nan=False, cache_strings="keys")
@@ -92,7 +97,7 @@ class Reply:
         return value
 
     def error_text(self) -> str:
-        """What the server says is wrong, without the JSON around it where that is known."""
+        """Return what the server says is wrong: without the JSON around it if that is known, and escaped."""
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError):
@@ -100,7 +105,7 @@ class Reply:
         for key in ("error", "message", "detail"):
             while isinstance(value, dict) and key in value:
                 value = value[key]
-        return value[:_SHOWN_CHARS] if isinstance(value, str) else _shown(self.body)
+        return printable(value[:_SHOWN_CHARS]) if isinstance(value, str) else _shown(self.body)
 
 
 def _shown(body: bytes) -> str:
@@ -247,12 +252,12 @@ class _Exchange:
         first, *rest = self._buffer[:end].decode("latin-1").split("\r\n")
         fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
         version, _, tail = first.partition(" ")
-        if not (version.startswith("HTTP/1.") and tail[:3].isdigit()):
+        if not (version.startswith("HTTP/1.") and _STATUS.match(tail)):
             raise BadReply(f"{self.what} did not answer in HTTP: {first[:_SHOWN_CHARS]!r}")
         length = fields.get("content-length")
-        if length is not None and not (length.isdigit() and int(length) <= MAX_REPLY_BYTES):
+        if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             raise BadReply(
-                f"{self.what} announced an answer of {length[:40]} bytes; at most {MAX_REPLY_BYTES}"
+                f"{self.what} announced an answer of {ascii(length)[1:41]} bytes; at most {MAX_REPLY_BYTES}"
             )
         chunked = fields.get("transfer-encoding", "").lower() == "chunked"
         return int(tail[:3]), end + 4, int(length) if length is not None else None, chunked

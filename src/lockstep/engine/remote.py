@@ -91,6 +91,7 @@ class RemoteEngine:
         self._kv_use: float | None = None
         self._kv_bytes, self._kv_peak = 0, 0.0
         self.request_seconds = config.request_seconds
+        self.max_model_len = place.max_model_len
         self.receivers = config.tp
         """Workers that each receive every bucket."""
         self._start()
@@ -274,9 +275,11 @@ class RemoteEngine:
             return
         waiting = self._driver.ready()
         if waiting is not None:
+            instead = "start the server before, or set engine.python and it is started for you"
+            if waiting.endswith(" answered 401"):
+                instead = "export the server's token and name the variable by engine.token_env"
             raise EngineError(
-                f"engine {self.name}: engine.url = {self._client.url} cannot be used: {waiting}; start the "
-                "server before, or set engine.python and it is started for you"
+                f"engine {self.name}: engine.url = {self._client.url} cannot be used: {waiting}; {instead}"
             )
         self._driver.check()
 
@@ -476,8 +479,8 @@ class RemoteEngine:
             self._server.stop()
         self._state = "closed"
 
-    def note_load(self, *, seconds: float) -> float:
-        """Asks the server how it is doing; its progress."""
+    def note_load(self, *, seconds: float) -> float | None:
+        """Ask the server how it is doing; its count of tokens, see `Load`."""
         load = self._driver.load(seconds)
         self._kv_use = load.kv_cache_use
         self._kv_peak = max(self._kv_peak, load.kv_cache_use or 0.0)

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,11 +25,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.http import HttpClient
 from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +68,16 @@ class ServerSpec:
     name: str
     """Of the engine, for messages."""
     command: tuple[str, ...]
-    environment: Mapping[str, str]
-    """All of it: nothing is inherited besides."""
+    environment: Mapping[str, str] = field(repr=False)
+    """All of it: nothing is inherited besides. Secrets are among it."""
     port: int
     log: Path
     """Appended to at every start."""
     start_seconds: float
     grace_seconds: float = 8.0
     """Between SIGTERM and SIGKILL."""
+    token: str = field(default="", repr=False)
+    """What each request to it must carry; "": nothing."""
 
     @property
     def url(self) -> str:
@@ -91,6 +97,38 @@ def server_environment(
     base = os.environ if base is None else base
     kept = {name: value for name, value in base.items() if _INHERITED.fullmatch(name)}
     return dict(sorted({**kept, "PYTHONUNBUFFERED": "1", **needed, **extra}.items()))
+
+
+def new_token() -> str:
+    """What lets a client in to a server that we start. Other users of the machine reach loopback too."""
+    return secrets.token_hex(32)
+
+
+def server_client(config: EngineConfig, server: ServerProcess | None) -> HttpClient:
+    """A client of a started server, or of the one at engine.url, that sends its token.
+
+    Raises:
+        ConfigError: engine.url is no url, or the variable that engine.token_env names is not set.
+    """
+    if server is not None:
+        url, token = server.spec.url, server.spec.token
+    else:
+        url, token = config.url or "", _given_token(config)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return HttpClient(url, name=config.name, headers=headers)
+
+
+def _given_token(config: EngineConfig) -> str:
+    """Of the server at engine.url; "": it asks for none."""
+    if config.token_env is None:
+        return ""
+    token = os.environ.get(config.token_env, "")
+    if not (token and token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"engine.token_env = {config.token_env!r}: that environment variable "
+            f"{'holds no token' if token else 'is not set'}; export the token of the server at engine.url"
+        )
+    return token
 
 
 def masked(environment: Mapping[str, str]) -> dict[str, str]:
@@ -218,7 +256,8 @@ class ServerProcess:
     def _spawn(self) -> None:
         spec = self.spec
         spec.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(spec.log, "ab") as log:
+        # Only for us: SGLang 0.5.16 writes its arguments there, its token among them.
+        with open(spec.log, "ab", opener=_private) as log:
             self._log_start = log.tell()
             self._print_head(log)
             self._process = subprocess.Popen(
@@ -274,10 +313,16 @@ class ServerProcess:
             with open(self.spec.log, "rb") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(self._log_start, end - _TAIL_BYTES))
-                lines = file.read().decode("utf-8", errors="replace").splitlines()
+                text = file.read().decode("utf-8", errors="replace")
         except FileNotFoundError:
             return []
-        return [line for line in lines if not _LOG_NOISE.search(line)]
+        if self.spec.token:
+            text = text.replace(self.spec.token, "(token)")
+        return [printable(line) for line in text.splitlines() if not _LOG_NOISE.search(line)]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
 
 
 def _without_prefix(line: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.driver import Job, Sample
-from lockstep.engine.http import BadReply, HttpClient, HttpError, Reply
+from lockstep.engine.http import BadReply, HttpError, Reply
 from lockstep.engine.place import EnginePlace
 from lockstep.engine.remote import RemoteEngine
 from lockstep.engine.server import (
@@ -31,6 +31,8 @@ from lockstep.engine.server import (
     ServerSpec,
     check_interpreter,
     free_port,
+    new_token,
+    server_client,
     server_environment,
     server_gpus,
 )
@@ -66,8 +68,7 @@ class SGLangServer(RemoteEngine):
             EngineError: it does not start in time, or is not the server that this run needs.
         """
         server = None if config.url else make_server(config, place)
-        url = config.url or (server.spec.url if server is not None else "")
-        client = HttpClient(url, name=NAME)
+        client = server_client(config, server)
         self._sglang = SGLangDriver(config, place, client=client, server=server)
         self.receivers = config.tp
         """Processes that join a collective."""
@@ -204,7 +205,6 @@ class _Flow:
         self._opened += 1
 
     def _chunk(self, key: int, text: bytes) -> None:
-        self._watch.news()
         event = read_event(text, f"engine {NAME}")
         meta = event.get("meta_info")
         name = meta.get("id") if isinstance(meta, dict) else None
@@ -213,11 +213,15 @@ class _Flow:
         if partial is None:
             return  # it ended here already, by a stop string
         driver = self._engine._sglang
+        had = len(partial.token_ids)
         sample = partial.add(
             event, aborting=self._abort_began is not None, weight_version=driver.weight_version
         )
         if sample is None:
+            if len(partial.token_ids) > had:  # an event without tokens is no progress
+                self._watch.news()
             return
+        self._watch.news()
         del wave[str(name)]
         if meta is not None and meta["finish_reason"] is None:
             with contextlib.suppress(HttpError):  # it would go on to its end, unread
@@ -276,8 +280,9 @@ def make_server(config: EngineConfig, place: EnginePlace) -> ServerProcess:
             "temperature, which cannot be compared with the trainer's; take it out of engine.env"
         )
     package = find_package(python, environment)
-    port = free_port()
+    port, token = free_port(), new_token()
     command = sglang_server_command(config, place, port=port, flags=package.flags)
+    command += ["--config", str(_token_file(place.work_dir, token))]
     return ServerProcess(
         ServerSpec(
             name=NAME,
@@ -286,5 +291,17 @@ def make_server(config: EngineConfig, place: EnginePlace) -> ServerProcess:
             port=port,
             log=place.work_dir / "sglang.log",
             start_seconds=config.start_seconds,
+            token=token,
         )
     )
+
+
+def _token_file(folder: Path, token: str) -> Path:
+    """A config file for SGLang that only we can read: everybody can read arguments, and SGLang takes its key
+    from no variable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / "sglang-token.yaml"
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(f'api-key: "{token}"\n')
+    return path

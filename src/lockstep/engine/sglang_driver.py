@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.driver import SHORT_SECONDS, Job, Load, Sample
+from lockstep.engine.driver import SHORT_SECONDS, Job, Load, Sample, read_load
 from lockstep.engine.http import BadReply, HttpClient, HttpError, Reply, Silent
 from lockstep.engine.place import EnginePlace
+from lockstep.engine.reply_fields import number, whole
 from lockstep.engine.server import ServerProcess, masked
 from lockstep.engine.sglang_package import check_version
 from lockstep.engine.sglang_samples import Partial
@@ -44,6 +45,8 @@ from lockstep.engine.sglang_weights import (
 from lockstep.engine.translate import sglang_sampling
 from lockstep.engine.translate_sglang import SPARE_CONTEXT
 from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.files import read_json
+from lockstep.observe.text import printable
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.groups import GroupError, announce
 
@@ -140,10 +143,9 @@ class SGLangDriver:
 
     def load(self, seconds: float) -> Load:
         """Read from memory that the scheduler writes: costs it nothing."""
-        found = self._client.get("/v1/loads?include=core", seconds=seconds).object()
-        first = (found.get("loads") or [{}])[0]
-        used, use = first.get("num_used_tokens"), first.get("token_usage")
-        return Load(progress=float(used or 0), kv_cache_use=None if use is None else float(use))
+        loads = self._client.get("/v1/loads?include=core", seconds=seconds).object().get("loads")
+        first = loads[0] if isinstance(loads, list) and loads and isinstance(loads[0], dict) else {}
+        return read_load(first.get("num_used_tokens"), first.get("token_usage"))
 
     def abort(self, ids: Sequence[str]) -> None:
         """Ends samples by our ids; a server of our own ends everything that it has."""
@@ -323,8 +325,7 @@ class SGLangDriver:
             if reply.status != 200:
                 self._reads = False
                 break
-            values = torch.tensor(reply.json(), dtype=torch.float32)
-            found[name] = values.flatten()[:READ_VALUES]
+            found[name] = _values(reply)
         return found if self._reads else None
 
     def _read(self, name: str, *, rows: int, seconds: float) -> Reply:
@@ -333,14 +334,18 @@ class SGLangDriver:
         )
 
     def memory(self) -> dict[str, int]:
-        info = self._client.get("/server_info", seconds=SHORT_SECONDS).object()
-        usage = (info.get("internal_states") or [{}])[0].get("memory_usage") or {}
+        reply = self._client.get("/server_info", seconds=SHORT_SECONDS)
+        states = reply.object().get("internal_states")
+        usage = states[0].get("memory_usage") if isinstance(states, list) and _object(states[:1]) else None
         known = {"weight": "weights", "kvcache": "kv_cache"}
-        return {
-            ours: int(float(usage[theirs]) * _GB)
-            for theirs, ours in known.items()
-            if isinstance(usage.get(theirs), int | float)
-        }
+        try:
+            return {
+                ours: int(number(usage[theirs], theirs) * _GB)
+                for theirs, ours in known.items()
+                if isinstance(usage, dict) and usage.get(theirs) is not None
+            }
+        except (ValueError, OverflowError) as error:
+            raise BadReply(f"{reply.what} does not say its use of memory: {error}") from error
 
     # requests
 
@@ -360,15 +365,32 @@ class SGLangDriver:
         _check_done(self._client.post(path, body, seconds=max(seconds, 0.1)))
 
 
+def _said(value: Any) -> str:
+    return printable(str(value)[:200])
+
+
+def _object(values: Sequence[Any]) -> bool:
+    return len(values) == 1 and isinstance(values[0], dict)
+
+
+def _values(reply: Reply) -> Tensor:
+    """Return the first values of a weight that was read back, in float32."""
+    try:
+        return torch.tensor(reply.json(), dtype=torch.float32).flatten()[:READ_VALUES]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BadReply(f"{reply.what} did not answer with a weight's values: {error}") from error
+
+
 def _check_done(reply: Reply) -> None:
     """SGLang reports a failure in the body, and not always in the status."""
     try:
         said = json.loads(reply.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     if reply.status == 200 and isinstance(said, dict) and said.get("success") is True:
         return
-    text = said.get("message") if isinstance(said, dict) and "message" in said else reply.error_text()
+    named = isinstance(said, dict) and "message" in said
+    text = printable(str(said["message"])[:400]) if named else reply.error_text()
     raise EngineError(f"{reply.what} failed (status {reply.status}): {text}")
 
 
@@ -390,17 +412,24 @@ def check_served(
     where: str,
 ) -> None:
     """Raises EngineError for a server that does not serve this model in the way that this run needs."""
-    with open(place.folder / "config.json") as file:
-        ours = json.load(file)
-    room = info.get("max_req_input_len")
-    tokens = None if room is None else int(room) + 6
+    ours = read_json(place.folder / "config.json", EngineError)
+    try:
+        room = info.get("max_req_input_len")
+        tokens = None if room is None else whole(room, "max_req_input_len") + 6
+        parts = info.get("dp_size")
+        parts = 1 if parts is None else whole(parts, "dp_size")
+    except ValueError as error:
+        raise EngineError(f"engine {NAME}: {where} says of itself that {error}") from error
     wrong = [
         (
             model.get("architectures") != ours.get("architectures"),
-            f"serves {model.get('model_path')} ({model.get('architectures')}), and this run needs "
-            f"{place.model_name} ({ours.get('architectures')})",
+            f"serves {_said(model.get('model_path'))} ({_said(model.get('architectures'))}), and this run "
+            f"needs {place.model_name} ({ours.get('architectures')})",
         ),
-        (info.get("dtype") != place.dtype, f"has dtype {info.get('dtype')}; start it with {place.dtype}"),
+        (
+            info.get("dtype") != place.dtype,
+            f"has dtype {_said(info.get('dtype'))}; start it with {place.dtype}",
+        ),
         (
             tokens is None or tokens < place.max_model_len + SPARE_CONTEXT,
             f"takes {tokens} tokens of prompt and completion, and needs "
@@ -409,7 +438,7 @@ def check_served(
         ),
         (
             bool(info.get("enable_deterministic_inference")) != config.batch_invariant,
-            f"has enable_deterministic_inference = {info.get('enable_deterministic_inference')}, and "
+            f"has enable_deterministic_inference = {_said(info.get('enable_deterministic_inference'))}, and "
             f"engine.batch_invariant = {config.batch_invariant}; make them equal",
         ),
         (bool(info.get("allow_auto_truncate")), "has allow_auto_truncate, which cuts prompts without a word"),
@@ -417,7 +446,7 @@ def check_served(
             bool(info.get("speculative_algorithm")),
             "decodes speculatively, with logprobs of another meaning; start it without",
         ),
-        (int(info.get("dp_size") or 1) != 1, "has dp_size > 1; set engine.replicas instead"),
+        (parts not in (0, 1), "has dp_size > 1; set engine.replicas instead"),
         (
             bool(info.get("preferred_sampling_params")),
             "has preferred_sampling_params, which change requests; start it without",

@@ -21,8 +21,10 @@ from pydantic_core import from_json
 
 from lockstep.engine.driver import Job, Sample
 from lockstep.engine.http import BadReply
+from lockstep.engine.reply_fields import logprobs, mapping, token_ids, whole
 from lockstep.engine.stop import StopStrings
 from lockstep.errors import EngineError
+from lockstep.observe.text import printable
 
 CHUNK_TOKENS = 128
 """Tokens of a sample between two chunks: few enough for the client to work while the GPU does."""
@@ -87,8 +89,10 @@ def read_event(text: bytes, what: str) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise BadReply(f"{what} sent an event that is not an object: {text[:200]!r}")
     if "error" in event:
-        said = event["error"]
-        raise EngineError(f"{what} refused: {said.get('message', said) if isinstance(said, dict) else said}")
+        message = event["error"]
+        if isinstance(message, dict):
+            message = message.get("message", message)
+        raise EngineError(f"{what} refused: {printable(str(message)[:400])}")
     return event
 
 
@@ -115,20 +119,20 @@ class Partial:
             EngineError: the server failed on this sample, or sampled with other weights.
         """
         try:
-            meta = event["meta_info"]
+            meta = mapping(event["meta_info"], "meta_info")
             reason = meta["finish_reason"]
-            kind = reason["type"] if reason is not None else None
+            kind = _kind(reason)
             if kind == "abort":
                 self._take(event, meta, exact=False)
                 return self._aborted(reason, aborting=aborting)
             self._check_meta(meta, weight_version)
             start = len(self.token_ids)
             self._take(event, meta, exact=True)
-            self.cached_tokens = int(meta["cached_tokens"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self.cached_tokens = whole(meta["cached_tokens"], "cached_tokens")
+        except (KeyError, ValueError) as error:
             raise BadReply(
                 f"engine sglang: an event of sample {self.job.sample} of request {self.job.index} cannot be "
-                f"read: {error!r} in {str(event)[:400]}"
+                f"read: {error!r} in {ascii(event)[:400]}"
             ) from error
         found = self._stop_string(start)
         if found is not None:
@@ -137,13 +141,14 @@ class Partial:
             return None
         if kind == "length":
             return self.sample("length", None)
-        if reason["matched"] == NOT_FINITE:
+        matched = reason.get("matched")
+        if matched == NOT_FINITE:
             raise EngineError(
                 f"engine sglang: request {self.job.index}: the logits of token {len(self.token_ids) - 1} of "
                 f"sample {self.job.sample} are not finite; the weights have diverged or the compute dtype "
                 "overflows (model.dtype)"
             )
-        return self.sample("stop", reason["matched"])
+        return self.sample("stop", matched)
 
     def sample(self, finish_reason: Any, stop_reason: Any) -> Sample:
         """What has come, as a finished sample."""
@@ -158,8 +163,11 @@ class Partial:
     def _take(self, event: Mapping[str, Any], meta: Mapping[str, Any], *, exact: bool) -> None:
         """Appends what is new. A chunk of an aborted sample may repeat its last token, and every logprob."""
         have = len(self.token_ids)
-        new = meta["completion_tokens"] - have
-        ids, entries = event["output_ids"], meta.get("output_token_logprobs") or []
+        new = whole(meta["completion_tokens"], "completion_tokens") - have
+        ids = token_ids(event["output_ids"], "output_ids")
+        entries = meta.get("output_token_logprobs") or []
+        if not isinstance(entries, list):
+            raise ValueError("output_token_logprobs is not a list")
         if not self.incremental and exact:
             ids, entries = ids[have:], entries[have:]
         if exact and not new == len(ids) == len(entries):
@@ -167,17 +175,23 @@ class Partial:
         if not exact:
             new = min(new, len(ids), len(entries)) if self.incremental else 0
             ids, entries = ids[: max(new, 0)], entries[: max(new, 0)]
-        self.token_ids += ids
+        if have + len(ids) > self.job.request.sampling.max_tokens:
+            raise ValueError(f"more tokens than max_tokens = {self.job.request.sampling.max_tokens}")
+        if any(not isinstance(entry, list) or len(entry) < 2 for entry in entries):
+            raise ValueError("an entry of output_token_logprobs is not [logprob, id, text]")
+        if any(type(entry[1]) is not int or entry[1] != one for entry, one in zip(entries, ids, strict=True)):
+            raise ValueError("logprobs of other tokens than the sampled ones")
         # A logprob that is not finite is null in JSON; the check of the sample refuses it.
-        self.logprobs += [entry[0] if entry[0] is not None else float("nan") for entry in entries]
+        self.logprobs += logprobs([entry[0] for entry in entries], "output_token_logprobs")
+        self.token_ids += ids
 
     def _check_meta(self, meta: Mapping[str, Any], weight_version: str | None) -> None:
         prompt = len(self.job.request.prompt_token_ids)
-        if meta["prompt_tokens"] != prompt:
+        if whole(meta["prompt_tokens"], "prompt_tokens") != prompt:
             raise ValueError(f"the server read a prompt of {meta['prompt_tokens']} tokens, not of {prompt}")
         if weight_version is not None and meta["weight_version"] != weight_version:
             raise EngineError(
-                f"engine sglang sampled with weights {meta['weight_version']!r} and must have "
+                f"engine sglang sampled with weights {meta['weight_version']!a} and must have "
                 f"{weight_version!r}: somebody else updated it, or it was started again; let only one run "
                 "use a server"
             )
@@ -195,14 +209,26 @@ class Partial:
         return None
 
     def _aborted(self, reason: Mapping[str, Any], *, aborting: bool) -> Sample:
-        said = reason.get("message")
+        said = printable(str(reason.get("message"))[:400])
         if reason.get("status_code") is not None:
-            raise EngineError(
-                f"engine sglang cannot sample request {self.job.index}: {said} ({reason['status_code']})"
-            )
+            code = ascii(reason["status_code"])[:40]
+            raise EngineError(f"engine sglang cannot sample request {self.job.index}: {said} ({code})")
         if not aborting:
             raise NotAsked(
                 f"engine sglang aborted sample {self.job.sample} of request {self.job.index} ({said}), and "
                 "was not asked to: somebody else uses the server; let only one run use it"
             )
         return self.sample("abort", None)
+
+
+def _kind(reason: Any) -> str | None:
+    """Return why a sample ended: "stop", "length" or "abort"; None while it goes on."""
+    if reason is None:
+        return None
+    kind = mapping(reason, "finish_reason").get("type")
+    if kind not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason is of an unknown type, {ascii(kind)[:80]}")
+    matched = reason.get("matched")
+    if matched is not None and type(matched) not in (int, str):
+        raise ValueError(f"finish_reason has matched {ascii(matched)[:80]}, neither a token id nor a string")
+    return str(kind)

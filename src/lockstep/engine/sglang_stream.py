@@ -15,6 +15,7 @@ Deadlines are the caller's, who knows what silence means.
 from __future__ import annotations
 
 import errno
+import re
 import selectors
 import socket
 from collections.abc import Hashable, Iterator
@@ -138,7 +139,7 @@ class _Stream:
             return False
         first, *rest = self._raw[:end].decode("latin-1").split("\r\n")
         version, _, tail = first.partition(" ")
-        if not (version.startswith("HTTP/1.") and tail[:3].isdigit()):
+        if not (version.startswith("HTTP/1.") and re.match("[0-9]{3}( |$)", tail)):
             raise BadReply(f"{self.what} did not answer in HTTP: {first[:200]!r}")
         fields = {k.strip().lower(): v.strip().lower() for k, _, v in (line.partition(":") for line in rest)}
         del self._raw[: end + 4]

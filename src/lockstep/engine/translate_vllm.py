@@ -24,6 +24,7 @@ ENGINE = "vllm"
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 WORKER_EXTENSION = "lockstep.wire.vllm_worker.LockstepWorker"
+SERVER_TOKEN = "lockstep.wire.server_token.RequireToken"
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises anything between 0 and this to this, with a warning in its log."""
 HIGHEST_TEMPERATURE = 2.0
@@ -41,7 +42,7 @@ _REFUSED = {
     "quantization": "trained weights would be rounded on their way; set model.dtype",
     "max_logprobs": "only the sampled token's logprob is asked for",
     "weight_transfer_config": "weights go through Lockstep's own worker extension; set engine.transfer",
-    "api_key": "the server is only reached from this machine",
+    "api_key": "a started server gets a token of its own",
     "distributed_executor_backend": "set engine.tp",
 }
 
@@ -75,6 +76,7 @@ def vllm_server_command(config: EngineConfig, place: EnginePlace, *, port: int) 
         "host": "127.0.0.1",
         "port": port,
         "disable_uvicorn_access_log": True,
+        "middleware": SERVER_TOKEN,
     }
     arguments = own | _options(config, own)
     return ["-m", "vllm.entrypoints.openai.api_server", *command_flags(arguments, no_flags=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from lockstep.engine.http import BadReply, HttpClient, Reply
 from lockstep.engine.place import EnginePlace
 from lockstep.engine.translate import LogprobsMode, vllm_logprobs_mode
 from lockstep.errors import EngineError
+from lockstep.observe.files import read_json
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def check_served(client: HttpClient, place: EnginePlace) -> Served:
     card = _model_card(client)
     _check_model(card, place, where=where)
     longest = card.get("max_model_len")
-    if not isinstance(longest, int) or longest < place.max_model_len:
+    if type(longest) is not int or longest < place.max_model_len:
         raise EngineError(
             f"{where} takes prompts and completions of {longest} tokens together, and this run has up to "
             f"{place.max_model_len}; start it with --max-model-len {place.max_model_len}"
@@ -112,8 +112,8 @@ def _check_model(card: Mapping[str, Any], place: EnginePlace, *, where: str) -> 
 def _config(folder: Path) -> dict[str, Any] | None:
     """What a model is, without where and by what it was written; None: not a folder that we can read."""
     try:
-        value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = read_json(folder / "config.json", EngineError)
+    except EngineError:
         return None
     return {k: v for k, v in value.items() if k not in _VOLATILE} if isinstance(value, dict) else None
 

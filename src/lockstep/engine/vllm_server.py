@@ -22,16 +22,19 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.driver import SHORT_SECONDS, Job, Load, Sample, tensor_from_hex
+from lockstep.engine.driver import SHORT_SECONDS, Job, Load, Sample, read_load, tensor_from_hex
 from lockstep.engine.http import BadReply, HttpClient, HttpError, Reply
 from lockstep.engine.place import EnginePlace
 from lockstep.engine.remote import RemoteEngine
+from lockstep.engine.reply_fields import logprobs, token_ids, whole
 from lockstep.engine.server import (
     ServerProcess,
     ServerSpec,
     check_interpreter,
     free_port,
     masked,
+    new_token,
+    server_client,
     server_environment,
     server_gpus,
 )
@@ -42,9 +45,11 @@ from lockstep.engine.translate import (
     vllm_server_command,
 )
 from lockstep.engine.vllm_checks import check_served, served_name
-from lockstep.errors import EngineError
+from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.text import printable
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.receive import bucket_json
+from lockstep.wire.server_token import TOKEN
 
 NAME = "vllm"
 OLDEST, BELOW = (0, 26), (0, 34)
@@ -93,14 +98,9 @@ class VLLMServer(RemoteEngine):
                 server at engine.url is not the one that this run needs.
         """
         server = None if config.url else make_server(config, place)
-        client = HttpClient(config.url or server_url(server), name=NAME)
+        client = server_client(config, server)
         driver = VLLMDriver(config, place, client=client, server=server)
         super().__init__(config, place=place, client=client, driver=driver, server=server)
-
-
-def server_url(server: ServerProcess | None) -> str:
-    assert server is not None
-    return server.spec.url
 
 
 def make_server(config: EngineConfig, place: EnginePlace) -> ServerProcess:
@@ -109,6 +109,8 @@ def make_server(config: EngineConfig, place: EnginePlace) -> ServerProcess:
     check_interpreter(python)
     installed = installed_vllm(python)
     check_version(installed.version, where=f"engine.python = {python}")
+    if "VLLM_API_KEY" in config.env:
+        raise ConfigError("engine.env.VLLM_API_KEY: a started server gets a token of its own; leave it out")
     path = place.work_dir.resolve() / "path"
     path.mkdir(parents=True, exist_ok=True)
     link = path / "lockstep"
@@ -125,6 +127,8 @@ def make_server(config: EngineConfig, place: EnginePlace) -> ServerProcess:
         "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
         "CUDA_VISIBLE_DEVICES": gpus,
     }
+    token = new_token()
+    secret = {"VLLM_API_KEY": token, TOKEN: token}  # vLLM's own check, and ours of every path
     command = [str(python), *vllm_server_command(config, place, port=port), "--enable-prompt-tokens-details"]
     if installed.scale_out:
         command.append("--enable-scale-out")
@@ -132,10 +136,11 @@ def make_server(config: EngineConfig, place: EnginePlace) -> ServerProcess:
         ServerSpec(
             name=NAME,
             command=tuple(command),
-            environment=server_environment(needed=needed, extra=extra),
+            environment=server_environment(needed=needed, extra=extra | secret),
             port=port,
             log=place.work_dir / "vllm.log",
             start_seconds=config.start_seconds,
+            token=token,
         )
     )
 
@@ -247,15 +252,14 @@ class VLLMDriver:
         """Indexes logprobs by the sampled id: each entry says which token it is of."""
         try:
             (choice,) = reply["choices"]
-            ids = choice["token_ids"]
+            ids = token_ids(choice["token_ids"], "token_ids")
             content = (choice["logprobs"] or {}).get("content") or []
-            logprobs = [entry["logprob"] for entry in content]
+            scored = logprobs([entry["logprob"] for entry in content], "logprobs")
             named = _named(content)
-            if set(map(type, ids)) - {int} or set(map(type, logprobs)) - {int, float}:
-                raise TypeError("token_ids and logprobs must be numbers")
-            usage = reply["usage"]
-            cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-            prompt_tokens, reason = int(usage["prompt_tokens"]), choice["finish_reason"]
+            usage, prompt = reply["usage"], len(job.request.prompt_token_ids)
+            details = usage.get("prompt_tokens_details") or {}
+            cached = whole(details.get("cached_tokens") or 0, "cached_tokens")
+            prompt_tokens, reason = whole(usage["prompt_tokens"], "prompt_tokens"), choice["finish_reason"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(
                 f"engine vllm answered a sample in a form that is not that of vLLM {self._version} "
@@ -263,20 +267,18 @@ class VLLMDriver:
             ) from error
         if named != ids:
             raise EngineError("engine vllm returned logprobs of other tokens than it sampled")
-        if logprobs and min(logprobs) <= _NO_LOGPROB:
-            token = ids[logprobs.index(min(logprobs))]
+        if scored and min(scored) <= _NO_LOGPROB:
+            token = ids[scored.index(min(scored))]
             raise EngineError(
                 f"engine vllm has no logprob of token {token} that it sampled; is it not finite?"
             )
-        if prompt_tokens != len(job.request.prompt_token_ids):
-            raise EngineError(
-                f"engine vllm computed {prompt_tokens} prompt tokens of {len(job.request.prompt_token_ids)}"
-            )
+        if prompt_tokens != prompt:
+            raise EngineError(f"engine vllm computed {prompt_tokens} prompt tokens of {prompt}")
         if reason not in ("stop", "length", "abort"):
-            raise EngineError(f"engine vllm ended a sample for an unknown reason, {reason!r}")
+            raise EngineError(f"engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}")
         return Sample(
             token_ids=ids,
-            logprobs=logprobs,
+            logprobs=scored,
             finish_reason=reason,
             stop_reason=choice.get("stop_reason"),
             cached_tokens=cached,
@@ -289,10 +291,8 @@ class VLLMDriver:
             if line.startswith("vllm:"):
                 name = line.partition("{")[0].partition(" ")[0]
                 totals[name] = totals.get(name, 0.0) + _number(line.rpartition(" ")[2])
-        return Load(
-            progress=sum(totals.get(f"vllm:{kind}_tokens_total", 0.0) for kind in ("prompt", "generation")),
-            kv_cache_use=totals.get("vllm:kv_cache_usage_perc"),
-        )
+        tokens = sum(totals.get(f"vllm:{kind}_tokens_total", 0.0) for kind in ("prompt", "generation"))
+        return read_load(tokens, totals.get("vllm:kv_cache_usage_perc"))
 
     def abort(self, ids: Sequence[str]) -> None:
         """By id: a server at a url may have other clients."""
@@ -314,7 +314,10 @@ class VLLMDriver:
         found: dict[str, int] = {}
         for answer in self._call("lockstep_memory", {}, seconds=SHORT_SECONDS):
             for name, value in answer.items():
-                found[name] = found.get(name, 0) + int(value)
+                try:
+                    found[name] = found.get(name, 0) + whole(value, name)
+                except ValueError as error:
+                    raise EngineError(f"the vLLM server does not say its use of memory: {error}") from error
         return found
 
     # weights
@@ -380,7 +383,7 @@ class VLLMDriver:
             raise EngineError(f"the vLLM server answered {method} with {str(answers)[:200]!r}")
         for rank, answer in enumerate(answers):
             if "error" in answer:
-                raise EngineError(f"vLLM worker {rank}, {method}: {answer['error']}")
+                raise EngineError(f"vLLM worker {rank}, {method}: {printable(str(answer['error']))}")
         return answers
 
     def _check_sleeping(self, asleep: bool) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from lockstep.config.base import Config
+from lockstep.config.base import Record
 from lockstep.config.run import GRPORun
 from lockstep.lab.bench_work import BenchWork
 from lockstep.lab.job_files import read_if_whole, read_job_file, read_lines
@@ -30,7 +30,7 @@ PHASES = ("generate", "forward", "backward", "optimizer", "weights")
 """Of one step. weights: how the engine gets the new ones."""
 
 
-class BenchJob(Config):
+class BenchJob(Record):
     """One cell."""
 
     cell: str
@@ -57,7 +57,7 @@ class BenchJob(Config):
         return path
 
 
-class StepTimes(Config):
+class StepTimes(Record):
     """One measured step: seconds, device-synchronised. On several ranks: of rank 0, which waits for the
     slowest one at the end of each phase but forward."""
 
@@ -73,7 +73,7 @@ class StepTimes(Config):
     weights: float
 
 
-class Ready(Config):
+class Ready(Record):
     """ready.json: a cell that is warm."""
 
     load_seconds: float
@@ -85,7 +85,7 @@ class Ready(Config):
     graphs: int
 
 
-class BenchOutcome(Config):
+class BenchOutcome(Record):
     """result.json, by rank 0, or by the rank that failed first."""
 
     status: Literal["ok", "refused", "failed", "oom"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.lab.bench_result import BenchResult, CellResult
-from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic, write_json
+from lockstep.observe.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,12 +124,12 @@ def show(result: BenchResult, console: Console) -> None:
         console.print(table)
         console.print()
     for name, value in result.settings.items():
-        console.print(Text(printable(f"{name}: {value}")), soft_wrap=True)
+        console.print(Text(printable_lines(f"{name}: {value}")), soft_wrap=True)
     for line in (*result.notes, explanation(result)):
-        console.print(Text(printable(line)), soft_wrap=True)
+        console.print(Text(printable_lines(line)), soft_wrap=True)
     for cell in result.cells:
         if cell.reason:
-            console.print(Text(printable(f"{cell.name}: {cell.status}: {cell.reason}")), soft_wrap=True)
+            console.print(Text(printable_lines(f"{cell.name}: {cell.status}: {cell.reason}")), soft_wrap=True)
 
 
 def write_reports(result: BenchResult, out: Path) -> None:
@@ -140,7 +140,12 @@ def write_reports(result: BenchResult, out: Path) -> None:
 
 def markdown(result: BenchResult) -> str:
     """The tables and everything needed to repeat them."""
-    lines = [f"# One RL step: {printable(str(result.settings.get('model', '')))}", "", result.verdict, ""]
+    lines = [
+        f"# One RL step: {printable_lines(str(result.settings.get('model', '')))}",
+        "",
+        result.verdict,
+        "",
+    ]
     for columns in (times(result), ratios(result)):
         lines += ["| cell | | " + " | ".join(head for head, _ in columns) + " |"]
         lines += ["|---|---|" + "---:|" * len(columns)]
@@ -149,10 +154,10 @@ def markdown(result: BenchResult) -> str:
             lines.append("| " + " | ".join([cell.name, cell.status, *texts]) + " |")
         lines.append("")
     lines += [explanation(result) + ".", ""]
-    lines += [f"- {printable(note)}" for note in result.notes]
-    lines += [f"- {cell.name}: {printable(cell.reason)}" for cell in result.cells if cell.reason]
+    lines += [f"- {printable_lines(note)}" for note in result.notes]
+    lines += [f"- {cell.name}: {printable_lines(cell.reason)}" for cell in result.cells if cell.reason]
     lines += ["", "| | |", "|---|---|"]
     told = [*result.settings.items(), *result.machine.items()]
-    lines += [f"| {name} | {printable(str(value)).replace('|', '/')} |" for name, value in told]
-    command = printable(result.command).replace("\n", " ").replace("```", "'''")
+    lines += [f"| {name} | {printable_lines(str(value)).replace('|', '/')} |" for name, value in told]
+    command = printable_lines(result.command).replace("\n", " ").replace("```", "'''")
     return "\n".join([*lines, "", "```text", command, "```", ""])

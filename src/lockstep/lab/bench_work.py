@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Record
 
 if TYPE_CHECKING:
     from lockstep.schema.batch import PolicySample
@@ -35,7 +35,7 @@ PEAKS: Mapping[str, float] = {
 """Part of a GPU's name -> FLOP/s of dense bfloat16, as its maker says. The longest name that fits counts."""
 
 
-class BenchWork(Config):
+class BenchWork(Record):
     """How much an RL step of the bench generates and trains on."""
 
     prompts: PositiveInt = 8

@@ -34,6 +34,7 @@ from lockstep.lab.bench_job import (
 from lockstep.lab.bench_work import peak_flops, requests, samples, training_flops
 from lockstep.lab.orphans import ended_with
 from lockstep.observe.files import jsonable, write_json
+from lockstep.observe.text import echo
 from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = os.getppid()
     words = without_local_rank(sys.argv[1:] if argv is None else argv)
     if len(words) != 1:
-        print("usage: python -m lockstep.lab.bench_worker JOB.json", file=sys.stderr)
+        echo("usage: python -m lockstep.lab.bench_worker JOB.json", file=sys.stderr)
         return REFUSED
     path = Path(words[0]).resolve()
     job = read_job(path)
@@ -266,9 +267,10 @@ class _Cell:
         import torch
 
         from lockstep.algorithms.samples import policy_sample
+        from lockstep.schema.rollout import Completion
 
-        completions = self._generate()
-        every = [c for part in self.ranks.gather(completions, what="the gap") for c in part]
+        shares = self.ranks.gather(self._generate(), list[Completion], what="the gap")
+        every = [completion for share in shares for completion in share]
         made = [policy_sample(c, advantages=0.0, sample_id=i) for i, c in enumerate(every)]
         batches = self.parts.plan(made, [sample.loss_mask.float() for sample in made])
         gaps = []
@@ -319,7 +321,7 @@ class _Cell:
     def say(self, text: str) -> None:
         """On rank 0."""
         if self.ranks.is_first:
-            print(text, flush=True)
+            echo(text, flush=True)
 
     def tell(self, status: Any, error: Exception | None = None) -> None:
         """result.json. After an error any rank: the first one to fail may not be rank 0, and what the others
@@ -332,7 +334,7 @@ class _Cell:
             if self.ranks.is_first:
                 write_json(self.job.out / RESULT, outcome.model_dump())
             return
-        print(f"{self.job.cell}: {status}: {error}", flush=True)
+        echo(f"{self.job.cell}: {status}: {error}", flush=True)
         first = hasattr(self, "ranks") and self.ranks.is_first
         if (self.job.out / RESULT).exists() and (lost_peer(error) or not first):
             return
@@ -350,7 +352,7 @@ class _Cell:
 
         assert self.watch is not None and self.memory is not None
         job, report = self.job, self.watch.report()
-        peaks = self.ranks.gather(self.memory.peak(), what="memory")
+        peaks = self.ranks.gather(self.memory.peak(), int, what="memory")
         peak = peak_flops(device_name(self.device)) if self.device.type == "cuda" else None
         lengths = job.work.lengths()
         return BenchOutcome(
@@ -387,7 +389,7 @@ if __name__ == "__main__":
     try:
         status = main()
     except LockstepError as error:
-        print(f"bench worker: {error}", file=sys.stderr)
+        echo(f"bench worker: {error}", file=sys.stderr)
         status = REFUSED if isinstance(error, ConfigError) else 1
     leave(status)
     sys.exit(status)

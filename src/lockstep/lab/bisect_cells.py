@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep import invariant
 from lockstep.errors import ConfigError
+from lockstep.lab.policy import check_usable
 from lockstep.lab.replay import Replayer, ReplayOptions
 from lockstep.lab.sides import Side
 from lockstep.models.load import share_parameters
@@ -43,6 +44,7 @@ class OpenCells:
         """(index, batch), with the weights in place that saw it."""
         for index in self.order:
             recorded = self.recording[index]
+            check_usable(recorded.meta, index=index)
             for replayer in self._replayers:
                 replayer.policy.use(recorded.meta)
             yield index, recorded.batch

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import ConfigError
-from lockstep.lab.cell import Cell, recorded_axes
+from lockstep.lab.budget import MemoryLimit
+from lockstep.lab.cell import Cell
 from lockstep.models.forward import dense_shape
 from lockstep.packing import Bucket, buckets_for, repack
+from lockstep.recording.replayable import recorded_axes
 from lockstep.schema.batch import PackedBatch
 
 if TYPE_CHECKING:
@@ -37,9 +39,45 @@ class Capacities:
     documents: int = 0
     """Entries of cu_seqlens of every batch of kind recorded, if static: without it, equal token capacities
     would have different shapes."""
+    limit: MemoryLimit | None = None
+    """What a batch may take; None: nothing is estimated."""
 
     def fit(self, batch: PackedBatch) -> PackedBatch:
-        """The batch to run. Raises DataError when no bucket holds it."""
+        """The batch to run.
+
+        Raises:
+            DataError: no bucket holds it.
+            RecordingError: it would take more memory than `limit` allows.
+        """
+        if self.limit is not None:
+            slots, documents = self._planned(batch)
+            self.limit.check(slots=slots, documents=documents)
+        return self._fitted(batch)
+
+    def _planned(self, batch: PackedBatch) -> tuple[int, int]:
+        """(Rows that every layer will compute, entries of cu_seqlens), before anything is allocated."""
+        documents = len(batch.sample_ids)
+        if self.kind == "recorded":
+            room = max(batch.cu_seqlens.shape[0], self.documents if self.static else 0)
+            dense = self.limit is not None and self.limit.cell.layout == "padded"
+            rows, width = dense_shape(batch)
+            return (rows * width if dense else batch.num_slots), room
+        if self.kind == "exact":
+            longest = max(batch.lengths[:documents])
+            dense = self.limit is not None and self.limit.cell.layout == "padded"
+            return (documents * longest if dense else batch.num_tokens), documents
+        bucket = self._bucket(batch)
+        return bucket.tokens, bucket.documents
+
+    def _bucket(self, batch: PackedBatch) -> Bucket:
+        """Of kinds dense and static."""
+        used, documents = batch.num_tokens, len(batch.sample_ids)
+        if self.kind == "dense":
+            return _dense_bucket(batch.lengths[:documents], self.width)
+        fitting = (b for b in self.buckets if used <= b.tokens and documents <= _rows(b))
+        return next(fitting, self.buckets[-1])
+
+    def _fitted(self, batch: PackedBatch) -> PackedBatch:
         if self.kind == "exact":
             return repack(batch, None)
         if self.kind == "recorded":
@@ -49,11 +87,7 @@ class Capacities:
             return repack(
                 batch, Bucket(tokens=batch.num_slots, documents=documents, max_seqlen=batch.max_seqlen)
             )
-        used, documents = batch.num_tokens, len(batch.sample_ids)
-        if self.kind == "dense":
-            return repack(batch, _dense_bucket(batch.lengths[:documents], self.width))
-        fitting = (b for b in self.buckets if used <= b.tokens and documents <= _rows(b))
-        return repack(batch, next(fitting, self.buckets[-1]))
+        return repack(batch, self._bucket(batch))
 
     def describe(self) -> str:
         """One line."""
@@ -103,7 +137,8 @@ def plan_capacities(
     Raises:
         ConfigError: --capacity is below an input's tokens.
     """
-    cell, axes, header = options.cell, recorded_axes(recording.header), recording.header
+    cell, header = options.cell, recording.header
+    axes = recorded_axes(header, given=("attention",))
     same = cell.execution == axes["execution"] and cell.layout == axes["layout"]
     lengths = [recording.lengths[index] for index in order]
     totals = [sum(each) for each in lengths]

@@ -12,32 +12,10 @@ import torch
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import RunConfig
 from lockstep.config.train import Execution, Layout, TrainConfig
-from lockstep.errors import ConfigError, RecordingError
+from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes
+from lockstep.recording.replayable import recorded_axes
 from lockstep.schema.recording import RecordingHeader
-
-_DEFAULTS: dict[str, Any] = {
-    "attention": "sdpa",
-    "execution": "eager",
-    "layout": "packed",
-    "padding_side": "right",
-    "dtype": "float32",
-    "device": "cpu",
-    "static_capacity": False,
-    "activation_checkpointing": False,
-    "batch_invariant": False,
-}
-"""What a header without these axes means: a foreign module need not know all of them."""
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "execution": ("eager", "compile", "joint", "deepcompile"),
-    "layout": ("packed", "padded"),
-    "padding_side": ("left", "right"),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "static_capacity": (True, False),
-    "activation_checkpointing": (True, False),
-    "batch_invariant": (True, False),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,21 +104,6 @@ ALL_OFF: Mapping[str, Any] = {
 """`--preset all-off`, the most conservative choice: fields of Cell, for `resolve_cell`."""
 
 
-def recorded_axes(header: RecordingHeader) -> dict[str, Any]:
-    """header.axes with what is missing filled in and every value checked.
-
-    Raises:
-        RecordingError: a value is none that there is.
-    """
-    axes = _DEFAULTS | {k: v for k, v in header.axes.items() if k in _DEFAULTS and v is not None}
-    for name, value in axes.items():
-        allowed = _CHOICES.get(name)
-        if not isinstance(value, type(_DEFAULTS[name])) or (allowed and value not in allowed):
-            choices = f"one of {list(allowed)}" if allowed else "text"
-            raise RecordingError(f"recording.json: field 'axes.{name}' is {value!r}; it must be {choices}")
-    return axes
-
-
 def resolve_cell(
     header: RecordingHeader, *, device: str = "auto", given: Mapping[str, Any] | None = None
 ) -> tuple[Cell, tuple[str, ...]]:
@@ -156,7 +119,8 @@ def resolve_cell(
         RecordingError: the header names what does not exist.
         ConfigError: this machine does not have `device`, or the combination is not supported.
     """
-    axes, given = recorded_axes(header), dict(given or {})
+    given = dict(given or {})
+    axes = recorded_axes(header, given={"attention"} & given.keys())
     kind = axes["device"].partition(":")[0]
     target = _device(device)
     notes = []

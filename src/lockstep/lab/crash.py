@@ -15,7 +15,7 @@ from lockstep.errors import LockstepError
 from lockstep.lab.bisect_cells import check_bisectable
 from lockstep.lab.capacity import select_inputs
 from lockstep.lab.documents import exact, take
-from lockstep.lab.policy import check_inputs_fit, model_config, model_size
+from lockstep.lab.policy import check_inputs_fit, check_usable, model_config, model_size
 from lockstep.lab.replay import ReplayOptions
 from lockstep.lab.shrink import MAX_TRIALS, Shrunk, Trial, shrink
 from lockstep.lab.shrink_worker import TRIAL_SECONDS, TrialRunner
@@ -84,6 +84,7 @@ def find_crash(
         recording.path, options, num_layers=size.num_layers, log=out / LOG, seconds=search.seconds
     ) as runner:
         for index in order:
+            check_usable(recording.metas[index], index=index)
             runner.index = index
             lengths = recording.lengths[index]
 

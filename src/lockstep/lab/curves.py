@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.observe.run_dir import EVALUATION
+from lockstep.observe.files import read_plain
+from lockstep.observe.run_history import EVALUATION
 
 MOST_BYTES = 512 * 2**20
 """Larger files are refused."""
@@ -125,7 +126,7 @@ def _read_text(path: Path) -> str:
                 f"{path}: {size / 2**20:,.0f} MiB, more than {MOST_BYTES / 2**20:,.0f}; cut it down to the "
                 "lines with losses"
             )
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_plain(path, ConfigError, limit=MOST_BYTES).decode("utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
 

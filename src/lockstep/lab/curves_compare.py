@@ -13,7 +13,7 @@ from lockstep.lab.curves import Losses
 from lockstep.lab.curves_draw import COLOURS, Curve, Panel, write_png
 from lockstep.lab.parity_compare import Falls, Spread, falls, relative, spread
 from lockstep.lab.parity_result import ratio
-from lockstep.lab.results import printable
+from lockstep.observe.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -161,7 +161,7 @@ def show(found: CurveComparison, console: Console) -> None:
             f"{losses.values[-1]:.6g}",
             falls(losses.values).trend,
         ]
-        runs.add_row(*(Text(printable(cell)) for cell in cells))
+        runs.add_row(*(Text(printable_lines(cell)) for cell in cells))
     console.print(runs)
     console.print()
     steps = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
@@ -178,7 +178,7 @@ def show(found: CurveComparison, console: Console) -> None:
         )
     console.print(steps)
     for note in found.notes:
-        console.print(Text(printable(note)), soft_wrap=True)
+        console.print(Text(printable_lines(note)), soft_wrap=True)
 
 
 def _shown(count: int, *, most: int = 20) -> list[int]:

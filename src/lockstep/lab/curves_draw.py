@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.lab.results import printable
+from lockstep.observe.text import printable_lines
 
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f")
 """Okabe and Ito's, which colour-blind people can tell apart; the first is the reference's."""
@@ -258,14 +258,14 @@ def _drawn(value: float, log: bool) -> float:
 
 
 def _text(value: str) -> str:
-    return escape(printable(value).replace("\n", " "), quote=True)
+    return escape(printable_lines(value).replace("\n", " "), quote=True)
 
 
 def _plain(text: str) -> str:
     """matplotlib takes what is between dollars for mathematics."""
-    return printable(text).replace("\n", " ").replace("$", r"\$")
+    return printable_lines(text).replace("\n", " ").replace("$", r"\$")
 
 
 def _ascii(text: str) -> str:
     """Pillow's own font has no other letters."""
-    return printable(text).replace("\n", " ").encode("ascii", "replace").decode()
+    return printable_lines(text).replace("\n", " ").encode("ascii", "replace").decode()

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from lockstep.observe.text import echo
+
 if TYPE_CHECKING:
     from lockstep.lab.results import ReplayFiles
 
@@ -82,7 +84,7 @@ class Deadline:
         try:
             self.on_expiry(index)
         finally:
-            print(
+            echo(
                 f"replay: input {index} took more than --timeout {self.seconds:g} s; {where}",
                 file=sys.stderr,
                 flush=True,

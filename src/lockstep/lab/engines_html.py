@@ -27,7 +27,7 @@ from lockstep.lab.engines_report import (
 )
 from lockstep.lab.engines_result import EngineResult, EnginesResult
 from lockstep.lab.matrix_html import STYLE as TABLE_STYLE
-from lockstep.lab.results import printable
+from lockstep.observe.text import printable_lines
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
@@ -184,4 +184,4 @@ def _examples(result: EnginesResult) -> str:
 
 
 def _text(value: object) -> str:
-    return escape(printable(str(value)), quote=True)
+    return escape(printable_lines(str(value)), quote=True)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from lockstep.config.base import Config
+from lockstep.config.base import Record
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.lab.job_files import read_if_whole, read_job_file, read_lines
@@ -37,7 +37,7 @@ Kind = Literal["greedy", "stop", "sampled", "again", "alone", "other"]
 Weights = Literal["pushed", "folder"]
 
 
-class EnginesJob(Config):
+class EnginesJob(Record):
     """One engine, its model and its prompts."""
 
     name: str
@@ -77,7 +77,7 @@ class EnginesJob(Config):
         return path
 
 
-class _Record(Config):
+class _Record(Record):
     """What was seen: numbers that are not finite are facts too."""
 
     model_config = ConfigDict(allow_inf_nan=True)

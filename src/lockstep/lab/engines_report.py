@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.lab.engines_compare import BAR_NAMES, Gap, SeedMatch, Spread
 from lockstep.lab.engines_phase import CACHE_BLOCK, Example, PhaseReport
 from lockstep.lab.engines_result import EngineResult, EnginesResult, number
-from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic, write_json
+from lockstep.observe.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -237,7 +237,9 @@ def brief(engine: EngineResult, done: int, total: int) -> str:
     gaps = [phase.gap for phase in engine.phases if phase.gap is not None]
     far = f", logprob gap mean {number(max(g.mean for g in gaps))}" if gaps else ""
     why = f": {engine.why[0]}" if engine.why else ""
-    return printable(f"[{done}/{total}] {engine.name}: {engine.verdict}{far}, {engine.seconds:.1f} s{why}")
+    return printable_lines(
+        f"[{done}/{total}] {engine.name}: {engine.verdict}{far}, {engine.seconds:.1f} s{why}"
+    )
 
 
 def show(result: EnginesResult, console: Console) -> None:
@@ -269,11 +271,11 @@ def show(result: EnginesResult, console: Console) -> None:
         by = {engine.name: engine for engine in result.engines}
         _table(console, list(DIVERGENCE_HEADS), [(by[row[0]], list(row)) for row in apart])
     for name, value in result.settings.items():
-        console.print(Text(printable(f"{name}: {value}")), soft_wrap=True)
+        console.print(Text(printable_lines(f"{name}: {value}")), soft_wrap=True)
     for line in (*result.notes, explanation(result)):
-        console.print(Text(printable(line)), soft_wrap=True)
+        console.print(Text(printable_lines(line)), soft_wrap=True)
     for name, problem in problems(result):
-        console.print(Text(printable(f"{name}: {problem}")), soft_wrap=True)
+        console.print(Text(printable_lines(f"{name}: {problem}")), soft_wrap=True)
 
 
 def _table(
@@ -294,7 +296,7 @@ def _table(
         first = index < 2
         table.add_column(name, justify="left" if first or left else "right", overflow="fold", no_wrap=first)
     for engine, cells in rows:
-        table.add_row(*(Text(printable(text)) for text in cells), style=None if engine.ok else "red")
+        table.add_row(*(Text(printable_lines(text)) for text in cells), style=None if engine.ok else "red")
     console.print(table)
     console.print()
 
@@ -360,7 +362,7 @@ def markdown(result: EnginesResult) -> str:
     lines += ["", "| | |", "|---|---|"]
     told = [*result.settings.items(), *result.machine.items(), *versions_of(result)]
     lines += [f"| {plain(k)} | {plain(v)} |" for k, v in told]
-    command = printable(result.command).replace("\n", " ").replace("```", "'''")
+    command = printable_lines(result.command).replace("\n", " ").replace("```", "'''")
     return "\n".join([*lines, "", "```text", command, "```", ""])
 
 
@@ -382,6 +384,6 @@ def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, word
 
 def plain(text: object) -> str:
     """Text that Markdown shows as it is: no markup, no HTML, no new cell or line."""
-    line = printable(str(text)).replace("\n", " ")
+    line = printable_lines(str(text)).replace("\n", " ")
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)

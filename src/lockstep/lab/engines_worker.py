@@ -34,6 +34,7 @@ from lockstep.lab.engines_job import (
 )
 from lockstep.lab.orphans import ended_with
 from lockstep.observe.files import jsonable, write_json
+from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.engines_ask import Asked, Batch
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = os.getppid()
     words = sys.argv[1:] if argv is None else argv
     if len(words) != 1:
-        print("usage: python -m lockstep.lab.engines_worker JOB.json", file=sys.stderr)
+        echo("usage: python -m lockstep.lab.engines_worker JOB.json", file=sys.stderr)
         return REFUSED
     job = read_job(Path(words[0]).resolve())
     faulthandler.enable()
@@ -225,7 +226,7 @@ class _Run:
 
     def say(self, text: str) -> None:
         """Into the log."""
-        print(f"{self.job.name}: {text}", flush=True)
+        echo(f"{self.job.name}: {text}", flush=True)
 
     def _describe(self) -> None:
         """What an external engine says about itself, without its environment."""
@@ -266,5 +267,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except LockstepError as error:
-        print(f"engines worker: {error}", file=sys.stderr)
+        echo(f"engines worker: {error}", file=sys.stderr)
         sys.exit(REFUSED if isinstance(error, ConfigError) else 1)

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from lockstep.config.base import Config
+from lockstep.config.base import Record
 from lockstep.errors import ConfigError
 
-_Kind = TypeVar("_Kind", bound=Config)
+_Kind = TypeVar("_Kind", bound=Record)
 
 
 def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:

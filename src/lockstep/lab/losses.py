@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from lockstep.algorithms.dpo import DPOLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
-from lockstep.config.algorithm import PUBLISHED, DPOConfig, GRPOConfig
-from lockstep.errors import RecordingError, unknown_name
+from lockstep.config.algorithm import DPOConfig
 from lockstep.protocols.train import TokenLoss
+from lockstep.recording.replayable import recorded_algorithm
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordingHeader
 
@@ -53,22 +52,7 @@ def token_loss(header: RecordingHeader, name: LossName) -> TokenLoss:
         return LogprobSum()
     if name == "cross-entropy":
         return CrossEntropy()
-    algorithm: Any = header.algorithm.get("name")
-    if algorithm in ("sft", "surrogate"):
+    options = recorded_algorithm(header)
+    if options is None:
         return SFTLoss()
-    if algorithm not in PUBLISHED and algorithm != "dpo":
-        problem = unknown_name("algorithm", str(algorithm), (*PUBLISHED, "sft", "dpo", "surrogate"))
-        raise RecordingError(
-            f"recording.json: field 'algorithm.name': {problem}; or choose --loss logprob-sum|cross-entropy"
-        )
-    try:
-        if algorithm == "dpo":
-            return DPOLoss(DPOConfig.model_validate(dict(header.algorithm)))
-        config = GRPOConfig.model_validate(dict(header.algorithm))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(("algorithm", *map(str, first["loc"])))
-        raise RecordingError(
-            f"recording.json: field {where!r}: {first['msg']}; or choose --loss logprob-sum|cross-entropy"
-        ) from error
-    return PolicyLoss(config.resolved())
+    return DPOLoss(options) if isinstance(options, DPOConfig) else PolicyLoss(options.resolved())

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import RecordingError
+from lockstep.observe.files import open_plain
 
 LOGPROBS, GRADIENTS = "logprobs/", "gradients/"
 
@@ -167,8 +168,9 @@ def _cosine(inner: float, norm_a: float, norm_b: float) -> float | None:
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+        with open_plain(path, RecordingError):  # safe_open would wait for the writer of a fifo
+            return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, RecordingError) as error:
         raise RecordingError(
             f"{path}: no outputs to compare ({error}); `lockstep replay --keep-outputs` writes them"
         ) from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.lab.matrix_result import CellResult, MatrixResult
 from lockstep.lab.matrix_text import number, result_text
-from lockstep.lab.results import printable
+from lockstep.observe.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,7 +123,7 @@ def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -
     from rich.text import Text
 
     for name, (before, after) in diff.environment.items():
-        console.print(Text(printable(f"{name}: {before} -> {after}")), soft_wrap=True)
+        console.print(Text(printable_lines(f"{name}: {before} -> {after}")), soft_wrap=True)
     shown = [c for c in diff.cells if everything or c.change != "same" or c.speed_changed or c.grew]
     if not shown:
         return
@@ -137,7 +137,7 @@ def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -
         words = (cell.name, cell.before, cell.after)
         ratios = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in (cell.speed, cell.memory))
         numbers = (_arrow(pair) for pair in (cell.logprob, cell.gradient))
-        table.add_row(*(Text(printable(word)) for word in words), *ratios, *numbers, style=style)
+        table.add_row(*(Text(printable_lines(word)) for word in words), *ratios, *numbers, style=style)
     console.print(table)
 
 

@@ -21,8 +21,8 @@ from lockstep.lab.matrix_text import (
     limits_text,
     problems,
 )
-from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic
+from lockstep.observe.text import printable_lines
 
 STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1b1f24; --dim: #59636e; --line: #d8dee4; --head: #f4f6f8;
@@ -160,4 +160,4 @@ def _log(cell: CellResult) -> str:
 
 
 def _text(value: object) -> str:
-    return escape(printable(str(value)), quote=True)
+    return escape(printable_lines(str(value)), quote=True)

@@ -19,7 +19,8 @@ from lockstep.lab.matrix_process import (
     signal_name,
 )
 from lockstep.lab.matrix_result import CellResult, cell_from_dict, read_measures
-from lockstep.lab.results import printable
+from lockstep.observe.files import read_json, read_plain
+from lockstep.observe.text import printable_lines
 
 _USAGE_STATUS = 2
 """lockstep's exit status for a setting that cannot be."""
@@ -38,7 +39,7 @@ def ended(result: CellResult, ending: Ending, *, folder: Path, timeout: float) -
     return replace(
         result,
         status=status,
-        reason=printable(reason),
+        reason=printable_lines(reason),
         log=f"{result.folder}/log.txt",
         seconds=round(ending.seconds, 3),
         measures=read_measures(summary or {}, rows) if summary is not None or rows else None,
@@ -60,6 +61,10 @@ def compare_cells(cell: CellResult, reference: CellResult, *, out: Path) -> Comp
     return compare_outputs(files[0], files[1], gradients_missing=missing)
 
 
+_ROWS_BYTES = 2**30
+"""Of a results.jsonl: a million inputs."""
+
+
 def read_cell(folder: Path) -> CellResult | None:
     """What an earlier run of the matrix found; None: nothing yet.
 
@@ -70,7 +75,7 @@ def read_cell(folder: Path) -> CellResult | None:
     if not file.exists():
         return None
     try:
-        return cell_from_dict(json.loads(file.read_text(encoding="utf-8")))
+        return cell_from_dict(read_json(file, RecordingError))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RecordingError(
             f"{file}: not a cell's result ({error!r}); delete {folder} and resume"
@@ -82,10 +87,11 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     rows = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    text = read_plain(file, RecordingError, limit=_ROWS_BYTES).decode("utf-8", errors="replace")
+    for line in text.splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             rows.append(row)
@@ -156,7 +162,7 @@ def _read(file: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # cut off by a crash: the log says why
+        values = read_json(file, RecordingError)
+    except RecordingError:  # cut off by a crash: the log says why
         return None
     return values if isinstance(values, dict) else None

@@ -17,8 +17,8 @@ from lockstep.lab.matrix_text import (
     problems,
     result_text,
 )
-from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic
+from lockstep.observe.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,7 @@ def show(result: MatrixResult, console: Console) -> None:
     from rich.text import Text
 
     def text(value: str) -> Text:
-        return Text(printable(value))
+        return Text(printable_lines(value))
 
     width = min(30, max(len(cell.name) for cell in result.cells))
     for head, part in (("works", "speed"), ("agrees", "numbers")):
@@ -112,18 +112,18 @@ def brief(cell: CellResult, done: int, total: int) -> str:
     why = f": {cell.reason}" if cell.reason else ""
     apart = cell.comparison.logprob_max if cell.comparison is not None else None
     far = "" if apart is None else f", {apart:.2g} nats from the reference"
-    return printable(f"[{done}/{total}] {cell.name}: {cell.status}{why}{far}{seconds}")
+    return printable_lines(f"[{done}/{total}] {cell.name}: {cell.status}{why}{far}{seconds}")
 
 
 def _plain(text: object) -> str:
     """Text that Markdown shows as it is: no markup, no HTML, no new cell or line."""
-    line = printable(str(text)).replace("\n", " ")
+    line = printable_lines(str(text)).replace("\n", " ")
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)
 
 
 def _code(text: str) -> str:
-    return printable(text).replace("\n", " ").replace("`", "'")
+    return printable_lines(text).replace("\n", " ").replace("`", "'")
 
 
 def _fenced(text: str) -> str:

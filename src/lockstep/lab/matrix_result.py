@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix_compare import Comparison
+from lockstep.observe.files import read_json
 
 FORMAT, VERSION = "lockstep-matrix", 1
 
@@ -337,13 +337,9 @@ def largest_difference(result: MatrixResult) -> CellResult | None:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordingError(f"{file}: {error.strerror}; give the folder of a `lockstep matrix`") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordingError(
-            f"{file}: not JSON ({error}); the file is damaged, run the matrix again"
-        ) from error
+        values = read_json(file, RecordingError)
+    except RecordingError as error:
+        raise RecordingError(f"{error}; give the folder of a `lockstep matrix`") from error
     if not isinstance(values, dict):
         raise RecordingError(f"{file}: a JSON object was expected, not {type(values).__name__}")
     return values

@@ -38,7 +38,7 @@ from lockstep.lab.parity_job import (
     read_outcome,
     read_rows,
 )
-from lockstep.lab.parity_result import ParityResult, StackResult, Status, judge
+from lockstep.lab.parity_result import ParityResult, StackResult, Status, judge, learning
 from lockstep.lab.parity_stacks import Stack, skipped
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import TIMED_OUT, in_launcher
@@ -241,10 +241,9 @@ class _Suite:
             row,
             threshold=self.options.threshold,
             steps=len(self.report.steps),
-            must_fall=self.options.must_fall,
             reference_ran=bool(reference.rows),
         )
-        return dataclasses.replace(row, problems=problems)
+        return dataclasses.replace(row, problems=problems, learning=learning(row, reference))
 
     def result(self) -> ParityResult:
         """What there is so far."""
@@ -257,6 +256,7 @@ class _Suite:
             settings=self._settings(),
             notes=(*options.notes, *self.report.notes),
             command=options.command,
+            must_fall=options.must_fall,
             complete=not self.interrupted and len(self.results) == len(self.stacks),
             machine=_machine(options.device),
         )

@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep.algorithms.dpo import DPO
 from lockstep.algorithms.sft import SFT
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
-from lockstep.config.base import Config
+from lockstep.config.base import Record
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
@@ -40,6 +40,7 @@ from lockstep.models.causal_lm import text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
 from lockstep.models.quiet import quiet_transformers
 from lockstep.observe.files import json_lines, write_atomic, write_json
+from lockstep.observe.text import echo
 from lockstep.ops.losses import loss_weights
 from lockstep.packing import Bucket, PackLimits, plan_micro_batches
 from lockstep.packing.packs import repack
@@ -53,7 +54,7 @@ GROUP = 4
 _ZIPF_IDS = 512
 
 
-class Sizes(Config):
+class Sizes(Record):
     """What inputs must fit."""
 
     heads: int
@@ -427,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         raise ConfigError(f"{path}: {error.errors()[0]['msg']}") from error
     report = make_inputs(spec)
-    print(json.dumps({"documents": report.documents, "tokens": report.tokens, "source": report.source}))
+    echo(json.dumps({"documents": report.documents, "tokens": report.tokens, "source": report.source}))
     return 0
 
 
@@ -435,5 +436,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except LockstepError as error:
-        print(f"parity inputs: {error}", file=sys.stderr)
+        echo(f"parity inputs: {error}", file=sys.stderr)
         sys.exit(2)

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from lockstep.config.base import Config
+from lockstep.config.base import Record
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
@@ -28,7 +28,7 @@ RANK_LOGS = "ranks"
 INPUTS, REPORT = "inputs", "inputs.json"
 
 
-class InputsSpec(Config):
+class InputsSpec(Record):
     """What inputs to make."""
 
     algorithm: Literal["sft", "grpo", "dpo"] = "sft"
@@ -53,7 +53,7 @@ class InputsSpec(Config):
     out: Path
 
 
-class InputsReport(Config):
+class InputsReport(Record):
     """inputs.json."""
 
     steps: tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ class InputsReport(Config):
     vocab_size: int
 
 
-class ParityJob(Config):
+class ParityJob(Record):
     """One stack, its model and the optimizer steps that it takes."""
 
     stack: str
@@ -121,7 +121,7 @@ class ParityJob(Config):
         return path
 
 
-class StepRow(Config):
+class StepRow(Record):
     """One line of metrics.jsonl."""
 
     step: int
@@ -139,7 +139,7 @@ class StepRow(Config):
     """Largest of any rank so far: allocated on a GPU, resident on a CPU."""
 
 
-class Outcome(Config):
+class Outcome(Record):
     """result.json, by rank 0."""
 
     status: Literal["ok", "refused", "failed", "oom"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.lab.curves_draw import COLOURS, SVG_STYLE, Curve, Panel, svg, write_png
 from lockstep.lab.parity_compare import relative
 from lockstep.lab.parity_result import ParityResult, StackResult, by_name, ratio
-from lockstep.lab.results import printable
 from lockstep.observe.files import write_atomic, write_json
+from lockstep.observe.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,7 +108,8 @@ def _seconds(stack: StackResult) -> str:
 def _trend(stack: StackResult) -> str:
     if stack.falls is None:
         return NOTHING
-    return {"falls": "falls", "does not fall": "not falling", "too few steps": "too few"}[stack.falls.trend]
+    words = {"falls": "falls", "does not fall": "not falling", "not shown": "not shown"}
+    return words[stack.learning] if stack.learning is not None else NOTHING
 
 
 def write_reports(result: ParityResult, out: Path) -> None:
@@ -163,10 +164,11 @@ def _distances(stack: StackResult, reference: StackResult) -> list[float]:
 
 def brief(stack: StackResult, done: int, total: int) -> str:
     """A line for a stack that has just ended."""
-    why = f": {'; '.join(stack.problems) or stack.reason}" if stack.problems or stack.reason else ""
+    told = [*(stack.problems or filter(None, [stack.reason])), *filter(None, [stack.learning_problem])]
+    why = f": {'; '.join(told)}" if told else ""
     far = "" if stack.comparison is None else f", losses within {ratio(stack.comparison.loss.max)}"
     seconds = f", {stack.seconds:.1f} s" if stack.seconds else ""
-    return printable(f"[{done}/{total}] {stack.name}: {stack.verdict}{far}{seconds}{why}")
+    return printable_lines(f"[{done}/{total}] {stack.name}: {stack.verdict}{far}{seconds}{why}")
 
 
 def show(result: ParityResult, console: Console) -> None:
@@ -183,17 +185,17 @@ def show(result: ParityResult, console: Console) -> None:
         for column in shown:
             table.add_column(column.short, justify="right", no_wrap=True)
         for stack in result.stacks:
-            cells = [Text(printable(column.text(stack))) for column in shown]
-            style = "red" if stack.problems else None
+            cells = [Text(printable_lines(column.text(stack))) for column in shown]
+            style = "red" if stack.problems or (result.must_fall and stack.learning_problem) else None
             table.add_row(Text(stack.name), Text(stack.verdict), *cells, style=style)
         console.print(table)
         console.print()
     for name, value in result.settings.items():
-        console.print(Text(printable(f"{name}: {value}")), soft_wrap=True)
+        console.print(Text(printable_lines(f"{name}: {value}")), soft_wrap=True)
     for line in (*result.notes, explanation(result)):
-        console.print(Text(printable(line)), soft_wrap=True)
+        console.print(Text(printable_lines(line)), soft_wrap=True)
     for name, problem in problems(result):
-        console.print(Text(printable(f"{name}: {problem}")), soft_wrap=True)
+        console.print(Text(printable_lines(f"{name}: {problem}")), soft_wrap=True)
 
 
 def explanation(result: ParityResult) -> str:
@@ -211,8 +213,12 @@ def explanation(result: ParityResult) -> str:
 
 
 def problems(result: ParityResult) -> list[tuple[str, str]]:
-    """(stack, why it does not pass)."""
-    return [(stack.name, problem) for stack in result.stacks for problem in stack.problems]
+    """(stack, why it does not agree, or that its loss does not fall)."""
+    return [
+        (stack.name, problem)
+        for stack in result.stacks
+        for problem in (*stack.problems, *filter(None, [stack.learning_problem]))
+    ]
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------
@@ -245,13 +251,13 @@ def markdown(result: ParityResult) -> str:
     lines += [
         f"| {_plain(k)} | {_plain(v)} |" for k, v in [*result.settings.items(), *result.machine.items()]
     ]
-    command = printable(result.command).replace("\n", " ").replace("```", "'''")
+    command = printable_lines(result.command).replace("\n", " ").replace("```", "'''")
     return "\n".join([*lines, "", "```text", command, "```", ""])
 
 
 def _plain(text: object) -> str:
     """Text that Markdown shows as it is: no markup, no HTML, no new cell or line."""
-    line = printable(str(text)).replace("\n", " ")
+    line = printable_lines(str(text)).replace("\n", " ")
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)
 
@@ -322,4 +328,4 @@ def _problems(result: ParityResult) -> str:
 
 
 def _text(value: object) -> str:
-    return escape(printable(str(value)), quote=True)
+    return escape(printable_lines(str(value)), quote=True)

@@ -1,4 +1,8 @@
-"""What a parity run found: a row per stack, the verdict, parity.json."""
+"""What a parity run found: a row per stack, its two verdicts, parity.json.
+
+Agreement: the stacks take the steps of the reference. Learning: the loss falls. Stacks may agree on a
+loss that does not fall.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.lab.parity_compare import Comparison, Falls
+from lockstep.lab.parity_compare import WINDOW, Comparison, Falls
 from lockstep.lab.parity_job import StepRow
 
+ENOUGH_STEPS = 2 * WINDOW
+"""So many steps show whether a loss falls; in fewer, one that does not fall shows nothing."""
+Learning = Literal["falls", "does not fall", "not shown"]
 Status = Literal["ok", "refused", "failed", "oom", "hung", "skipped"]
 
 
@@ -38,7 +45,20 @@ class StackResult:
     """Below OUT; empty: nothing was started."""
     log: str = ""
     problems: tuple[str, ...] = ()
-    """Why it does not pass; empty: it does, or was skipped."""
+    """Why it does not agree; empty: it does, or was skipped."""
+    learning: Learning | None = None
+    """The other verdict; None: it did not run to its end."""
+
+    @property
+    def learning_problem(self) -> str:
+        """Why learning does not hold; empty: it does, or too few steps show it."""
+        if self.learning != "does not fall" or self.falls is None:
+            return ""
+        f = self.falls
+        return (
+            f"the loss does not fall: {f.first:.6g} in the first {f.window} steps, {f.last:.6g} in the last, "
+            f"standard error {f.standard_error:.2g}"
+        )
 
     @property
     def completed(self) -> bool:
@@ -46,7 +66,7 @@ class StackResult:
 
     @property
     def verdict(self) -> str:
-        """One word."""
+        """Of agreement, one word."""
         if self.status != "ok":
             return self.status
         if self.problems:
@@ -85,6 +105,8 @@ class ParityResult:
     """What was trained, and on what: for people, in order."""
     notes: tuple[str, ...] = ()
     command: str = ""
+    must_fall: bool = True
+    """False (--allow-flat): learning is told, and does not count."""
     complete: bool = True
     """False: interrupted."""
     machine: Mapping[str, str] = field(default_factory=dict)
@@ -95,29 +117,65 @@ class ParityResult:
         return [stack for stack in self.stacks if stack.status != "skipped"]
 
     @property
-    def ok(self) -> bool:
-        """Every stack that was asked for passes."""
+    def agrees(self) -> bool:
+        """Every stack that was asked for took the reference's steps."""
         return self.complete and all(not s.problems and s.status == "ok" for s in self.judged)
 
     @property
-    def verdict(self) -> str:
-        """The last line."""
+    def learns(self) -> bool | None:
+        """Every loss falls; None: too few steps show it, or nothing ran."""
+        words = {stack.learning for stack in self.judged} - {None}
+        if "does not fall" in words:
+            return False
+        return True if words == {"falls"} else None
+
+    @property
+    def ok(self) -> bool:
+        """The stacks agree, and no loss is shown not to fall."""
+        return self.agrees and not (self.must_fall and self.learns is False)
+
+    @property
+    def agreement(self) -> str:
+        """The first verdict."""
         compared = [s for s in self.judged if not s.is_reference]
         agree = [s for s in compared if s.verdict == "agrees"]
-        head = f"parity: {len(agree)} of {len(compared)} stacks agree with {self.reference}"
+        text = f"{len(agree)} of {len(compared)} stacks agree with {self.reference}"
         if agree:
             worst = max(agree, key=lambda s: s.comparison.loss.max if s.comparison else 0.0)
             assert worst.comparison is not None
-            head += f" (largest relative loss difference {ratio(worst.comparison.loss.max)})"
+            text += f" (largest relative loss difference {ratio(worst.comparison.loss.max)})"
         wrong = [s for s in self.judged if s.verdict not in ("agrees", "reference")]
-        tail = "".join(f"; {s.name} {'does not pass' if s.verdict == 'fails' else s.verdict}" for s in wrong)
-        return head + tail + ("" if self.complete else "; interrupted")
+        return text + "".join(
+            f"; {s.name} {'does not pass' if s.verdict == 'fails' else s.verdict}" for s in wrong
+        )
+
+    @property
+    def learning(self) -> str:
+        """The second verdict."""
+        ran = [stack for stack in self.judged if stack.learning is not None]
+        if not ran:
+            return "learning: nothing ran"
+        if self.learns:
+            return "learning: every loss falls"
+        if self.learns is None:
+            steps = max(len(stack.rows) for stack in ran)
+            return f"learning: not shown in {steps} steps (--steps {ENOUGH_STEPS})"
+        flat = [stack.name for stack in ran if stack.learning == "does not fall"]
+        told = "" if self.must_fall else " (--allow-flat)"
+        return f"learning: the loss does not fall in {len(flat)} of {len(ran)} ({', '.join(flat)}){told}"
+
+    @property
+    def verdict(self) -> str:
+        """The last line: both."""
+        return f"parity: {self.agreement}; {self.learning}" + ("" if self.complete else "; interrupted")
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values; the curves too."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
+            "agreement": {"ok": self.agrees, "verdict": self.agreement},
+            "learning": {"ok": self.learns, "verdict": self.learning, "counts": self.must_fall},
             "reference": self.reference,
             "threshold": self.threshold,
             "algorithm": self.algorithm,
@@ -135,10 +193,9 @@ def judge(
     *,
     threshold: float,
     steps: int,
-    must_fall: bool,
     reference_ran: bool,
 ) -> tuple[str, ...]:
-    """Why a stack does not pass; empty: it does."""
+    """Why a stack does not agree; empty: it does."""
     if stack.status == "skipped":
         return ()
     if stack.status != "ok":
@@ -146,12 +203,6 @@ def judge(
     found = []
     if len(stack.rows) != steps:
         found.append(f"{len(stack.rows)} of {steps} steps were done")
-    if must_fall and stack.falls is not None and stack.falls.trend == "does not fall":
-        f = stack.falls
-        found.append(
-            f"the loss does not fall: {f.first:.6g} in the first {f.window} steps, {f.last:.6g} in the last, "
-            f"standard error {f.standard_error:.2g}"
-        )
     if stack.is_reference:
         return tuple(found)
     if stack.comparison is None:
@@ -169,6 +220,20 @@ def judge(
     return tuple(found)
 
 
+def learning(stack: StackResult, reference: StackResult) -> Learning | None:
+    """The stack's second verdict. A loss that does not fall in fewer than ENOUGH_STEPS steps shows nothing
+    where the reference's does not fall either."""
+    if stack.falls is None or stack.status != "ok":
+        return None
+    if stack.falls.trend == "falls":
+        return "falls"
+    if any(not math.isfinite(row.loss) for row in stack.rows):
+        return "does not fall"
+    fell = reference.falls is not None and reference.falls.trend == "falls"
+    shown = len(stack.rows) >= ENOUGH_STEPS or (fell and stack.falls.trend == "does not fall")
+    return "does not fall" if shown else "not shown"
+
+
 def ratio(value: float) -> str:
     """A relative difference, as --threshold has it: 0.0123 -> "0.0123", small ones in powers of ten."""
     if math.isnan(value):
@@ -182,6 +247,7 @@ def _as_dict(stack: StackResult) -> dict[str, Any]:
     columns = ("loss", "grad_norm", "seconds", "tokens")
     return found | {
         "verdict": stack.verdict,
+        "learning_problem": stack.learning_problem,
         "steps": len(stack.rows),
         "step_seconds": stack.step_seconds,
         "tokens_per_second": stack.tokens_per_second,

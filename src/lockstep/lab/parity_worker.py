@@ -27,6 +27,7 @@ from lockstep.lab.parity_job import (
     read_job,
 )
 from lockstep.observe.files import jsonable, write_json
+from lockstep.observe.text import echo
 from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
     words = without_local_rank(sys.argv[1:] if argv is None else argv)
     if len(words) != 1:
-        print("usage: python -m lockstep.lab.parity_worker JOB.json", file=sys.stderr)
+        echo("usage: python -m lockstep.lab.parity_worker JOB.json", file=sys.stderr)
         return REFUSED
     path = Path(words[0]).resolve()
     job = read_job(path)
@@ -227,7 +228,7 @@ class _Run:
     def say(self, text: str) -> None:
         """On rank 0."""
         if self._first:
-            print(text, flush=True)
+            echo(text, flush=True)
 
     def close(self) -> None:
         """What was seen, on the disk."""
@@ -288,7 +289,7 @@ if __name__ == "__main__":
     try:
         status = main()
     except LockstepError as error:
-        print(f"parity worker: {error}", file=sys.stderr)
+        echo(f"parity worker: {error}", file=sys.stderr)
         status = REFUSED if isinstance(error, ConfigError) else 1
     leave(status)
     sys.exit(status)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lockstep import invariant
@@ -19,12 +18,14 @@ from lockstep.config.train import TrainConfig
 from lockstep.errors import RecordingError
 from lockstep.execution import joint_of
 from lockstep.lab.capacity import Capacities
-from lockstep.lab.cell import recorded_axes, train_config
+from lockstep.lab.cell import train_config
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import DTYPES
 from lockstep.models.load import LoadedModel, load_model, meta_module
+from lockstep.models.memory import ModelShape, module_shape
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.recording.replayable import recorded_axes, recorded_model
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import InputMeta, RecordingHeader
 
@@ -60,6 +61,8 @@ class ModelSize:
     parameter_bytes: int
     parameter_bytes_full: int
     """With all its layers."""
+    shape: ModelShape
+    """What memory is estimated by."""
 
 
 def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig:
@@ -72,14 +75,10 @@ def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig
     """
     cell = options.cell
     try:
-        config = ModelConfig.model_validate(dict(header.model))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(("model", *map(str, first["loc"])))
+        config = recorded_model(header)
+    except RecordingError:
         if cell.model is None:
-            raise RecordingError(
-                f"recording.json: field {where!r}: {first['msg']}; name a model with --model"
-            ) from error
+            raise
         config = ModelConfig()
     update: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
     if cell.model is not None:
@@ -109,6 +108,7 @@ def model_size(config: ModelConfig, *, dtype: torch.dtype) -> ModelSize:
         num_layers_full=int(full.num_hidden_layers),
         parameter_bytes=_bytes(module),
         parameter_bytes_full=_bytes(whole),
+        shape=module_shape(module),
     )
 
 
@@ -144,6 +144,27 @@ def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> 
             f"input {index}, field 'token_ids': it holds id {low if low < 0 else high}, but {name} has a "
             f"vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded model or with one "
             "of its vocabulary (--model), or leave this input out (--inputs)"
+        )
+
+
+def check_tail(batch: PackedBatch, *, index: int, max_positions: int, name: str) -> None:
+    """Raises RecordingError for a pad document longer than any that the model can be fed: attention would
+    compute it all the same."""
+    real = len(batch.sample_ids)
+    longest = max(batch.lengths[real:], default=0)
+    if longest > max(max_positions, *batch.lengths[:real]):
+        raise RecordingError(
+            f"input {index}, field 'tail': a pad document has {longest:,} slots, but {name} has "
+            f"{max_positions:,} positions; leave this input out (--inputs)"
+        )
+
+
+def check_usable(meta: InputMeta, *, index: int) -> None:
+    """Raises RecordingError for an input that a foreign module was called with, but that is no documents."""
+    if meta.unusable is not None:
+        raise RecordingError(
+            f"input {index} is kept as the module was called, not as documents ({meta.unusable}); it cannot "
+            f"be fed again. Look at it with `lockstep recording show {index}`, or leave it out (--inputs)"
         )
 
 
@@ -259,7 +280,7 @@ class Policy:
         """In the recorded dtype: weights are those that were recorded before they are converted."""
         dtype = self.options.cell.dtype
         if self.options.cell.model is None:
-            dtype = recorded_axes(self.recording.header)["dtype"]
+            dtype = recorded_axes(self.recording.header, given=("attention",))["dtype"]
         config = self.config.model_copy(update={"dtype": cast(Any, dtype)})
         return load_model(config, attention=self.options.cell.attention, device=self._device)
 

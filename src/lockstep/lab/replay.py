@@ -17,20 +17,30 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.execution import CompileWatch
+from lockstep.lab.budget import memory_limit
 from lockstep.lab.capacity import computed_slots, plan_capacities, select_inputs, shape_of
 from lockstep.lab.cell import Cell, check_cell
 from lockstep.lab.deadline import Deadline
 from lockstep.lab.losses import LossName, token_loss
 from lockstep.lab.memory import PeakMemory
 from lockstep.lab.outputs import GRADIENT_ENTRIES, KeptOutputs
-from lockstep.lab.policy import Match, Policy, check_ids, check_inputs_fit, model_config, model_size
+from lockstep.lab.policy import (
+    Match,
+    Policy,
+    check_ids,
+    check_inputs_fit,
+    check_tail,
+    check_usable,
+    model_config,
+    model_size,
+)
 from lockstep.lab.results import ReplayFiles, ReplayRow, error_line, is_out_of_memory
 from lockstep.lab.summary import summarise
 from lockstep.models.dtypes import DTYPES
@@ -71,6 +81,8 @@ class ReplayOptions:
     gradient_inputs: int = 8
     """keep_outputs: of how many inputs the gradients are added up."""
     gradient_entries: int = GRADIENT_ENTRIES
+    max_memory: int | None = None
+    """Bytes that one input may take, by estimate; None: all memory of the device."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model, whatever the recording says."""
     simulate: bool = False
@@ -117,9 +129,9 @@ class Replayer:
         self.size = model_size(config, dtype=DTYPES[cell.dtype])
         check_inputs_fit(recording, self.order, self.size, name=config.name)
         self.loss = token_loss(recording.header, options.loss)
-        self.capacities = plan_capacities(
-            recording, self.order, options, max_positions=self.size.max_positions
-        )
+        limit = memory_limit(cell, self.size.shape, backward=options.backward, given=options.max_memory)
+        planned = plan_capacities(recording, self.order, options, max_positions=self.size.max_positions)
+        self.capacities = replace(planned, limit=limit)
         self.device = torch.device(cell.device)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
@@ -179,8 +191,10 @@ class Replayer:
 
     def _replayed(self, index: int) -> dict[str, Any]:
         recorded = self.recording[index]
+        check_usable(recorded.meta, index=index)
         name = self.policy.config.name
         check_ids(recorded.batch, index=index, vocab_size=self.size.vocab_size, name=name)
+        check_tail(recorded.batch, index=index, max_positions=self.size.max_positions, name=name)
         batch = self.capacities.fit(recorded.batch)
         match = self.policy.use(recorded.meta)
         self.matches[match] += 1

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 from lockstep.errors import ConfigError
 from lockstep.observe import memory
 from lockstep.observe.files import jsonable, write_atomic, write_json
-from lockstep.recording import show
+from lockstep.observe.text import printable_lines
 
 Status = Literal["ok", "failed", "oom", "skipped", "desync"]
 _LINE = 400
@@ -123,10 +123,10 @@ class ReplayFiles:
     def line(self, text: str, *, show: bool = True) -> None:
         """One line of the log."""
         log = self._files()[1]
-        log.write(printable(text) + "\n")
+        log.write(printable_lines(text) + "\n")
         log.flush()
         if show:
-            self.echo(printable(text))
+            self.echo(printable_lines(text))
 
     def row(self, row: ReplayRow) -> None:
         """One input is done."""
@@ -166,11 +166,6 @@ def check_fresh(out: Path) -> None:
         raise ConfigError(
             f"--out {out} holds a replay already ({found[0]}); name another directory, or remove this one"
         )
-
-
-def printable(text: str) -> str:
-    """Without control characters but line ends: what recordings and models say must not drive a terminal."""
-    return "\n".join(map(show.printable, text.split("\n")))
 
 
 def row_text(row: ReplayRow) -> str:

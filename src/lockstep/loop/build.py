@@ -24,7 +24,7 @@ from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
-from lockstep.data.held_out import load_train_and_held_out
+from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError
@@ -99,6 +99,7 @@ def build_online(
     on_progress: OnProgress | None = None,
     ranks: RankContext | None = None,
     work_dir: Path | None = None,
+    hold_out: bool | None = None,
 ) -> OnlineParts:
     """Check, load and wire everything that `run` names.
 
@@ -106,6 +107,7 @@ def build_online(
         rewards: Python callables instead of `run.rewards`, each f(prompt=, completion=, row=) -> float.
         ranks: the ranks of the run, every one of which makes this call; None: this process alone.
         work_dir: for logs and files of an engine of its own; None: the system's folder for temporary files.
+        hold_out: whether prompts are held out for evaluations; None: if the run asks for one.
 
     Raises:
         ConfigError, ModelError, DataError, EngineError: before anything is trained.
@@ -117,9 +119,13 @@ def build_online(
         policy = load_policy(run, engine=run.engine.name, ranks=ranks)
         axes, model = policy.axes, policy.model
         prompts, eval_prompts = load_train_and_held_out(
-            run, tokenizer=model.tokenizer, vocab_size=text_config(model.module).vocab_size
+            run,
+            tokenizer=model.tokenizer,
+            vocab_size=text_config(model.module).vocab_size,
+            hold_out=evaluates(run) if hold_out is None else hold_out,
         )
-        check_lengths(run, model)
+        longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+        check_positions(model, longest, setting="data.max_prompt_tokens + rollout.sampling.max_tokens")
     algorithm = ALGORITHMS.load(options.name)(options, max_tokens=run.rollout.sampling.max_tokens)
     backend = build_backend(
         run,
@@ -129,13 +135,7 @@ def build_online(
         temperature=run.rollout.sampling.temperature,
         ref=algorithm.needs_ref,
     )
-    plan = Planner(
-        train=run.train,
-        static_capacity=axes.static_capacity,
-        max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
-        max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
-        parts=data_parallel(run, ranks),
-    )
+    plan = _planner(run, axes, ranks)
     # Last: what can be wrong with the run is known before a server is started.
     connect = _external_engine if external else _embedded_engine
     engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
@@ -173,6 +173,16 @@ def build_online(
     )
 
 
+def _planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
+    return Planner(
+        train=run.train,
+        static_capacity=axes.static_capacity,
+        max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
+        max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
+        parts=data_parallel(run, ranks),
+    )
+
+
 def _embedded_engine(
     run: GRPORun,
     axes: Axes,
@@ -200,7 +210,6 @@ def _external_engine(
     engine: InferenceEngine | None = None
     try:
         with ranks.together("starting the engine"):
-            _check_devices(run, ranks)
             place = engine_place(run, axes, model, work_dir=work_dir)
             engine = make_engine(run.engine, place=place)
             transfer = make_transfer(run.engine, engine, device=axes.device, work_dir=work_dir)
@@ -209,14 +218,6 @@ def _external_engine(
             engine.close()
         raise
     return engine, transfer
-
-
-def _check_devices(run: GRPORun, ranks: RankContext) -> None:
-    if ranks.world_size > 1 and run.engine.cuda_devices:
-        raise ConfigError(
-            f"engine.cuda_devices = {list(run.engine.cuda_devices)} with {ranks.world_size} ranks: each "
-            "has an engine of its own, on its own GPU; leave engine.cuda_devices out"
-        )
 
 
 def _rank_folder(work_dir: Path, ranks: RankContext) -> Path:
@@ -381,13 +382,20 @@ def recording_header(
     )
 
 
-def check_lengths(run: GRPORun, model: LoadedModel) -> None:
-    """Prompt and completion must fit the positions that the model knows."""
-    longest = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+def check_positions(model: LoadedModel, longest: int, *, setting: str) -> None:
+    """Refuse documents of more tokens than the model knows positions; every kind of run asks here.
+
+    Args:
+        longest: tokens of the longest document that the run has or may have.
+        setting: which settings make it that long.
+
+    Raises:
+        ConfigError: the numbers, and what to lower.
+    """
     if longest > model.max_positions:
         raise ConfigError(
-            f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} exceeds the "
-            f"{model.max_positions} positions of {model.name}; lower one of the two"
+            f"{setting} allows documents of {longest} tokens, which exceeds the {model.max_positions} "
+            f"positions of {model.name} (max_position_embeddings); lower it to {model.max_positions}"
         )
 
 

@@ -4,7 +4,8 @@
       step-000010/
         model.safetensors, optimizer.safetensors, ...   what the train backend saves, each rank its own files
         run_state.json                                  what the loop saves: step, tokens, evaluations
-        complete.json                                   size and sha256 of every other file; written last
+        complete.json                                   step, optimizer steps, size and sha256 of every other
+                                                        file; written last
       .saving-step-000020-1f3a9c02/                     a save that was interrupted; removed at the next start
 
 A save goes to a hidden folder, every file is fsynced, and one rename makes it a checkpoint. A process that is
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import re
 import secrets
 import shutil
@@ -26,14 +28,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
-from lockstep.observe.files import sync_folder
+from lockstep.observe.files import check_inside, file_errors, jsonable, sync_folder
+from lockstep.observe.text import printable
 from lockstep.protocols.train import FinishSave, TrainBackend
 from lockstep.ranks.context import RankContext
 from lockstep.train.files import (
     FileRecord,
     check_record,
+    is_count,
     is_out_of_space,
     read_json,
     read_record,
@@ -41,6 +47,7 @@ from lockstep.train.files import (
     write_json,
 )
 from lockstep.train.state import share_out
+from lockstep.train.state_index import STATE, StateIndex, rank_file, read_index
 
 COMPLETE = "complete.json"
 RUN_STATE = "run_state.json"
@@ -137,7 +144,9 @@ class CheckpointManager:
         path = self.directory / f"step-{step:06d}"
         # A copy: the loop goes on with its own before a background save writes this one.
         state = {**copy.deepcopy(dict(run_state)), "step": step}
-        temporary = self._ranks.from_first(lambda: self._begin(path, state), what="beginning a checkpoint")
+        temporary = self._ranks.from_first(
+            lambda: self._begin(path, state), Path, what="beginning a checkpoint"
+        )
         with self._removed_on_error(temporary):
             try:
                 finish = backend.save(temporary, background=background)
@@ -201,7 +210,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is no checkpoint of that step, or it is damaged.
         """
-        path, damage = self._ranks.from_first(lambda: self._look(step), what="finding a checkpoint")
+        path, damage = self._ranks.from_first(
+            lambda: self._look(step), tuple[Path | None, str | None], what="finding a checkpoint"
+        )
         if path is not None and damage is not None:
             raise CheckpointError(self._damaged(path, damage))
         return path
@@ -218,19 +229,30 @@ class CheckpointManager:
             f"no checkpoint of step {step} in {self.directory}; there are {steps or 'none'}"
         )
 
-    def load(self, path: Path, backend: TrainBackend) -> dict[str, Any]:
-        """Verify every file of a checkpoint, load it into the backend, and return its run_state. Of several
-        ranks each verifies a share.
+    def check(self, path: Path) -> dict[str, Any]:
+        """Verify every file of a checkpoint, and return its run_state. Of several ranks each verifies a
+        share.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or belongs to another model or optimizer; the
-                backend is as it was. Names the newest undamaged checkpoint, if there is one.
+            CheckpointError: a file is missing or damaged, or the files do not belong together. Names the
+                newest undamaged checkpoint, if there is one.
         """
         try:
             self._verify(path)
-            run_state = self._ranks.from_first(lambda: _run_state(path), what="reading a checkpoint")
+            return self._ranks.from_first(
+                lambda: _run_state(path), dict[str, JsonValue], what="reading a checkpoint"
+            )
         except CheckpointError as error:
             raise CheckpointError(self._damaged(path, str(error))) from error
+
+    def load(self, path: Path, backend: TrainBackend) -> dict[str, Any]:
+        """Check a checkpoint, load it into the backend, and return its run_state.
+
+        Raises:
+            CheckpointError: as `check`; also where it belongs to another model or optimizer. The backend is
+                as it was.
+        """
+        run_state = self.check(path)
         backend.load(path, verified=True)
         return run_state
 
@@ -263,7 +285,7 @@ class CheckpointManager:
     def _begin(self, path: Path, state: Mapping[str, Any]) -> Path:
         """The hidden folder of a save of `path`."""
         try:
-            json.dumps(state)
+            json.dumps(_without_nan(state), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"run_state cannot be written as JSON: {error}") from error
         temporary = self._hidden("saving", path)
@@ -289,8 +311,11 @@ class CheckpointManager:
         self._saving = None
         with self._removed_on_error(saving.temporary):
             hashes: dict[str, str] = {}
-            for found in self._ranks.each(lambda: self._written(saving), what="writing a checkpoint"):
-                hashes |= found
+            written = self._ranks.each(
+                lambda: self._written(saving), dict[str, str], what="writing a checkpoint"
+            )
+            for own in written:
+                hashes |= own
             self._ranks.from_first(lambda: self._complete(saving, hashes), what="completing a checkpoint")
         return saving.path
 
@@ -312,7 +337,7 @@ class CheckpointManager:
 
     def _write_complete(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
         folder = saving.temporary
-        own = write_json(folder / RUN_STATE, saving.run_state)
+        own = write_json(folder / RUN_STATE, _without_nan(saving.run_state))
         hashes = {**hashes, RUN_STATE: own.sha256}
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         records = {}
@@ -324,10 +349,12 @@ class CheckpointManager:
                 f"{folder}: rank 0 does not see {unseen[:3]}, which other ranks have written; run_dir must "
                 "be one folder that all nodes share"
             )
+        metric = saving.metric if saving.metric is not None and math.isfinite(saving.metric) else None
         complete = {
             "step": saving.run_state["step"],
+            "optimizer_steps": read_index(folder).progress.get("step") if STATE in records else None,
             "sequence": 1 + max((entry.sequence for entry in self._entries()), default=0),
-            "metric": saving.metric,
+            "metric": metric,
             "metric_name": self.config.metric,
             "files": {name: asdict(record) for name, record in records.items()},
         }
@@ -348,6 +375,9 @@ class CheckpointManager:
 
     def _remove(self, path: Path) -> None:
         """Rename first: a half-removed checkpoint must not look like a damaged one."""
+        if path.is_symlink():
+            path.unlink()
+            return
         hidden = self._hidden("removing", path)
         path.rename(hidden)
         sync_folder(self.directory)
@@ -362,13 +392,14 @@ class CheckpointManager:
             return
         for path in sorted(self.directory.iterdir()):
             match = _HIDDEN.fullmatch(path.name)
-            if match is None or not path.is_dir():
+            if match is None or path.is_symlink() or not path.is_dir():
                 continue
             place = self.directory / match[2]
-            if match[1] == "replaced" and not place.exists():
-                path.rename(place)
-            else:
-                shutil.rmtree(path)
+            with file_errors(path, CheckpointError, "remove"):
+                if match[1] == "replaced" and not place.exists():
+                    path.rename(place)
+                else:
+                    shutil.rmtree(path)
 
     # --- reading --------------------------------------------------------------------------------------------
 
@@ -394,6 +425,7 @@ class CheckpointManager:
         """What to say, and which other one could be used. Collective."""
         others = self._ranks.from_first(
             lambda: [(e.path, e.step) for e in self._entries() if e.damage is None and e.path != path],
+            list[tuple[Path, int]],
             what="looking for an undamaged checkpoint",
         )
         for other, step in reversed(others):
@@ -421,7 +453,8 @@ class CheckpointManager:
 
 
 def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
-    """Compare every file of a checkpoint with complete.json, contents included.
+    """Compare every file of a checkpoint with complete.json, contents included, and the files with each
+    other.
 
     Args:
         part, of: of several ranks each compares a share.
@@ -429,10 +462,51 @@ def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
     Raises:
         CheckpointError: names the first file that is missing or differs.
     """
-    records = {name: FileRecord(**record) for name, record in _complete(path)["files"].items()}
+    complete = _complete(path)
+    records = {name: FileRecord(**record) for name, record in complete["files"].items()}
     owners = share_out({name: record.bytes for name, record in records.items()}, of)
     for name, record in records.items():
         check_record(path / name, record, contents=owners[name] == part)
+    _check_step(path, "the folder's name", _step_of(path.name), complete)
+    _check_step(path, RUN_STATE, _run_state(path).get("step"), complete)
+    if STATE in records or (path / STATE).exists():
+        _check_state(path, read_index(path), complete)
+
+
+def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any]) -> None:
+    if step is not None and step != complete["step"]:
+        raise CheckpointError(
+            f"{path}: {COMPLETE} is of step {complete['step']}, {source} of step {step!r:.40}; files of two "
+            "checkpoints are mixed"
+        )
+
+
+def _check_state(path: Path, index: StateIndex, complete: Mapping[str, Any]) -> None:
+    """Whether complete.json vouches for all that the train state consists of."""
+    listed = complete["files"]
+    lists = [
+        rank_file("files", "json", rank=rank, size=index.world_size) for rank in range(1, index.world_size)
+    ]
+    for name in (STATE, RUN_STATE, *lists, *index.files):
+        if name not in listed:
+            raise CheckpointError(f"{path / COMPLETE}: field 'files' lacks {name!r}, which the state needs")
+        record = index.files.get(name)
+        if record is not None and asdict(record) != listed[name]:
+            raise CheckpointError(
+                f"{path}: {COMPLETE} and {STATE} differ in what {name!r} must be; files of two checkpoints "
+                "are mixed"
+            )
+    said, steps = complete.get("optimizer_steps"), index.progress.get("step")
+    if said is not None and said != steps:  # checkpoints of earlier versions do not say it
+        raise CheckpointError(
+            f"{path}: {COMPLETE} is of {said} optimizer steps, {STATE} of {steps!r:.40}; files of two "
+            "checkpoints are mixed"
+        )
+
+
+def _step_of(name: str) -> int | None:
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def _alive(thread: threading.Thread, seconds: float) -> bool:
@@ -444,7 +518,21 @@ def _run_state(path: Path) -> dict[str, Any]:
     value = read_json(path / RUN_STATE)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path / RUN_STATE} holds no run state; it is damaged")
-    return value
+    return {name: _with_nan(each) for name, each in value.items()}
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with "NaN", "Infinity" and "-Infinity" for numbers that JSON has no text for."""
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    return jsonable(value) if isinstance(value, float) else value
+
+
+def _with_nan(value: Any) -> Any:
+    """The inverse."""
+    if isinstance(value, dict):
+        return {name: _with_nan(each) for name, each in value.items()}
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def _place(entry: _Entry, known: Sequence[_Entry]) -> float:
@@ -456,6 +544,7 @@ def _place(entry: _Entry, known: Sequence[_Entry]) -> float:
 def _entry(path: Path, step: int) -> _Entry:
     """What names and sizes tell about a checkpoint."""
     try:
+        check_inside(path, CheckpointError, root=path.parent)
         complete = _complete(path)
     except CheckpointError as error:
         return _Entry(path=path, step=step, sequence=-1, metric=None, damage=str(error))
@@ -463,6 +552,7 @@ def _entry(path: Path, step: int) -> _Entry:
     try:
         for name, record in complete["files"].items():
             check_record(path / name, FileRecord(**record), contents=False)
+        _check_step(path, "the folder's name", step, complete)
     except CheckpointError as error:
         damage = str(error)
     return _Entry(
@@ -473,13 +563,28 @@ def _entry(path: Path, step: int) -> _Entry:
 def _complete(path: Path) -> dict[str, Any]:
     """complete.json, its fields checked. Raises CheckpointError."""
     file = path / COMPLETE
-    value = read_json(file)
-    fields: dict[str, Any] = {"step": int, "sequence": int, "metric": (int, float, type(None)), "files": dict}
-    for name, kind in fields.items():
-        if not isinstance(value, dict) or not isinstance(value.get(name, ...), kind):
+    value: Any = read_json(file)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds no JSON object; it is damaged")
+    value.setdefault("optimizer_steps", None)
+    fields = {
+        "step": is_count(value.get("step")),
+        "sequence": is_count(value.get("sequence")),
+        "metric": value.get("metric") is None or _is_number(value["metric"]),
+        "optimizer_steps": value["optimizer_steps"] is None or is_count(value["optimizer_steps"]),
+        "files": isinstance(value.get("files"), dict),
+    }
+    for name, good in fields.items():
+        if not good:
             raise CheckpointError(f"{file}: field {name!r} is missing or of the wrong type; it is damaged")
     for name, record in value["files"].items():
         read_record(file, name, record)
+        if printable(name) != name or not name:
+            raise CheckpointError(f"{file}: field 'files' names '{printable(name)}', which is no file name")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{file}: field 'files' names {name!r}, which is outside the checkpoint")
-    return dict(value)
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -31,5 +31,5 @@ class CompileMeter:
         now = {name: float(getattr(report, name)) for name in _COUNTED}
         own = {name: now[name] - self._before[name] for name in _COUNTED}
         self._before = now
-        everyone = self._ranks.gather(own, what="the step's compilations")
+        everyone = self._ranks.gather(own, dict[str, float], what="the step's compilations")
         return {f"compile/{name}": max(found[name] for found in everyone) for name in _COUNTED}

@@ -34,6 +34,9 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+_Reading = tuple[EngineStats, EngineStats]
+
+
 class EngineMeter:
     """What the engines of all ranks did between two readings."""
 
@@ -48,7 +51,7 @@ class EngineMeter:
     def metrics(self) -> dict[str, float]:
         """engine/* since `start`. Collective."""
         now = self._engine.stats()
-        everyone = self._ranks.gather((self._before, now), what="the engines' figures")
+        everyone = self._ranks.gather((self._before, now), _Reading, what="the engines' figures")
         values = _rates(everyone)
         if any(stats.kv_cache_use is not None for _, stats in everyone):
             values["engine/kv_cache_use"] = max(stats.kv_cache_use or 0.0 for _, stats in everyone)
@@ -57,7 +60,7 @@ class EngineMeter:
         return values
 
 
-def _rates(readings: list[tuple[EngineStats, EngineStats]]) -> dict[str, float]:
+def _rates(readings: list[_Reading]) -> dict[str, float]:
     """Ranks sample side by side, so tokens add up and the slowest one's seconds count."""
 
     def added(name: str) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.rollout import SamplingConfig
+from lockstep.errors import ConfigError
 from lockstep.loop.build import OnlineParts
 from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
 from lockstep.rollout.sampler import Draw, GroupSampler
@@ -44,8 +45,17 @@ class Evaluation:
 
 def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | None:
     """Sample every held-out prompt (greedy by default) with `max_tokens_factor` times the token limit; None
-    when generation was aborted."""
+    when generation was aborted.
+
+    Raises:
+        ConfigError: no prompts are held out, as the run asks for no evaluation.
+    """
     run = parts.run
+    if not len(parts.eval_prompts):
+        raise ConfigError(
+            "there are no held-out prompts: eval.before and eval.after are false and eval.every = 0; set one "
+            "of them to evaluate"
+        )
     limit = (run.eval.max_tokens or run.rollout.sampling.max_tokens) * max_tokens_factor
     sampling = SamplingConfig.model_validate(
         run.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": run.eval.temperature}
@@ -72,7 +82,7 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
     rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
     texts = [(row, rollout.completion.text or "") for row, rollout in rollouts]
     share = texts[parts.ranks.rank :: parts.ranks.world_size]
-    everyone = parts.ranks.each(lambda: _judged(parts, share), what="judging the evaluation")
+    everyone = parts.ranks.each(lambda: _judged(parts, share), _Marks, what="judging the evaluation")
     strict = [mark for marks, _ in everyone for mark in marks]
     lenient = [mark for _, marks in everyone for mark in marks]
     return Evaluation(
@@ -85,9 +95,10 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
     )
 
 
-def _judged(
-    parts: OnlineParts, texts: Sequence[tuple[Mapping[str, Any], str]]
-) -> tuple[list[bool], list[tuple[bool, bool]]]:
+_Marks = tuple[list[bool], list[tuple[bool, bool]]]
+
+
+def _judged(parts: OnlineParts, texts: Sequence[tuple[Mapping[str, Any], str]]) -> _Marks:
     """Strict and lenient marks of (row, completion), of those that have any."""
     strict = [mark for row, text in texts if (mark := parts.rewards.strict(row, text)) is not None]
     parts.rewards.take_counts()  # else the next training step would report them as its own

@@ -121,7 +121,9 @@ def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> 
     with ranks.together("opening the run directory"):
         if ranks.is_first:
             opened = _create(run) if resume is None else _reopen(run, resume)
-    path = ranks.broadcast(None if opened is None else opened.path, what="opening the run directory")
+    path = ranks.broadcast(
+        None if opened is None else opened.path, Path | None, what="opening the run directory"
+    )
     if opened is not None:
         return opened
     assert path is not None, "rank 0 has opened it"
@@ -136,7 +138,12 @@ def _reopen(run: RunConfig, folder: Path) -> RunDir:
     check_resumable(folder, run)
     opened = RunDir.open(folder)
     # Another number of steps, say, must still hold when this process is killed and resumed again.
-    write_atomic(opened.config, dump_toml(override(run, {"run_dir": None})))
+    try:
+        with opened.writing(opened.config):
+            write_atomic(opened.config, dump_toml(override(run, {"run_dir": None})))
+    except BaseException:
+        opened.close()
+        raise
     return opened
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from lockstep.config.run import OfflineRun
 from lockstep.loop.axes import Axes
-from lockstep.loop.build import Planner, build_backend, data_parallel, load_policy, recording_header
+from lockstep.loop.build import (
+    Planner,
+    build_backend,
+    check_positions,
+    data_parallel,
+    load_policy,
+    recording_header,
+)
 from lockstep.loop.claim import claim_manifest
 from lockstep.loop.counters import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
@@ -18,7 +25,8 @@ from lockstep.loop.joining import joined
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
-from lockstep.loop.tasks import OfflineSet, offline_task
+from lockstep.loop.tasks import OfflineSet, OfflineTask, offline_task
+from lockstep.models.load import LoadedModel
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
 
@@ -43,20 +51,19 @@ def train_offline(
     with (
         deterministic(run.train),
         joined(run, ranks) as ranks,
-        Session(run, resume=resume, ranks=ranks) as session,
+        Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks) as session,
     ):
         with ranks.together("loading model and data"):
             policy = load_policy(run, engine=None, ranks=ranks)
             axes, model = policy.axes, policy.model
             task = offline_task(run)
-            documents = task.load(run.data, tokenizer=model.tokenizer)
-            held_out = None if run.eval_data is None else task.load(run.eval_data, tokenizer=model.tokenizer)
+            documents, held_out = _load(run, task, model)
         backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=task.needs_ref)
         plan = _planner(run, axes, ranks)
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
         contract, compiled = getattr(backend, "contract", None), CompileMeter(backend, ranks=ranks)
         session.dir.update_manifest(claim_manifest(policy.claim, contract))
-        first_step = session.restore(backend, checkpoint)
+        first_step = session.restore(backend)
         header = recording_header(run, axes=axes, model=model, plan=plan, contract=contract)
         recorder = session.recorder(header, first_step=first_step, model=model, backend=backend)
         backend = recorder.around(backend)
@@ -102,6 +109,17 @@ def train_offline(
                 found = weights_hash(backend) if run.train.deterministic else None
                 session.log_step(done, metrics, weights_hash=found)
             return session.finish(run.steps, backend)
+
+
+def _load(run: OfflineRun, task: OfflineTask, model: LoadedModel) -> tuple[OfflineSet, OfflineSet | None]:
+    """The documents, and the held-out ones. Raises ConfigError for one that is longer than the positions."""
+    documents = task.load(run.data, tokenizer=model.tokenizer)
+    check_positions(model, documents.longest, setting="data.max_length")
+    if run.eval_data is None:
+        return documents, None
+    held_out = task.load(run.eval_data, tokenizer=model.tokenizer)
+    check_positions(model, held_out.longest, setting="eval_data.max_length")
+    return documents, held_out
 
 
 def _planner(run: OfflineRun, axes: Axes, ranks: RankContext) -> Planner:

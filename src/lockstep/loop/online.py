@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
+from lockstep.data.held_out import evaluates
+from lockstep.errors import ConfigError
 from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.claim import claim_lines, claim_manifest, contract_change
 from lockstep.loop.counters import CompileMeter
@@ -60,22 +62,27 @@ def train_online(
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(deterministic(run.train))
         ranks = cleanup.enter_context(joined(run, ranks))
-        session = cleanup.enter_context(Session(run, resume=resume, ranks=ranks))
+        session = cleanup.enter_context(Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks))
+        hold_out = _holds_out(session)
         parts = build_online(
             run,
             rewards=rewards,
             on_progress=session.display.progress,
             ranks=ranks,
             work_dir=session.dir.path / "engine",
+            hold_out=hold_out,
         )
         cleanup.callback(parts.close)
         prompts = parts.prompts
         session.describe(
             axes=parts.axes, model=parts.model, data=prompts.report, fingerprint=prompts.fingerprint
         )
+        session.dir.update_manifest({"held_out": hold_out})
         _describe_engine(session, parts)
+        for note in parts.rewards.notes():
+            session.display.note(note)
         compiled = CompileMeter(parts.backend, ranks=ranks)
-        first_step = session.restore(parts.backend, checkpoint)
+        first_step = session.restore(parts.backend)
         parts = _recorded(parts, session, first_step)
         trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
         trainer.push(policy_version=first_step)
@@ -103,6 +110,26 @@ def train_online(
                 found = weights_hash(parts.backend) if run.train.deterministic else None
                 session.log_step(done, metrics | compiled.metrics(), weights_hash=found)
             return session.finish(run.steps, parts.backend)
+
+
+def _holds_out(session: Session) -> bool:
+    """Whether prompts are held out of training: what was decided when the run was started, as evaluations may
+    be turned on and off on resume, and the training data must stay.
+
+    Raises:
+        ConfigError: an evaluation is asked for, and the run has trained on all prompts.
+    """
+    run, then = session.run, session.dir.read_manifest()
+    assert isinstance(run, GRPORun)
+    # Runs of earlier versions always held prompts out; one that failed early has not decided.
+    held_out = bool(then.get("held_out", "axes" in then or evaluates(run)))
+    if evaluates(run) and not held_out:
+        raise ConfigError(
+            f"eval.before = {run.eval.before}, eval.every = {run.eval.every}, eval.after = {run.eval.after}, "
+            f"but {str(session.dir.path)!r} was started without an evaluation, so no prompts are held out of "
+            "its training; turn them off, or start a new run"
+        )
+    return held_out
 
 
 def _describe_engine(session: Session, parts: OnlineParts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from lockstep.config.data import DataConfig
 from lockstep.config.rollout import BUILTIN_REWARDS
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.data.generated import IdRows, reasoning_gym_dataset
-from lockstep.data.sources import check_source
+from lockstep.data.held_out import evaluates
+from lockstep.data.sources import FILE_SUFFIXES, check_source, load_rows
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, ModelError, unknown_name
 from lockstep.models.shape_table import PREFIX, SHAPES
+from lockstep.observe.metrics import check_wandb
 from lockstep.observe.run_dir import check_free, finished
 
 
@@ -36,9 +39,53 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
     for reward in run.rewards if isinstance(run, GRPORun) else ():
         if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
             raise ConfigError(unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]))
+    _check_packages(run)
     for section, config in _data(run):
         _check_data(section, config, run)
+    _check_rows(run)
     return None
+
+
+def _check_packages(run: RunConfig) -> None:
+    """What a setting needs besides Lockstep's own dependencies; imports none of it."""
+    if run.log.wandb:
+        check_wandb()
+    train = run.train
+    needed = {
+        "peft": ("model.lora", run.model.lora is not None, "pip install lockstep-rl[lora]"),
+        "torchao": ("train.optimizer = 'adamw8bit'", train.optimizer == "adamw8bit", "pip install torchao"),
+        "deepspeed": (
+            "train.backend = 'deepspeed'",
+            train.backend == "deepspeed",
+            "pip install --no-build-isolation deepspeed",
+        ),
+    }
+    for package, (setting, used, fix) in needed.items():
+        if used and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{setting} needs the package {package}, which is not installed: {fix}")
+
+
+def _check_rows(run: RunConfig) -> None:
+    """Whether a file can have enough rows for a step; how many are left without those that are too long is
+    only known with the tokenizer."""
+    if isinstance(run, GRPORun):
+        setting, needed = "rollout.prompts_per_step", run.rollout.prompts_per_step
+        held = run.eval.num_prompts if evaluates(run) and run.eval_data is None and not run.data.size else 0
+    else:
+        assert isinstance(run, OfflineRun)
+        setting, needed, held = "batch_size", run.batch_size, 0
+    path = Path(run.data.source).expanduser()
+    if run.data.generated or path.suffix not in FILE_SUFFIXES or not path.is_file():
+        return
+    rows = len(load_rows(run.data.model_copy(update={"size": run.data.size or held + needed})))
+    if rows - held < needed:
+        without = (
+            f", {min(held, rows)} of which are held out for evaluations (eval.num_prompts)" if held else ""
+        )
+        raise ConfigError(
+            f"{setting} = {needed} is more than data.source = {run.data.source!r} has: {rows} rows"
+            f"{without}; lower {setting}, or give more data"
+        )
 
 
 def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from lockstep import attention
-from lockstep.config.run import RunConfig
-from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.config.run import GRPORun, RunConfig
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.interrupt import Interrupt, Interrupted
@@ -26,8 +26,11 @@ from lockstep.models.load import LoadedModel
 from lockstep.observe.display import Display
 from lockstep.observe.memory import memory_metrics
 from lockstep.observe.metrics import MetricsLog
-from lockstep.observe.run_dir import EVALUATIONS
+from lockstep.observe.run_dir import is_evaluation
+from lockstep.observe.run_history import EVALUATIONS, is_step
+from lockstep.observe.run_log import RunLog
 from lockstep.observe.spans import Spans
+from lockstep.observe.text import printable
 from lockstep.protocols import TrainBackend
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.ranks.guard import Desync, Guard
@@ -47,11 +50,21 @@ class Session:
 
     Args:
         resume: the folder of the run to go on with; None starts a new one in `run.run_dir`.
+        checkpoint: the step of its checkpoint to go on from; None: the last.
         ranks: None: this process alone.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or does not agree with the rest of the
+            run: said before a model is loaded.
     """
 
     def __init__(
-        self, run: RunConfig, *, resume: Path | None = None, ranks: RankContext | None = None
+        self,
+        run: RunConfig,
+        *,
+        resume: Path | None = None,
+        checkpoint: int | None = None,
+        ranks: RankContext | None = None,
     ) -> None:
         self.run = run
         self.ranks = ranks or RankContext.alone()
@@ -64,11 +77,16 @@ class Session:
         )
         self.spans = Spans(on_change=self.display.phase)
         self.dir = open_run_dir(run, self.ranks, resume=resume)
+        self._log: RunLog | None = None
+        """From `__enter__` on: a resume that is refused leaves the folder as it was."""
+        self._logging = contextlib.ExitStack()
         self._interrupt = Interrupt()
         self._resumed = resume is not None
-        self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint, ranks=self.ranks)
         self._started = time.monotonic()
-        self._state: dict[str, Any] = {"wall_seconds": 0.0, "evaluations": {}, "trained_tokens": 0}
+        self._state: dict[str, Any] = {"evaluations": {}, "evaluated": [], "wall_seconds": 0.0}
+        self._state |= {"trained_tokens": 0}
+        self._logged = 0
+        """Steps that metrics.jsonl has lines of."""
         self._metrics: MetricsLog | None = None
         self._axes: Axes | None = None
         self._recorder: Recorder | NoRecorder = NoRecorder()
@@ -76,8 +94,53 @@ class Session:
         """The step of the checkpoint that was saved or loaded last."""
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
+        try:
+            self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint, ranks=self.ranks)
+            self._from = self._found(checkpoint) if self._resumed else None
+        except BaseException:
+            self.dir.close()
+            raise
+
+    def _found(self, checkpoint: int | None) -> Path | None:
+        """The checkpoint to go on from, whose run_state becomes this one's; None: the run begins again."""
+        path = self._checkpoints.find(checkpoint)
+        if path is not None:
+            self._state = _checked(self._checkpoints.check(path), path)
+        done = int(self._state.get("step", 0))
+        with self.ranks.together("looking at what is done"):
+            self._check_steps(done)
+        known = self.ranks.from_first(lambda: self._agreed(path, done), what="comparing the run's files")
+        self._state["evaluated"] = known
+        self._state["evaluations"] = {
+            name: each for name, each in self._state["evaluations"].items() if [each["step"], name] in known
+        }
+        self._logged = done
+        return path
+
+    def _agreed(self, path: Path | None, done: int) -> list[list[Any]]:
+        """The evaluations that need not be made again. Raises CheckpointError: the files do not agree."""
+        self.dir.read_manifest()
+        if path is None:
+            self.dir.check_nothing_done()
+            return []
+        evaluations = {
+            (step, name)
+            for step, name in self._state["evaluated"]
+            # Of a run that goes on further than it was first asked to: no more the last one.
+            if (step, name) != (done, "after") or done == self.run.steps
+        }
+        return sorted(map(list, self.dir.check_history(done, evaluations=evaluations)))
 
     def __enter__(self) -> Session:
+        try:
+            with self.ranks.together("opening the log"):
+                self._log = self.display.log = RunLog(self.dir.logs / f"rank-{self.ranks.rank}.log")
+        except BaseException:
+            self.dir.close()
+            raise
+        self._logging.callback(self._log.close)
+        self._logging.enter_context(self._log.records())
+        self._log.line(_header(self.ranks, resumed=self._resumed))
         self._interrupt.__enter__()
         self.display.__enter__()
         self.display.note(f"run directory: {self.dir.path}")
@@ -86,41 +149,51 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        if error is not None and self._log is not None:
+            self._log.error(error)
+        with contextlib.ExitStack() as last:
+            last.callback(self._interrupt.__exit__)
+            last.callback(self.dir.close)
+            last.callback(self._logging.close)
+            last.callback(self.display.__exit__, kind, error, trace)
             summary = None if error is None else self._broken_off(error)
-            self._recorder.close()
-            if self._metrics is not None:
-                self._metrics.close()
-        finally:
-            self.display.__exit__(kind, error, trace)
-            self.dir.close()
-            self._interrupt.__exit__()
+            closing = [self._recorder.close] + ([] if self._metrics is None else [self._metrics.close])
+            for close in closing:
+                with self._telling_first(error):
+                    close()
         if summary is not None and summary["outcome"] == "interrupted":
             raise Interrupted(summary) from error
+
+    @contextlib.contextmanager
+    def _telling_first(self, error: BaseException | None) -> Iterator[None]:
+        """Around what is still to be done after `error`, which is the one to raise; None: there is none."""
+        try:
+            yield
+        except LockstepError as second:
+            if error is None:
+                raise
+            self.display.note(f"then: {printable(str(second))}")
 
     def _broken_off(self, error: BaseException) -> dict[str, Any]:
         if not isinstance(error, KeyboardInterrupt) and not self._interrupt.at_once:
             if self.run.checkpoint.background and self._failed_together(error, "at the end"):
-                try:
+                with self._telling_first(error):
                     self._checkpoints.finish()
-                except CheckpointError as second:  # the first error is the one to tell
-                    self.display.note(f"nor could the checkpoint that was under way be written: {second}")
-            return self._summary("failed", error=f"{type(error).__name__}: {error}")
+            return self._summary("failed", after=error, error=f"{type(error).__name__}: {error}")
         steps = self._checkpoints.steps()
         self.display.note(
             f"stopped at once; the last checkpoint is of step {steps[-1]}"
             if steps
             else "stopped at once, without a checkpoint"
         )
-        return self._summary("interrupted", **self._how_to_go_on(steps[-1] if steps else 0))
+        return self._summary("interrupted", after=error, **self._how_to_go_on(steps[-1] if steps else 0))
 
     def _how_to_go_on(self, steps: int) -> dict[str, Any]:
         name = None if self._interrupt.signal is None else self._interrupt.signal.name
-        return {
-            "steps": steps,
-            "signal": name,
-            "resume": resume_command(self.dir.path, self.ranks),
-        }
+        said: dict[str, Any] = {"steps": steps, "signal": name}
+        if steps == 0 and self._logged:  # the steps that were done are lost: the run would begin again
+            return said
+        return said | {"resume": resume_command(self.dir.path, self.ranks)}
 
     def describe(
         self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any], fingerprint: str | None
@@ -153,6 +226,7 @@ class Session:
                 "data_fingerprint": fingerprint,
                 "cpu_threads": torch.get_num_threads(),
                 "spread": self._spread(),
+                "algorithm": self._algorithm(),
             }
         )
         engine = f", engine {axes.engine}" if axes.engine else ""
@@ -173,42 +247,67 @@ class Session:
 
     def _compare_manifest(self, fingerprint: str | None) -> None:
         then = self.dir.read_manifest()
-        before = then.get("data_fingerprint")
-        if before is not None and before != fingerprint:
+        data = then.get("data_fingerprint")
+        if data is not None and data != fingerprint:
             raise DataError(
-                f"the training data changed since {str(self.dir.path)!r} was started (fingerprint {before}, "
-                f"now {fingerprint}), so the run cannot go on as it was; restore data.source, or start "
-                "a new run"
+                f"the training data changed since {str(self.dir.path)!r} was started (fingerprint "
+                f"{printable(str(data))}, now {fingerprint}), so the run cannot go on as it was; restore "
+                "data.source, or start a new run"
             )
         now = manifest() | self._spread()
         # Runs of earlier versions were of one process; and a run may end before it says how it is spread.
         then |= then.get("spread", _ALONE if "axes" in then else self._spread())
         for name in ("lockstep", "torch", "transformers", "python", "cuda_device", *_ALONE):
             if then.get(name) != now[name]:
+                before = printable(str(then.get(name)))
                 self.display.note(
-                    f"the run was started with {name} {then.get(name)} and goes on with {now[name]}: its "
+                    f"the run was started with {name} {before} and goes on with {now[name]}: its "
                     "numbers may differ from those of a run that was not interrupted"
                 )
+        self._compare_algorithm(then)
         self.dir.update_manifest({"resumed": [*then.get("resumed", []), now]})
+
+    def _algorithm(self) -> dict[str, Any] | None:
+        """The options of the algorithm with every published value filled in; None for other kinds of run."""
+        return (
+            self.run.algorithm.resolved().model_dump(mode="json") if isinstance(self.run, GRPORun) else None
+        )
+
+    def _compare_algorithm(self, then: Mapping[str, Any]) -> None:
+        """Note that an option which the config leaves open means something else than when the run began."""
+        now, before = self._algorithm(), then.get("algorithm")
+        if now is None or "axes" not in then:
+            return
+        if before is None:  # begun before 2026-11-22, when these two were corrected
+            if now["name"] == "rloo" or now["kl"]["coef"] > 0:
+                self.display.note(
+                    "the run was started by a version in which rloo had a ratio per token and KL other "
+                    "estimators and bounds (CHANGELOG.md): from here on its loss may be another one"
+                )
+            return
+        for key, value in now.items():
+            old = before.get(key) if isinstance(before, Mapping) else None
+            if old != value:
+                self.display.note(
+                    f"the run was started with algorithm.{key} = {printable(str(old))} and goes on with "
+                    f"{value}"
+                )
 
     def _spread(self) -> dict[str, Any]:
         """Over what the run is spread."""
         place = mesh_place(self.run, self.ranks)
         return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **place.sizes}
 
-    def restore(self, backend: TrainBackend, checkpoint: int | None) -> int:
+    def restore(self, backend: TrainBackend) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
         done = 0
         if self._resumed:
-            path = self._checkpoints.find(checkpoint)
-            if path is not None:
-                self._state = _checked(self._checkpoints.load(path, backend), path)
+            if self._from is not None:
+                backend.load(self._from, verified=True)
                 done = self._saved = int(self._state["step"])
-            self._check_steps(done)
-            if done < self.run.steps:  # of a run that went on further than it was first asked to
-                self._state["evaluations"].pop("after", None)
             self.display.note(
-                f"resuming after {done} steps" + (f" from {path}" if path else ": no checkpoint yet")
+                f"resuming after {done} steps"
+                + (f" from {self._from}" if self._from else ": no checkpoint yet")
             )
         with self.ranks.together("opening the metrics"):
             self._open_metrics(done)
@@ -297,7 +396,7 @@ class Session:
         """Whether the run ends here in good order, because a signal came to one of its ranks. Collective:
         every rank gets the same answer."""
         asked = self._interrupt.signal.name if self._interrupt.requested and self._interrupt.signal else None
-        first = next(filter(None, self.ranks.gather(asked, what="the step's boundary")), None)
+        first = next(filter(None, self.ranks.gather(asked, str | None, what="the step's boundary")), None)
         if first is not None and not self._interrupt.requested:
             self._interrupt.request(signal.Signals[first])
         return first is not None
@@ -337,12 +436,13 @@ class Session:
             **self._memory(),
         }
         self._write(step, values if weights_hash is None else values | {"weights_hash": weights_hash})
+        self._logged = step + 1
         self.display.step(step, values, seconds=seconds)
 
     def _memory(self) -> dict[str, float]:
         """The largest of all ranks: the one that would run out first."""
         own = memory_metrics("cpu" if self._axes is None else self._axes.device)
-        everyone = self.ranks.gather(own, what="the step's metrics")
+        everyone = self.ranks.gather(own, dict[str, float], what="the step's metrics")
         return {name: max(found.get(name, 0.0) for found in everyone) for name in own}
 
     def check_gap(self, step: int, metrics: Mapping[str, float], *, temperature: float) -> dict[str, float]:
@@ -376,11 +476,13 @@ class Session:
         self, name: str, done: int, numbers: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """A held-out evaluation of the weights after `done` steps; `name` is before, during or after."""
-        self._state["evaluations"][name] = {"step": done, **numbers}
         values = {f"eval/{key}": value for key, value in numbers.items()}
         self._write(done, values, evaluation=name)
         if rows:
             self.dir.write_evaluation(name if name != "during" else f"step-{done:06d}", rows)
+        # Last: what could not be written is evaluated again.
+        self._state["evaluations"][name] = {"step": done, **numbers}
+        self._state["evaluated"].append([done, name])
         text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
         self.display.note(f"evaluation {name} ({done} steps): {text}")
 
@@ -391,6 +493,8 @@ class Session:
             metric = self.run.checkpoint.metric.removeprefix("eval/")
             evaluations = self._state["evaluations"].values()
             current = [e[metric] for e in evaluations if e["step"] == done and e.get(metric) is not None]
+            if self._metrics is not None:
+                self._metrics.sync()
             path = self._checkpoints.save(
                 done,
                 backend,
@@ -409,7 +513,9 @@ class Session:
             yield
         except Exception as error:
             if done > 0 and self._saved != done and self._failed_together(error, f"after {done} steps"):
-                self.display.note(f"failed after {done} steps; saved {self.save(done, backend, wait=True)}")
+                with self._telling_first(error):
+                    path = self.save(done, backend, wait=True)
+                    self.display.note(f"failed after {done} steps; saved {path}")
             raise
 
     def _failed_together(self, error: BaseException, where: str) -> bool:
@@ -436,6 +542,7 @@ class Session:
         if self.run.checkpoint.save_at_end and self._saved != done:
             self.save(done, backend, wait=True)
         self._checkpoints.finish()
+        self._recorder.close()  # nothing is fed any more; a process that dies from here on leaves it whole
         if self.run.checkpoint.export_at_end:
             backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")
@@ -450,7 +557,8 @@ class Session:
     def _wall(self) -> float:
         return float(self._state["wall_seconds"]) + time.monotonic() - self._started
 
-    def _summary(self, outcome: str, **extra: Any) -> dict[str, Any]:
+    def _summary(self, outcome: str, *, after: BaseException | None = None, **extra: Any) -> dict[str, Any]:
+        """Write and return it. after: the error that ends the run."""
         evaluations = self._state["evaluations"]
         summary = {
             "outcome": outcome,
@@ -461,18 +569,53 @@ class Session:
             "eval_after": evaluations.get("after"),
             **extra,
         }
-        self.dir.write_summary(summary)
+        if self._log is not None:
+            self._log.line(f"{outcome} after {summary['wall_seconds']} s")
+        if after is not None and self._resumed and self._metrics is None:
+            return summary  # nothing has begun: the summary of the run as it was remains
+        with self._telling_first(after):
+            self.dir.write_summary(summary)
         return summary
+
+
+def _header(ranks: RankContext, *, resumed: bool) -> str:
+    """The first line of a start in a rank's log."""
+    now = manifest()
+    versions = ", ".join(f"{name} {now[name]}" for name in ("lockstep", "torch", "transformers", "python"))
+    how = "resumed" if resumed else "started"
+    return f"=== {how}: rank {ranks.rank} of {ranks.world_size}, {versions}, {now['platform']}"
 
 
 def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """A run_state whose fields are what `Session` wrote. Raises CheckpointError."""
-    fields = {"step": int, "wall_seconds": (int, float), "trained_tokens": int, "evaluations": dict}
-    state.setdefault("inputs_seen", 0)  # of a run that an earlier version began
-    for name, kind in (fields | {"inputs_seen": int}).items():
-        if not isinstance(state.get(name), kind):  # type: ignore[arg-type]
-            raise CheckpointError(f"{path}: field {name!r} of run_state.json is {state.get(name)!r}")
+    evaluations = state.get("evaluations")
+    known = isinstance(evaluations, dict) and all(
+        name in EVALUATIONS and is_evaluation(each) for name, each in evaluations.items()
+    )
+    if known:  # "evaluated" and "inputs_seen" are missing where an earlier version wrote it
+        state.setdefault("evaluated", [[each["step"], name] for name, each in state["evaluations"].items()])
+    state.setdefault("inputs_seen", 0)
+    evaluated, seconds = state.get("evaluated"), state.get("wall_seconds")
+    good = {
+        "step": is_step(state.get("step")),
+        "wall_seconds": isinstance(seconds, int | float) and 0 <= seconds < 1e12,
+        "trained_tokens": is_step(state.get("trained_tokens")),
+        "inputs_seen": is_step(state["inputs_seen"]),
+        "evaluations": known,
+        "evaluated": isinstance(evaluated, list) and all(map(_is_evaluated, evaluated)),
+    }
+    if known and good["evaluated"]:
+        last = {name: step for step, name in state["evaluated"]}
+        good["evaluations"] = last == {name: each["step"] for name, each in state["evaluations"].items()}
+    for name, right in good.items():
+        if not right:
+            raise CheckpointError(f"{path}: field {name!r} of run_state.json is {state.get(name)!r:.200}")
     return state
+
+
+def _is_evaluated(value: Any) -> bool:
+    """Whether it is [steps done, name of an evaluation]."""
+    return isinstance(value, list) and len(value) == 2 and is_step(value[0]) and value[1] in EVALUATIONS
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import Any
 
 from lockstep.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 SUPPORTED: dict[str, str] = {
     "llama": "Llama 2 and 3, SmolLM2 and their like",
@@ -13,6 +17,58 @@ SUPPORTED: dict[str, str] = {
     "mistral": "Mistral (sliding window)",
     "gemma3_text": "Gemma 3, text (alternating windows, scaled embeddings)",
 }
+
+_SIZES = frozenset(
+    {
+        "attention_dropout",
+        "head_dim",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "pad_token_id",
+        "rms_norm_eps",
+        "rope_parameters",
+        "vocab_size",
+    }
+)
+READS: dict[str, frozenset[str]] = {
+    "llama": _SIZES | {"hidden_act", "attention_bias", "mlp_bias"},
+    "qwen2": _SIZES | {"hidden_act", "layer_types", "sliding_window"},
+    "qwen3": _SIZES | {"hidden_act", "attention_bias", "layer_types", "sliding_window"},
+    "mistral": _SIZES | {"hidden_act", "sliding_window"},
+    "gemma3_text": _SIZES
+    | {
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "hidden_activation",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "sliding_window",
+        "use_bidirectional_attention",
+    },
+}
+"""What the modelling code of each architecture reads of its config. Any other key of a config.json, such as a
+Llama's sliding_window, means nothing there."""
+_SHARED = frozenset({"is_causal"})
+"""What transformers' masking code reads of every config."""
+_FOREIGN = frozenset().union(*READS.values()) - _SIZES
+"""Keys that change numbers in one architecture and mean nothing in another."""
+
+ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
+"""Rotary embeddings whose frequencies are the same for every document."""
+_LENGTH_DEPENDENT = {
+    "longrope": "its frequencies change for a whole batch once one document is longer than "
+    "original_max_position_embeddings, so a document's numbers depend on its neighbours; choose a model "
+    "with another rotary embedding",
+    "dynamic": "its frequencies follow the longest document of a batch, so a document's numbers depend on "
+    "its neighbours; for documents within max_position_embeddings it equals 'default': set that in "
+    "config.json of a copy of the folder",
+}
+_LAYER_KINDS = ("full_attention", "sliding_attention")
 
 REFUSED: dict[str, str] = {
     "gemma3": "it is the multimodal wrapper, and image tokens attend in both directions; load the text model "
@@ -35,7 +91,8 @@ REFUSED: dict[str, str] = {
 
 
 def check_architecture(config: Any) -> None:
-    """Refuse, by name and with a reason, a transformers config that does not train packed.
+    """Refuse, by name and with a reason, a transformers config that does not train packed; warn of keys that
+    its architecture does not read.
 
     Raises:
         ModelError: unsupported architecture or setting.
@@ -46,24 +103,82 @@ def check_architecture(config: Any) -> None:
         raise ModelError(
             f"architecture {name!r} is not supported: {reason}. Supported: {', '.join(SUPPORTED)}"
         )
-    if getattr(config, "attention_dropout", 0.0):
-        raise ModelError(
-            f"attention_dropout = {config.attention_dropout} in the model's config.json: no attention kernel "
-            "here has dropout; set it to 0.0 there"
+    _check_options(config)
+    check_rope(config)
+    if unread := foreign_options(config):
+        log.warning(
+            "config.json has %s, which the architecture %s does not read: ignored, here as in transformers",
+            ", ".join(f"{key} = {value!r}" for key, value in unread.items()),
+            name,
         )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+
+
+def _check_options(config: Any) -> None:
+    if dropout := option(config, "attention_dropout", 0.0):
         raise ModelError(
-            f"attn_logit_softcapping = {config.attn_logit_softcapping} in the model's config.json: flash "
-            "kernels cannot soft-cap scores"
+            f"attention_dropout = {dropout} in the model's config.json: no attention kernel here has "
+            "dropout; set it to 0.0 there"
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    if (cap := option(config, "attn_logit_softcapping")) is not None:
+        raise ModelError(
+            f"attn_logit_softcapping = {cap} in the model's config.json: flash kernels cannot soft-cap scores"
+        )
+    if option(config, "use_bidirectional_attention"):
         raise ModelError("use_bidirectional_attention in the model's config.json: attention here is causal")
+    if not option(config, "is_causal", True):
+        raise ModelError("is_causal = false in the model's config.json: attention here is causal")
+    kinds = option(config, "layer_types") or ()
+    if unknown := [kind for kind in kinds if kind not in _LAYER_KINDS]:
+        raise ModelError(
+            f"layer_types in the model's config.json has {unknown[0]!r}; supported: {', '.join(_LAYER_KINDS)}"
+        )
+
+
+def check_rope(config: Any) -> None:
+    """Refuse rotary embeddings with which a token's numbers depend on the length of other documents.
+
+    Raises:
+        ModelError: names the variant.
+    """
+    for rope in rope_parameters(config):
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
+        if kind in ROPES:
+            continue
+        reason = _LENGTH_DEPENDENT.get(kind, "no test has run with it")
+        raise ModelError(
+            f"rope_type = {kind!r} in the model's config.json is not supported: {reason}. "
+            f"Supported: {', '.join(sorted(ROPES))}"
+        )
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotary embeddings of a config: one, or one for each kind of layer."""
+    value = getattr(config.get_text_config(), "rope_parameters", None)
+    if not isinstance(value, dict):
+        return []
+    nested = [rope for rope in value.values() if isinstance(rope, dict)]
+    return [value, *nested] if "rope_type" in value or not nested else nested
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """A value of config.json, if the modelling code of its architecture reads it; else `default`."""
+    read = READS.get(config.model_type, frozenset()) | _SHARED
+    return getattr(config, name, default) if name in read else default
+
+
+def foreign_options(config: Any) -> dict[str, Any]:
+    """Keys of config.json that another architecture reads, and this one does not."""
+    keys = _FOREIGN - READS[config.model_type] - {"hidden_act", "hidden_activation"}
+    values = {key: getattr(config, key, None) for key in sorted(keys)}
+    # Configs of transformers have some of these themselves, without any effect: off, they are no news.
+    own = type(config).__dataclass_fields__ if dataclasses.is_dataclass(type(config)) else {}
+    return {key: value for key, value in values.items() if value not in (None, False) and key not in own}
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer; None: the layer sees the whole document."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if config.model_type == "mistral" or kinds is None:
+    window: int | None = option(config, "sliding_window")
+    kinds = option(config, "layer_types")
+    if kinds is None:
         return tuple([window] * config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -23,6 +23,7 @@ from lockstep.models.load import skeleton
 from lockstep.models.lora import merged_state_dict
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.source import aliases
+from lockstep.ranks.objects import broadcast_object
 
 FILE_BYTES = 2 * 1024**3
 """Of one weight file; as much host memory is needed to write it."""
@@ -92,9 +93,7 @@ def _from_first(value: str | None) -> str | None:
     """Rank 0's value on every rank."""
     if not dist.is_initialized():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return broadcast_object(value, str | None)
 
 
 class _Writer:

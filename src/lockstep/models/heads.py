@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ModelError
 from lockstep.invariant.head import head_kernels
+from lockstep.models.architectures import option
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.ops.logprobs import HeadOptions
 from lockstep.ops.vocab_parallel import VocabShard
@@ -41,7 +42,7 @@ def head_of(module: nn.Module) -> Head:
     return Head(
         weight=linear.weight,
         bias=linear.bias,
-        softcap=getattr(config, "final_logit_softcapping", None),
+        softcap=option(config, "final_logit_softcapping"),
         logit_scale=1.0,
     )
 

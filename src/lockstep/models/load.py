@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -18,10 +18,13 @@ from transformers.initialization import no_init_weights
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.models import bundled, lora, shapes
+from lockstep.models.architectures import SUPPORTED, check_architecture
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.dtypes import resolve_dtype
+from lockstep.models.folder import check_folder, check_sizes, weight_errors
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.source import WeightSource, folder_source, random_source
+from lockstep.observe.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,17 @@ _TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+CONFIG_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RecursionError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises over a config with impossible values."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 
@@ -74,7 +88,8 @@ def load_model(
             are on `device` either way.
 
     Raises:
-        ModelError: the model cannot be found or read, has weights missing, or is not supported.
+        ModelError: the model cannot be found or read, has weights missing, is not supported, or fails the
+            proof of lockstep.models.admission.
         ConfigError: model.lora is set and peft is missing, or materialize is False.
     """
     if config.lora is not None and not materialize:
@@ -82,6 +97,8 @@ def load_model(
             "model.lora is not supported by backends that shard weights (fsdp2); train adapters with "
             "train.backend = 'local', or without model.lora"
         )
+    from lockstep.models.admission import admit  # lazy: `lockstep plan` and `doctor` need no kernels
+
     dtype = resolve_dtype(config.dtype, device)
     implementation = attention_implementation(attention)
     source: WeightSource | None = None
@@ -95,6 +112,7 @@ def load_model(
         folder = model_folder(config)
         tokenizer = _read_tokenizer(folder, config)
         hf_config = _prepared(read_config(folder, config), config)
+        admit(hf_config, name=config.name)
         if materialize:
             module = _read_module(folder, hf_config, config, dtype=dtype, implementation=implementation)
             module = module.to(device).eval()
@@ -167,13 +185,7 @@ def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
     Raises:
         ModelError: the model's config is not on this machine, or not supported.
     """
-    if config.name.startswith(shapes.PREFIX):
-        hf_config = shapes.shape_config(config.name.removeprefix(shapes.PREFIX))
-    elif config.name.startswith("bundled:"):
-        hf_config = bundled.bundled_config(config.name.removeprefix("bundled:"))
-    else:
-        hf_config = read_config(model_folder(config, local_only=True), config)
-    hf_config = _prepared(hf_config, config)
+    hf_config = prepared_config(config)
     with torch.device("meta"), no_init_weights():
         module: nn.Module = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code
@@ -182,6 +194,21 @@ def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
         if config.lora is not None:
             lora.add_lora(module, config.lora, seed=config.seed)
     return module
+
+
+def prepared_config(config: ModelConfig) -> PretrainedConfig:
+    """The checked config that `load_model` would build a module of, without the network.
+
+    Raises:
+        ModelError: the model's config is not on this machine, or not supported.
+    """
+    if config.name.startswith(shapes.PREFIX):
+        hf_config = shapes.shape_config(config.name.removeprefix(shapes.PREFIX))
+    elif config.name.startswith("bundled:"):
+        hf_config = bundled.bundled_config(config.name.removeprefix("bundled:"))
+    else:
+        hf_config = read_config(model_folder(config, local_only=True), config)
+    return _prepared(hf_config, config)
 
 
 def skeleton(module: nn.Module, implementation: str) -> nn.Module:
@@ -215,23 +242,25 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
         local_only: never use the network.
 
     Raises:
-        ModelError: there is no such folder or hub model, or the hub cannot be reached.
+        ModelError: there is no such folder or hub model, the hub cannot be reached, or a file leads out of
+            the folder.
     """
     if config.name.startswith("bundled:"):
         return bundled.bundled_folder(config.name.removeprefix("bundled:"))
     path = Path(config.name).expanduser()
     if path.is_dir():
-        return path
+        return check_folder(path)
     if path.is_absolute() or config.name.startswith((".", "~")) or config.name.count("/") > 1:
         raise ModelError(f"model.name = {config.name!r} is not a folder; set a folder that holds config.json")
-    return _hub_folder(config, local_only=local_only)
+    return check_folder(_hub_folder(config, local_only=local_only))
 
 
 def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
     """The transformers config of a model folder, unchanged.
 
     Raises:
-        ModelError: there is none, it is damaged, or it needs model.trust_remote_code.
+        ModelError: there is none, it is damaged, its sizes are not those of the weight files, or it needs
+            model.trust_remote_code.
     """
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -241,13 +270,18 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
-    except (ValueError, OSError, KeyError) as error:
+    except CONFIG_ERRORS as error:
         hint = (
             "; set model.trust_remote_code = true to run the code that comes with it"
             if "trust_remote_code" in str(error)
             else ""
         )
-        raise ModelError(f"model.name = {config.name!r}: cannot read its config ({error}){hint}") from error
+        raise ModelError(
+            f"model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
+            f"{printable(str(error))}){hint}"
+        ) from error
+    if found.model_type in SUPPORTED:
+        check_sizes(folder, found, name=config.name)
     return found
 
 
@@ -270,8 +304,6 @@ def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
 
 
 def _prepared(hf_config: PretrainedConfig, config: ModelConfig) -> PretrainedConfig:
-    from lockstep.models.architectures import check_architecture
-
     check_architecture(hf_config)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
@@ -287,28 +319,18 @@ def _read_module(
     folder: Path, hf_config: PretrainedConfig, config: ModelConfig, *, dtype: torch.dtype, implementation: str
 ) -> nn.Module:
     """The module with real weights; every weight must come from the files."""
-    try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=hf_config,
-                dtype=dtype,
-                attn_implementation=implementation,
-                trust_remote_code=config.trust_remote_code,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, with the names
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except OSError as error:
-        raise ModelError(
-            f"model.name = {config.name!r}: {folder} holds no readable safetensors weights ({error}); "
-            "pickled weights are not read, convert them with save_pretrained(safe_serialization=True)"
-        ) from error
-    except SafetensorError as error:
-        raise ModelError(
-            f"model.name = {config.name!r}: a weight file in {folder} is damaged ({error}); fetch it again"
-        ) from error
+    with weight_errors(folder, config.name), quiet_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=implementation,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, with the names
+            local_files_only=True,
+            output_loading_info=True,
+        )
     module: nn.Module = loaded[0]
     info: dict[str, Any] = loaded[1]
     wrong: dict[str, Any] = {
@@ -363,10 +385,16 @@ def _hub_folder(config: ModelConfig, *, local_only: bool) -> Path:
 def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    with quiet_transformers():
-        return AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=config.trust_remote_code, local_files_only=True
-        )
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=config.trust_remote_code, local_files_only=True
+            )
+    except Exception as error:  # the tokenizers package raises plain Exception over a damaged file
+        raise ModelError(
+            f"model.name = {config.name!r}: cannot read its tokenizer ({type(error).__name__}: "
+            f"{printable(str(error))[:500]})"
+        ) from error
 
 
 def _eos_token_ids(module: nn.Module, tokenizer: Tokenizer | None) -> tuple[int, ...]:

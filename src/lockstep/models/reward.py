@@ -8,6 +8,7 @@ document of the batch has.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,28 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.initialization import no_init_weights
 
 from lockstep.config.batch import RewardModelConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import DataError, ModelError
+from lockstep.models.architectures import check_rope
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.load import load_tokenizer, model_folder
+from lockstep.models.folder import INDEX, WEIGHTS, check_total
+from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.quiet import quiet_transformers
+from lockstep.observe.templates import render_chat
+
+_LENGTHS = (5, 9, 20, 70)
+"""Tokens of the documents that are scored at load."""
 
 Talk = str | Sequence[Mapping[str, Any]]
 """A prompt: plain text, or messages."""
@@ -44,7 +57,7 @@ class RewardModel:
 
     Raises:
         ModelError: the model cannot be found or read, is no classifier with one label, has weights missing,
-            or comes with code of its own.
+            comes with code of its own, or gives a document another score in a batch than alone.
     """
 
     def __init__(self, config: RewardModelConfig, *, device: torch.device) -> None:
@@ -71,6 +84,24 @@ class RewardModel:
             )
         self.max_length = wanted
         self.template = _template(config, tokenizer)
+        self._check_neighbours()
+
+    def _check_neighbours(self) -> None:
+        """Score documents alone and in a batch. Raises ModelError where a score depends on others."""
+        lengths = sorted({min(length, self.max_length) for length in _LENGTHS})
+        rows = _random_rows(lengths, vocab_size=self._vocab_size, avoid=self._pad_id)
+        alone = [float(self._forward([row])) for row in rows]
+        batched = self._forward(rows).tolist()
+        exact = next(self._module.parameters()).dtype == torch.float32
+        allowed = (1e-3 if exact else 5e-2) * max(1.0, *map(abs, alone))
+        for row, one, other in zip(rows, alone, batched, strict=True):
+            if not abs(one - other) <= allowed:
+                raise ModelError(
+                    f"reward model {self.config.name!r}: a document of {len(row)} tokens scores {one:.6f} "
+                    f"alone and {other:.6f} in a batch with one of {max(lengths)} tokens (allowed: "
+                    f"{allowed:g} apart): its scores depend on neighbours; choose another model, or mend its "
+                    "config.json"
+                )
 
     def document(self, prompt: Talk, completion: str, where: str) -> Document:
         """What the model reads: the chat template around both, else the texts one after the other.
@@ -83,13 +114,8 @@ class RewardModel:
             ids: list[int] = self.tokenizer(text)["input_ids"]
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    [*messages, {"role": "assistant", "content": completion}],
-                    chat_template=self.template,
-                    tokenize=False,
-                )
-            )
+            whole = [*messages, {"role": "assistant", "content": completion}]
+            text = render_chat(self.tokenizer, self.template, whole, where=where).text
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise DataError(f"{where}: prompt and completion are empty")
@@ -151,11 +177,13 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
     name = config.name
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        check_rope(found)
         if found.num_labels != 1:
             raise ModelError(
                 f"reward model {name!r} has {found.num_labels} labels, expected 1: it is no reward model "
                 "(a causal LM has no head that scores); choose a sequence classifier with num_labels = 1"
             )
+        _check_size(folder, found, name=name)
         with quiet_transformers():
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 folder,
@@ -169,7 +197,7 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
             )
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (*CONFIG_ERRORS, SafetensorError) as error:
         raise ModelError(
             f"reward model {name!r} cannot be read: {error}. It needs safetensors weights and an "
             "architecture that transformers has as a sequence classifier (its own code is not run)"
@@ -183,6 +211,21 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
         )
     module: PreTrainedModel = loaded[0]
     return module
+
+
+def _check_size(folder: Path, config: PretrainedConfig, *, name: str) -> None:
+    """Raises ModelError for sizes in config.json that the weights do not have."""
+    if any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
+        with torch.device("meta"), no_init_weights():
+            module = AutoModelForSequenceClassification.from_config(copy.deepcopy(config))
+        check_total(folder, module, name=name)
+
+
+def _random_rows(lengths: Sequence[int], *, vocab_size: int, avoid: int | None) -> list[tuple[int, ...]]:
+    """Token ids of documents of these lengths, without the pad id."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [tuple((i + 1) % vocab_size if i == avoid else i for i in row) for row in rows]
 
 
 def _template(config: RewardModelConfig, tokenizer: Tokenizer) -> str | None:

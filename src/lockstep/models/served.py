@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from lockstep.config.model import ModelConfig
+from lockstep.errors import ModelError
+from lockstep.models.architectures import check_rope
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.export import export_hf
 from lockstep.models.load import (
@@ -24,6 +25,7 @@ from lockstep.models.load import (
     read_config,
 )
 from lockstep.models.shapes import PREFIX, shape_config
+from lockstep.observe.files import read_json
 
 _PIECES = 64
 _PIECE_BYTES = 16 * 1024
@@ -55,7 +57,7 @@ def model_facts(config: ModelConfig) -> ModelFacts:
     """Reads config and tokenizer.
 
     Raises:
-        ModelError: the model cannot be found.
+        ModelError: the model cannot be found, or its rotary embedding is not supported.
     """
     found = (
         shape_config(config.name.removeprefix(PREFIX))
@@ -64,6 +66,7 @@ def model_facts(config: ModelConfig) -> ModelFacts:
     )
     if config.num_layers is not None:
         keep_layers(found, config.num_layers)
+    check_rope(found)  # an engine of its own would serve it, with other numbers than transformers
     text = found.get_text_config()
     return ModelFacts(
         tokenizer=load_tokenizer(config),
@@ -87,7 +90,7 @@ def served_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) 
     text = read_config(folder, config).get_text_config()
     tokenizer = load_tokenizer(config)
     file = folder / "generation_config.json"
-    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    generation = read_json(file, ModelError) if file.is_file() else {}
     sources = (
         generation.get("eos_token_id"),
         getattr(text, "eos_token_id", None),

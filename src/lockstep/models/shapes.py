@@ -38,7 +38,11 @@ def random_model(
     """
     with torch.device(device), no_init_weights():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention
+            config,
+            dtype=dtype,
+            attn_implementation=attention,
+            # A config whose class comes with the model was read with model.trust_remote_code.
+            trust_remote_code=not type(config).__module__.startswith("transformers."),
         )
     module.tie_weights()
     set_eos(module, config)

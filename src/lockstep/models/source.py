@@ -10,14 +10,13 @@ process ever holds a whole model:
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
@@ -27,6 +26,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import shapes
 from lockstep.models.causal_lm import causal_lm
+from lockstep.models.folder import tensor_files, weight_errors
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +181,8 @@ class FolderSource:
     def __init__(self, folder: Path, module: nn.Module, *, config: ModelConfig, device: torch.device) -> None:
         self._folder, self._model_name, self.device = folder, config.name, device
         self._dtype = next(module.parameters()).dtype
-        with self._explained():
-            files = _tensor_files(folder)
+        with self._errors():
+            files = tensor_files(folder)
             self._place = _names_in_files(module, files)
         self._check(module)
         more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)}
@@ -200,7 +200,7 @@ class FolderSource:
     def _read(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
         stored, path = self._place[name]
         # Opened for each read: pages of a mapped file that stays open count as this process's memory.
-        with self._explained(), safe_open(path, framework="pt") as file:
+        with self._errors(), safe_open(path, framework="pt") as file:
             values: Tensor = file.get_slice(stored)[part or (...,)]
             return torch.empty(values.shape, dtype=self._dtype, device=device).copy_(values)
 
@@ -225,9 +225,12 @@ class FolderSource:
                     "hold other values for each; set tie_word_embeddings = false in config.json"
                 )
 
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return weight_errors(self._folder, self._model_name)
+
     def _shape(self, name: str) -> tuple[int, ...]:
         stored, path = self._place[name]
-        with self._explained(), safe_open(path, framework="pt") as file:
+        with self._errors(), safe_open(path, framework="pt") as file:
             return tuple(file.get_slice(stored).get_shape())
 
     def _equal(self, left: str, right: str) -> bool:
@@ -240,41 +243,6 @@ class FolderSource:
             if not torch.equal(self._read(left, part, cpu), self._read(right, part, cpu)):
                 return False
         return True
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Errors of files, as load_model words them."""
-        try:
-            yield
-        except OSError as error:
-            raise ModelError(
-                f"model.name = {self._model_name!r}: {self._folder} holds no readable safetensors weights "
-                f"({error}); pickled weights are not read, convert them with "
-                "save_pretrained(safe_serialization=True)"
-            ) from error
-        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-            raise ModelError(
-                f"model.name = {self._model_name!r}: a weight file in {self._folder} is damaged ({error}); "
-                "fetch it again"
-            ) from error
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Name of every stored tensor -> its file: one file, or several with an index, as transformers looks."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    if not index.is_file():
-        raise FileNotFoundError(f"neither {single.name} nor {index.name}")
-    listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    found: dict[str, Path] = {}
-    for name in dict.fromkeys(listed.values()):
-        if Path(name).name != name:
-            raise FileNotFoundError(f"{index.name} names {name!r}, which is not a file of the folder")
-        with safe_open(folder / name, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), folder / name)
-    return found
 
 
 def _names_in_files(module: nn.Module, files: Mapping[str, Path]) -> dict[str, tuple[str, Path]]:

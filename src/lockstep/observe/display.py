@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
+from lockstep.observe.text import echo
+
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
+
+    from lockstep.observe.run_log import RunLog
 
 Mode = Literal["auto", "live", "plain", "off"]
 
@@ -96,6 +100,8 @@ class Display:
             "off": _NoView,
         }
         self._view = views[mode]()
+        self.log: RunLog | None = None
+        """Gets every note and step too, whatever the mode."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -143,11 +149,16 @@ class Display:
         self.status.durations = (*self.status.durations[-50:], seconds)
         self.status.shown = dict(metrics)
         self.status.step = step + 1
-        self._view.step(step_line(self.status, seconds))
+        line = step_line(self.status, seconds)
+        self._view.step(line)
+        if self.log is not None:
+            self.log.line(line)
 
     def note(self, text: str) -> None:
         """A line of its own above the display: an evaluation, a sample, where a checkpoint went."""
         self._view.line(text)
+        if self.log is not None:
+            self.log.line(text)
 
     def _ticks(self) -> None:
         while not self._stop.wait(0.25):
@@ -208,8 +219,7 @@ class _PlainView:
 
     def line(self, text: str) -> None:
         with self._lock:
-            self._stream.write(text + "\n")
-            self._stream.flush()
+            echo(text, file=self._stream, flush=True)
 
     def step(self, text: str) -> None:
         self.line(text)
@@ -221,12 +231,13 @@ class _LiveView:
     """Redrawn in place with rich; what is printed meanwhile appears above."""
 
     def __init__(self, status: Status, stream: TextIO) -> None:
-        from rich.console import Console
         from rich.live import Live
+
+        from lockstep.observe.console import PlainConsole
 
         self._status = status
         self._last = ""
-        self._console: Console = Console(file=stream, highlight=False)
+        self._console = PlainConsole(file=stream)
         self._live = Live(console=self._console, auto_refresh=False, get_renderable=self._render)
 
     def start(self) -> None:
@@ -236,7 +247,7 @@ class _LiveView:
         self._live.refresh()
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text)
 
     def step(self, text: str) -> None:
         self._last = text

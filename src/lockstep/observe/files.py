@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and JSON without bare NaN."""
+"""Files that are either whole or not there, files of others read with care, and JSON without bare NaN."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import contextlib
 import json
 import math
 import os
+import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
+
+JSON_BYTES = 16 * 2**20
+"""Largest JSON document that is read from a file that Lockstep did not just write."""
+JSON_VALUES = 1_000_000
+"""Most values in one document; with JSON_BYTES it bounds what parsing may take to some hundred MB."""
+_PATH_BYTES, _NAME_BYTES = 4096, 255
+"""PATH_MAX, which counts a NUL at the end, and NAME_MAX of Linux and its usual file systems."""
 
 
 def check_writable(path: Path | None, *, flag: str = "--json") -> None:
@@ -29,6 +38,157 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
     # Asked of the system, not of mode bits: they are not all there is to it.
     if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise ConfigError(f"{flag} {str(path)!r} cannot be written (permission denied); choose another file")
+
+
+def path_problem(text: str) -> str | None:
+    """Why no file can have this name, in words; None: one can.
+
+    The system refuses such names with an error of its own, also where it is only asked whether they exist.
+    """
+    if "\0" in text:
+        return "it holds the character NUL"
+    data = text.encode("utf-8", "surrogatepass")
+    if len(data) >= _PATH_BYTES:
+        return f"it is {len(data):,} bytes long, {_PATH_BYTES - 1:,} are the most"
+    longest = max(map(len, data.split(b"/")))
+    if longest > _NAME_BYTES:
+        return f"one part of it is {longest:,} bytes long, {_NAME_BYTES} are the most"
+    return None
+
+
+@contextlib.contextmanager
+def file_errors(
+    path: Path, error: type[LockstepError], doing: str = "read", *, advice: str = ""
+) -> Iterator[None]:
+    """Turn what the system says of a file (missing, no space left, not UTF-8, ...) into one `error`.
+
+    Args:
+        advice: what to do about it; ends the message.
+
+    Raises:
+        LockstepError: of type `error`, with the file's name, what was being done to it, and the cause.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except OSError as cause:
+        reason = cause.strerror or str(cause)
+        end = f"; {advice}" if advice else ""
+        raise error(f"{path}: cannot be {_PAST.get(doing, doing)} ({reason}){end}") from cause
+    except UnicodeError as cause:
+        raise error(f"{path}: is not UTF-8 text ({cause}); the file is damaged") from cause
+    except RecursionError as cause:
+        raise error(f"{path}: is nested too deeply to be read; the file is damaged") from cause
+
+
+_PAST = {"write": "written", "remove": "removed"}
+
+
+def check_inside(path: Path, error: type[LockstepError], *, root: Path) -> None:
+    """Links may lead from one place in `root` to another, but not out of it.
+
+    Raises:
+        LockstepError: of type `error`: `path`, links followed, lies outside of `root`.
+    """
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise error(f"{path}: is a link that leads out of {root}; put the file or folder itself there")
+
+
+@contextlib.contextmanager
+def open_plain(
+    path: Path, error: type[LockstepError], *, root: Path | None = None
+) -> Iterator[BufferedReader]:
+    """Open a plain file for reading in bytes. A fifo or a device, which could block for ever, is refused.
+
+    Args:
+        root: folder that the file must lie in, links followed.
+
+    Raises:
+        LockstepError: of type `error`: the file is missing, cannot be read, is no plain file, or lies outside
+            of `root`.
+    """
+    with file_errors(path, error):
+        try:
+            # O_NONBLOCK: opening a fifo that nobody writes would wait for a writer.
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except ValueError as cause:  # a NUL in the name
+            raise error(f"{str(path)!r}: is no file name ({cause})") from cause
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise error(f"{path}: is no plain file; only plain files are read")
+    with os.fdopen(handle, "rb") as file:
+        if root is not None:
+            check_inside(path, error, root=root)
+        with file_errors(path, error):
+            yield file
+
+
+def read_plain(
+    path: Path, error: type[LockstepError], *, root: Path | None = None, limit: int = JSON_BYTES
+) -> bytes:
+    """All bytes of a plain file (see `open_plain`) of at most `limit` bytes.
+
+    Raises:
+        LockstepError: of type `error`.
+    """
+    with open_plain(path, error, root=root) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise error(f"{path}: is larger than {limit:,} bytes; no such file is that large")
+    return data
+
+
+def read_json(
+    path: Path, error: type[LockstepError], *, root: Path | None = None, limit: int = JSON_BYTES
+) -> Any:
+    """The value of a JSON file, within the limits of `parse_json`.
+
+    Raises:
+        LockstepError: of type `error`, with the file's name.
+    """
+    return parse_json(read_plain(path, error, root=root, limit=limit), str(path), error, limit=limit)
+
+
+def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int = JSON_BYTES) -> Any:
+    """JSON without NaN, infinities, duplicate keys, or more than `limit` bytes; the number of values is
+    bounded in proportion (JSON_VALUES in JSON_BYTES).
+
+    Raises:
+        LockstepError: of type `error`; names `where`.
+    """
+    most = JSON_VALUES * limit // JSON_BYTES
+    if len(raw) > limit or sum(map(raw.count, (b",", b"[", b"{"))) > most:
+        raise error(
+            f"{where}: {len(raw):,} bytes of JSON are more than is read (at most {limit:,} bytes and "
+            f"{most:,} values)"
+        )
+
+    def no_constant(name: str) -> NoReturn:
+        raise error(f"{where}: {name} is no JSON number")
+
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise error(f"{where}: the number {text[:40]} is too large for a float")
+        return value
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise error(f"{where}: the key {twice[:80]!r} stands twice in one object")
+        return value
+
+    try:
+        return json.loads(
+            raw.decode("utf-8"), parse_constant=no_constant, parse_float=finite, object_pairs_hook=unique
+        )
+    except error:
+        raise
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{where}: is not valid JSON ({cause}); the file is damaged") from cause
 
 
 def write_atomic(path: Path, text: str) -> None:

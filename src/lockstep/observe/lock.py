@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
+import stat
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, TrainError
+from lockstep.observe.files import file_errors, parse_json
+
+_MAX_BYTES = 4096
+_FLOCK_SECONDS = 10.0
+"""The flock is held for a read and a write of a hundred bytes."""
 
 
 class RunLock:
@@ -19,6 +28,7 @@ class RunLock:
 
     Raises:
         ConfigError: another live process holds it, or the folder cannot be written.
+        TrainError: the disk is full or fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,40 +40,59 @@ class RunLock:
         }
         # flock makes read-then-write one step. The content is the lock: a flock would live on in a child that
         # a killed run has forked.
-        try:
-            opened = path.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{str(path.parent)!r} cannot be written ({error.strerror}); name another folder, or make it "
-                "writable"
-            ) from error
-        with opened as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            owner = _parse(file.read())
+        with _locked(path) as file:
+            owner = _parse(file.read(_MAX_BYTES))
             if owner is not None and owner != self._me and _alive(owner, self._me["host"]):
                 raise ConfigError(
                     f"{str(path.parent)!r} is being written by process {owner['pid']} on host "
                     f"{owner['host']!r}; wait for it, use another --run-dir, or, if it is surely gone, "
                     f"delete {str(path)!r}"
                 )
-            self._write(file, json.dumps(self._me))
+            with file_errors(path, TrainError, "write", advice="free some space and try again"):
+                self._write(file, json.dumps(self._me))
 
     def release(self) -> None:
         """Give it up. Safe to call twice, and after someone else took over."""
         if not self.path.exists():
             return
-        with self.path.open("r+", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if _parse(file.read()) == self._me:
+        with _locked(self.path) as file:
+            if _parse(file.read(_MAX_BYTES)) == self._me:
                 self._write(file, "")
 
     @staticmethod
-    def _write(file: Any, text: str) -> None:
+    def _write(file: BinaryIO, text: str) -> None:
+        """Over what is there: a full disk has room for it."""
+        data = text.encode()
         file.seek(0)
-        file.truncate()
-        file.write(text)
-        file.flush()
+        file.write(data)
+        file.truncate(len(data))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """The lock file, open and under an flock. Links are not followed: its text is overwritten."""
+    with file_errors(path.parent, ConfigError, "write", advice="name another folder, or make it writable"):
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(path, flags, 0o666)
+        with os.fdopen(handle, "r+b", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ConfigError(f"{path}: is no plain file; delete it")
+            _flock(handle, path)
+            yield file
+
+
+def _flock(handle: int, path: Path) -> None:
+    end = time.monotonic() + _FLOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"{path}: another process holds it for {_FLOCK_SECONDS:g} s; end that process"
+                ) from None
+            time.sleep(0.02)
 
 
 def process_start(pid: int) -> str | None:
@@ -82,14 +111,16 @@ def process_start(pid: int) -> str | None:
     return shown.stdout.strip() or None
 
 
-def _parse(text: str) -> dict[str, Any] | None:
+def _parse(raw: bytes) -> dict[str, Any] | None:
     """The owner in a lock file; None when it is free, or cut off by a crash in the middle of a write."""
     try:
-        owner = json.loads(text)
-    except json.JSONDecodeError:
+        owner = parse_json(raw, "lock", ConfigError)
+    except ConfigError:
         return None
-    return owner if isinstance(owner, dict) and {"pid", "started", "host"} <= owner.keys() else None
+    kinds = {"pid": int, "started": (str, type(None)), "host": str}
+    whole = isinstance(owner, dict) and all(isinstance(owner.get(n, ...), k) for n, k in kinds.items())  # type: ignore[arg-type]
+    return owner if whole else None
 
 
 def _alive(owner: dict[str, Any], host: str) -> bool:
-    return bool(owner["host"] != host or process_start(int(owner["pid"])) == owner["started"])
+    return bool(owner["host"] != host or process_start(owner["pid"]) == owner["started"])

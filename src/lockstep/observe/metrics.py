@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import os
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.errors import ConfigError
-from lockstep.observe.files import json_lines
-from lockstep.observe.run_dir import EVALUATION, RunDir
+from lockstep.errors import ConfigError, TrainError
+from lockstep.observe.files import json_lines, read_plain
+from lockstep.observe.run_dir import RunDir
+from lockstep.observe.run_history import EVALUATION
 
 
 class Writer(Protocol):
@@ -24,18 +29,35 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """metrics.jsonl: an object per line, which survives a killed process (not a power cut)."""
+    """metrics.jsonl: an object per line, which survives a killed process, and from `sync` on a power cut. A
+    line that does not fit on the disk leaves no trace."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._handle = os.open(path, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(self._handle).st_mode):
+            self.close()
+            raise TrainError(f"{path}: is no plain file; move it away")
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None) -> None:
         kind = {} if evaluation is None else {EVALUATION: evaluation}
-        self._file.write(json_lines([{"step": step, **kind, "timestamp": round(time.time(), 3), **metrics}]))
-        self._file.flush()
+        line = json_lines([{"step": step, **kind, "timestamp": round(time.time(), 3), **metrics}]).encode()
+        size = os.fstat(self._handle).st_size
+        try:
+            while line:
+                line = line[os.write(self._handle, line) :]
+        except OSError:
+            os.ftruncate(self._handle, size)
+            raise
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._handle)
 
     def close(self) -> None:
-        self._file.close()
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
 
 
 class TensorBoardWriter:
@@ -66,14 +88,12 @@ class WandbWriter:
     def __init__(
         self, folder: Path, *, project: str, name: str, config: Mapping[str, Any], resumed: bool
     ) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "log.wandb = true needs the package wandb: run `pip install wandb`, or set log.wandb = false"
-            ) from error
-        id_file = folder / "wandb-id"
-        run_id = id_file.read_text().strip() if resumed and id_file.exists() else secrets.token_hex(4)
+        check_wandb()
+        import wandb
+
+        id_file, run_id = folder / "wandb-id", secrets.token_hex(4)
+        if resumed and id_file.exists():
+            run_id = read_plain(id_file, ConfigError, limit=1000).decode("utf-8", "replace").strip()
         id_file.write_text(run_id + "\n")
         self._run = wandb.init(
             project=project, name=name, id=run_id, resume="allow", dir=str(folder), config=dict(config)
@@ -87,11 +107,25 @@ class WandbWriter:
         self._run.finish()
 
 
-class MetricsLog:
-    """All writers of a run, in one."""
+def check_wandb() -> None:
+    """Raises ConfigError: the package wandb is not installed."""
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # wandb makes folders of that name, which Python takes for it
+        raise ConfigError(
+            "log.wandb = true needs the package wandb: run `pip install wandb`, or set log.wandb = false"
+        )
 
-    def __init__(self, writers: Iterable[Writer]) -> None:
+
+class MetricsLog:
+    """All writers of a run, in one.
+
+    Args:
+        run_dir: of the run, whose files are written. A full or failing disk is a TrainError.
+    """
+
+    def __init__(self, writers: Iterable[Writer], *, run_dir: RunDir) -> None:
         self._writers = list(writers)
+        self._run_dir = run_dir
 
     @classmethod
     def of_run(
@@ -108,21 +142,41 @@ class MetricsLog:
             wandb: project, name and config; None: no wandb.
             first_step: of this process; above 0 the run was resumed.
         """
-        writers: list[Writer] = []
-        if wandb is not None:  # first: it is the one that may be missing
-            writers.append(WandbWriter(run_dir.logs, resumed=first_step > 0, **wandb))
-        writers.append(JsonlWriter(run_dir.metrics))
-        if tensorboard:
-            purge = first_step if first_step > 0 else None
-            writers.append(TensorBoardWriter(run_dir.logs / "tensorboard", purge_step=purge))
-        return cls(writers)
+        with run_dir.writing(run_dir.metrics), contextlib.ExitStack() as made:
+            writers: list[Writer] = []
+
+            def add(writer: Writer) -> None:
+                writers.append(writer)
+                made.callback(writer.close)
+
+            if wandb is not None:  # first: it is the one that may be missing
+                add(WandbWriter(run_dir.logs, resumed=first_step > 0, **wandb))
+            add(JsonlWriter(run_dir.metrics))
+            if tensorboard:
+                purge = first_step if first_step > 0 else None
+                add(TensorBoardWriter(run_dir.logs / "tensorboard", purge_step=purge))
+            made.pop_all()
+        return cls(writers, run_dir=run_dir)
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None = None) -> None:
-        """To every writer. `evaluation`: "before", "during" or "after"; None for a training step."""
-        for writer in self._writers:
-            writer.write(step, metrics, evaluation=evaluation)
+        """To every writer. `evaluation`: "before", "during" or "after"; None for a training step.
+
+        Raises:
+            TrainError: the disk is full or fails.
+        """
+        with self._run_dir.writing(self._run_dir.metrics):
+            for writer in self._writers:
+                writer.write(step, metrics, evaluation=evaluation)
+
+    def sync(self) -> None:
+        """Wait until metrics.jsonl is on the disk: a checkpoint counts on its lines. Raises as `write`."""
+        with self._run_dir.writing(self._run_dir.metrics):
+            for writer in self._writers:
+                if isinstance(writer, JsonlWriter):
+                    writer.sync()
 
     def close(self) -> None:
-        """Close every writer."""
-        for writer in self._writers:
-            writer.close()
+        """Close every writer. Raises as `write`."""
+        with self._run_dir.writing(self._run_dir.metrics), contextlib.ExitStack() as closing:
+            for writer in self._writers:
+                closing.callback(writer.close)

@@ -7,7 +7,7 @@
     rollouts/        step-000012.jsonl, evaluation-NAME.jsonl
     checkpoints/     written by the loop
     export/          a Hugging Face folder of the final policy, written by the loop
-    logs/            tensorboard/, and whatever else is logged
+    logs/            rank-0.log, tensorboard/, and whatever else is logged
 
 Steps count from 0. After `n` steps, steps 0 to n - 1 are done: a checkpoint named n holds the weights after n
 steps, an evaluation with "step": n is of those weights.
@@ -15,33 +15,55 @@ steps, an evaluation with "step": n is of those weights.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import json
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import CheckpointError, ConfigError
-from lockstep.observe.files import json_lines, write_atomic, write_json
+from lockstep.errors import CheckpointError, ConfigError, TrainError
+from lockstep.observe.files import file_errors, json_lines, read_json, write_atomic, write_json
 from lockstep.observe.lock import RunLock
+from lockstep.observe.run_history import (
+    EVALUATIONS,
+    STEP_FILE,
+    check_layout,
+    check_lines,
+    is_step,
+    metric_lines,
+    read_summary,
+    steps_told,
+)
 
-EVALUATION = "evaluation"
-"""The key that tells an evaluation's line in metrics.jsonl from a step's."""
-EVALUATIONS = ("before", "during", "after")
-"""Its values."""
-
-_STEP_FILE = re.compile(r"(evaluation-)?step-(\d+)\.jsonl")
+_UNFINISHED = re.compile(
+    r"\.(config\.toml|manifest\.json|metrics\.jsonl|summary\.json)\.[a-z0-9_]{8}"
+    r"|\.(evaluation-\w+(-\d+)?|step-\d+)\.jsonl\.[a-z0-9_]{8}"
+    r"|\.export\.(tmp|old)-[a-z0-9_]{8}"
+)
+"""What a process leaves that is killed inside of `write_atomic`, or while it exports."""
 
 
 class RunDir:
-    """The open folder of a run, locked against other processes until `close` (or the end of a `with`)."""
+    """The open folder of a run, locked against other processes until `close` (or the end of a `with`).
+
+    What is written raises TrainError when the disk is full or fails; the run can then be resumed.
+    """
 
     def __init__(self, path: Path, lock: RunLock) -> None:
         self._lock = lock
         self._name_files(path)
-        for folder in (self.rollouts, self.checkpoints, self.logs):
-            folder.mkdir(exist_ok=True)
+        try:
+            check_layout(path)
+            for folder in (self.rollouts, self.checkpoints, self.logs):
+                with file_errors(folder, TrainError, "made"):
+                    folder.mkdir(exist_ok=True)
+            self._remove_unfinished()
+        except BaseException:
+            self.close()
+            raise
 
     def _name_files(self, path: Path) -> None:
         self.path = path
@@ -52,6 +74,30 @@ class RunDir:
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+
+    def _remove_unfinished(self) -> None:
+        """What a killed process left half-written."""
+        for path in [*self.path.iterdir(), *self.rollouts.iterdir()]:
+            if not _UNFINISHED.fullmatch(path.name):
+                continue
+            with file_errors(path, TrainError, "remove"):
+                if path.is_symlink() or not path.is_dir():
+                    path.unlink()
+                elif path.name.startswith(".export.old-") and not (self.path / "export").exists():
+                    path.rename(self.path / "export")
+                else:
+                    shutil.rmtree(path)
+
+    @contextlib.contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Around what writes the file `path` of the run.
+
+        Raises:
+            TrainError: the disk is full or fails.
+        """
+        advice = f"free some space, then go on with `lockstep train --resume {self.path}`"
+        with file_errors(path, TrainError, "write", advice=advice):
+            yield
 
     @classmethod
     def create(cls, path: Path, *, config_toml: str, manifest: Mapping[str, Any]) -> RunDir:
@@ -72,8 +118,9 @@ class RunDir:
         run_dir = cls(path, RunLock(path / "lock"))
         try:
             check_free(path)  # another process may have been first, and be done already
-            write_json(run_dir.manifest, manifest)
-            write_atomic(run_dir.config, config_toml)
+            with file_errors(path, TrainError, "write", advice="free some space, and start the run again"):
+                write_json(run_dir.manifest, manifest)
+                write_atomic(run_dir.config, config_toml)
         except BaseException:
             run_dir.close()
             raise
@@ -85,7 +132,9 @@ class RunDir:
 
         Raises:
             ConfigError: `path` holds no run, or another process is writing it.
+            CheckpointError: something in it leads out of it, or is no file or folder.
         """
+        check_layout(path)
         if not (path / "config.toml").is_file():
             raise ConfigError(
                 f"cannot resume {str(path)!r}: it holds no config.toml, so no run was started there"
@@ -101,46 +150,91 @@ class RunDir:
             evaluated: which evaluations of the weights after `steps_done` steps will not be made again.
 
         Raises:
-            CheckpointError: a line in the middle of metrics.jsonl is not JSON.
+            CheckpointError: metrics.jsonl is damaged.
+            TrainError: the disk is full or fails.
         """
         if self.metrics.exists():
-            lines = read_lines(self.metrics)
-            kept = [
-                line
-                for line in lines
-                if line["step"] < steps_done
-                or (line["step"] == steps_done and line.get(EVALUATION) in evaluated)
-            ]
-            write_atomic(self.metrics, json_lines(kept))
+            kept = b"".join(
+                line.raw
+                for line in metric_lines(self.metrics)
+                if line.step < steps_done or (line.step == steps_done and line.evaluation in evaluated)
+            )
+            with self.writing(self.metrics):
+                _keep(self.metrics, kept)
         for file in self.rollouts.iterdir():
-            match = _STEP_FILE.fullmatch(file.name)
+            match = STEP_FILE.fullmatch(file.name)
             if match and int(match[2]) >= steps_done + bool(match[1]):
-                file.unlink()
-        self.summary.unlink(missing_ok=True)
+                with file_errors(file, TrainError, "remove"):
+                    file.unlink()
+        with file_errors(self.summary, TrainError, "remove"):
+            self.summary.unlink(missing_ok=True)
+
+    def check_history(
+        self, steps_done: int, *, evaluations: Collection[tuple[int, str]]
+    ) -> set[tuple[int, str]]:
+        """Whether metrics.jsonl has what a checkpoint of `steps_done` steps knows of: see `check_lines`."""
+        lines = metric_lines(self.metrics)
+        return check_lines(self.metrics, lines, done=steps_done, evaluations=evaluations)
+
+    def check_nothing_done(self) -> None:
+        """Whether the run may begin again at its first step, as there is no checkpoint.
+
+        Raises:
+            CheckpointError: steps are done, which would be lost.
+        """
+        done, file = steps_told(self.path)
+        if done:
+            raise CheckpointError(
+                f"{self.checkpoints} holds no checkpoint, but {file} tells of {done} steps that are done: "
+                "the run would begin again and lose them. Restore the folder from a copy; or, if none was "
+                f"saved yet, start a new run with `lockstep train {self.config} --run-dir NEW`"
+            )
 
     def read_manifest(self) -> dict[str, Any]:
-        """The values of manifest.json."""
-        return dict(json.loads(self.manifest.read_text(encoding="utf-8")))
+        """The values of manifest.json.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        kinds = {"spread": dict, "resumed": list, "contract": (dict, type(None)), "axes": dict}
+        try:
+            value = read_json(self.manifest, CheckpointError, root=self.path)
+            if not isinstance(value, dict):
+                raise CheckpointError(f"{self.manifest}: a JSON object was expected")
+            for name, kind in kinds.items():
+                if name in value and not isinstance(value[name], kind):  # type: ignore[arg-type]
+                    raise CheckpointError(f"{self.manifest}: field {name!r} is {value[name]!r:.80}")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Restore it from a copy; or write {{}} into it, and data and versions are not "
+                "compared with those that the run was started with"
+            ) from error
+        return value
 
     def update_manifest(self, values: Mapping[str, Any]) -> None:
         """Add or replace top-level keys of manifest.json."""
-        write_json(self.manifest, self.read_manifest() | dict(values))
+        updated = self.read_manifest() | dict(values)
+        with self.writing(self.manifest):
+            write_json(self.manifest, updated)
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """All rollouts of one step, whole or not at all."""
         path = self.rollouts / f"step-{step:06d}.jsonl"
-        write_atomic(path, json_lines(rows))
+        with self.writing(path):
+            write_atomic(path, json_lines(rows))
         return path
 
     def write_evaluation(self, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
         """All rollouts of one evaluation. `name`: before, after, or step-000012 for one after 12 steps."""
         path = self.rollouts / f"evaluation-{name}.jsonl"
-        write_atomic(path, json_lines(rows))
+        with self.writing(path):
+            write_atomic(path, json_lines(rows))
         return path
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """The run's last word."""
-        write_json(self.summary, values)
+        with self.writing(self.summary):
+            write_json(self.summary, values)
 
     def close(self) -> None:
         """Let other processes write the run."""
@@ -181,20 +275,39 @@ class FollowedRunDir(RunDir):
         """Nothing is locked."""
 
 
+def _keep(path: Path, kept: bytes) -> None:
+    """Drop all of a file but `kept`; mostly its end, which needs no room on a full disk."""
+    if path.read_bytes().startswith(kept):
+        os.truncate(path, len(kept))
+    else:
+        write_atomic(path, kept.decode("utf-8"))
+
+
 def new_path(name: str) -> Path:
     """Where a run without a folder of its own is written."""
     return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def check_free(path: Path) -> None:
-    """Raise ConfigError when a run cannot start in `path`: it is a file, or holds metrics or checkpoints.
+    """Whether a run can start in `path`. One that failed before its first evaluation or step has left nothing
+    there that counts.
 
-    A run that failed before its first evaluation or step has neither, and its folder may be used again.
+    Raises:
+        ConfigError: `path` is a file, or holds metrics, rollouts, checkpoints or the summary of a run that
+            got anywhere.
+        CheckpointError: something in it leads out of it, or is no file or folder.
     """
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"run_dir {str(path)!r} is a file; give a folder as --run-dir")
-    metrics = path / "metrics.jsonl"
-    if (metrics.exists() and metrics.stat().st_size) or any((path / "checkpoints").glob("step-*")):
+    with file_errors(path, ConfigError, "used", advice="give another --run-dir"):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"run_dir {str(path)!r} is a file; give a folder as --run-dir")
+    check_layout(path)
+    metrics, summary = path / "metrics.jsonl", read_summary(path / "summary.json") or {}
+    if (
+        (metrics.exists() and metrics.stat().st_size)
+        or any((path / "checkpoints").glob("step-*"))
+        or any((path / "rollouts").glob("*step-*.jsonl"))
+        or summary.get("steps")
+    ):
         raise ConfigError(
             f"{str(path)!r} already holds a run; go on with it by `lockstep train --resume {path}`, or "
             "give another --run-dir"
@@ -202,38 +315,29 @@ def check_free(path: Path) -> None:
 
 
 def finished(path: Path, *, steps: int) -> dict[str, Any] | None:
-    """The summary of the run in `path` when it has finished with just `steps` steps, else None."""
-    try:
-        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # still to be written, or damaged: it is made again
-        return None
-    done = (
-        isinstance(summary, dict) and summary.get("outcome") == "finished" and summary.get("steps") == steps
-    )
-    return summary if done else None
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that a crash cut off is left out.
+    """The summary of the run in `path` when it has finished with just `steps` steps, else None; also None
+    where it is damaged: the run writes it again.
 
     Raises:
-        CheckpointError: any other line is not a JSON object.
+        CheckpointError: something in `path` leads out of it, or is no file or folder.
     """
-    rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        last = number == len(lines)  # what follows the last newline: empty, or cut off
-        if last or not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CheckpointError(
-                f"{path}, line {number}: not JSON ({error}); the file was edited or damaged"
-            ) from error
-        if not isinstance(row, dict):
-            raise CheckpointError(
-                f"{path}, line {number}: a JSON object was expected, not {type(row).__name__}"
-            )
-        rows.append(row)
-    return rows
+    check_layout(path)
+    summary = read_summary(path / "summary.json")
+    if summary is None or summary.get("outcome") != "finished" or summary.get("steps") != steps:
+        return None
+    seconds, evaluations = (
+        summary.get("wall_seconds"),
+        [summary.get(f"eval_{n}") for n in ("before", "after")],
+    )
+    whole = isinstance(seconds, int | float) and isinstance(summary.get("run_dir"), str)
+    whole &= all(each is None or is_evaluation(each) for each in evaluations)
+    return summary if whole else None
+
+
+def is_evaluation(value: Any) -> bool:
+    """Whether a value of JSON is what an evaluation measured, with the number of steps before it."""
+    return (
+        isinstance(value, dict)
+        and is_step(value.get("step"))
+        and all(each is None or isinstance(each, int | float) for each in value.values())
+    )

@@ -11,15 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.ops.masks import document_ids, document_means, document_sums
+from lockstep.ops.masks import document_ids, document_means, document_sums, masked
 
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
 Correction = Literal["none", "tis", "mask", "icepop"]
 
 
 def importance_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[T] log(policy / old) of each token, PPO's (arXiv 1707.06347, section 3); 0 where mask is False."""
-    return torch.where(mask, logprobs - old_logprobs, 0.0)
+    return masked(logprobs, mask) - masked(old_logprobs, mask)
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -35,11 +35,29 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> T
     return means[document_ids(cu_seqlens, log_ratio.shape[0])]
 
 
-def ppo_clip(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+def sequence_sum(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T]: the sum of x [T] over a document's slots with mask True, at its slots; they all get gradients.
+
+    Of log ratios it is the log ratio of the whole document, as in TRL's RLOOTrainer.
+    """
+    sums = document_sums(masked(x, mask), cu_seqlens)
+    return sums[document_ids(cu_seqlens, x.shape[0])]
+
+
+def ppo_clip(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Tensor:
     """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A), elementwise (arXiv 1707.06347, eq. 7; two bounds as
-    in DAPO, arXiv 2503.14476, eq. 8)."""
+    in DAPO, arXiv 2503.14476, eq. 8).
+
+    With dual_clip = c > 1 it is, where A < 0, -max(min(w A, clip(w, ...) A), c A): the loss of a token is at
+    most c |A|, and a token with w > c has no gradient (dual-clip PPO, arXiv 1912.09729, eq. 5).
+    """
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
 def cispo(
@@ -62,7 +80,7 @@ def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: fl
         icepop   w where low <= w <= high, else 0          (IcePop, two-sided mask)
 
     Args:
-        log_gap: log(old / rollout), nats, of a token, or summed over the document (`sequence_log_gap`).
+        log_gap: log(old / rollout), nats, of a token, or summed over the document (`sequence_sum`).
     """
     if kind == "none":
         return torch.ones_like(log_gap)
@@ -73,12 +91,6 @@ def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: fl
     if kind == "icepop":
         keep = keep & (weight >= low)
     return torch.where(keep, weight, 0.0)
-
-
-def sequence_log_gap(log_gap: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T]: log(old / rollout) of a whole document, summed over its tokens with mask True, at its tokens."""
-    sums = document_sums(torch.where(mask, log_gap, 0.0), cu_seqlens)
-    return sums[document_ids(cu_seqlens, log_gap.shape[0])]
 
 
 def dpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -122,10 +134,11 @@ def loss_weights(
     """The weight of each token in the loss of an optimizer step, so that this loss is one plain weighted sum.
 
         sequence_mean   1 / (S n_i)         mean over each document's n_i tokens, then over the S documents
+        sequence_sum    1 / S               sum over each document's tokens, then mean over the S documents
         token_mean      1 / sum_i n_i       mean over all tokens of the step
         constant        1 / (S max_tokens)  Dr. GRPO (arXiv 2503.20783, section 3.2)
 
-    A document without a trained token counts in S.
+    A document without a trained token (an empty completion) counts in S.
 
     Args:
         masks: [L_i] bool, one per document of the *whole* step, whatever micro-batch or rank it goes to.
@@ -139,6 +152,8 @@ def loss_weights(
         shares = [1.0 / max(sum(counts), 1)] * len(masks)
     elif aggregation == "sequence_mean":
         shares = [1.0 / (len(masks) * max(count, 1)) for count in counts]
+    elif aggregation == "sequence_sum":
+        shares = [1.0 / len(masks)] * len(masks)
     else:
         if max_tokens is None:
             raise ValueError("aggregation = 'constant' divides by max_tokens, which is None; pass it")

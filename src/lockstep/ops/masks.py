@@ -1,14 +1,33 @@
-"""Masked means and per-document sums of packed `[T]` tensors. Masked entries may hold anything, also NaN."""
+"""Masked means, bounds and per-document sums of packed `[T]` tensors. Masked entries may hold anything, also
+NaN."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Nats. verl (trainer/ppo/core_algos.py) and OpenRLHF (models/loss.py) keep log ratios within it, too."""
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """x where mask (bool, same shape) is True, else 0.
+
+    A per-token input of a loss goes through it *before* any operation: `where` behind a nonlinear one gives
+    that operation a gradient of 0 at a masked slot, and 0 times the inf or NaN of its derivative is NaN.
+    """
+    return torch.where(mask, x, 0.0)
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """A log ratio within [-20, 20] nats, elementwise, without a gradient beyond: exp overflows float32 at
+    88.7, and inf times an advantage of 0 is NaN. A NaN stays one."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Scalar: the sum of x where mask (bool, same shape) is True."""
-    return torch.where(mask, x, 0.0).sum()
+    return masked(x, mask).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -39,6 +58,6 @@ def document_sums(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def document_means(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[D]: the mean of x [T] over the slots of each document where mask [T] is True; 0 where none is."""
-    sums = document_sums(torch.where(mask, x, 0.0), cu_seqlens)
+    sums = document_sums(masked(x, mask), cu_seqlens)
     counts = document_sums(mask.to(x.dtype), cu_seqlens)
     return sums / counts.clamp(min=1)

@@ -1,9 +1,39 @@
-"""The seams: what a train backend, an inference engine, a weight transfer and a reward function must be."""
+"""The seams: what a train backend, an inference engine, a weight transfer and a reward function must be.
 
-from lockstep.protocols.engine import EngineStats, InferenceEngine, ReceivesWeights, SharesWeights
-from lockstep.protocols.reward import RewardFunction, RewardInput
-from lockstep.protocols.train import Algorithm, StepStats, TokenLoss, TrainBackend
-from lockstep.protocols.transfer import WeightTransfer
+The names below are loaded when they are first used, so that a reward's process imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.protocols.engine import EngineStats as EngineStats
+    from lockstep.protocols.engine import InferenceEngine as InferenceEngine
+    from lockstep.protocols.engine import ReceivesWeights as ReceivesWeights
+    from lockstep.protocols.engine import SharesWeights as SharesWeights
+    from lockstep.protocols.reward import RewardFunction as RewardFunction
+    from lockstep.protocols.reward import RewardInput as RewardInput
+    from lockstep.protocols.train import Algorithm as Algorithm
+    from lockstep.protocols.train import StepStats as StepStats
+    from lockstep.protocols.train import TokenLoss as TokenLoss
+    from lockstep.protocols.train import TrainBackend as TrainBackend
+    from lockstep.protocols.transfer import WeightTransfer as WeightTransfer
+
+_HOMES = {
+    "Algorithm": "train",
+    "EngineStats": "engine",
+    "InferenceEngine": "engine",
+    "ReceivesWeights": "engine",
+    "RewardFunction": "reward",
+    "RewardInput": "reward",
+    "SharesWeights": "engine",
+    "StepStats": "train",
+    "TokenLoss": "train",
+    "TrainBackend": "train",
+    "WeightTransfer": "transfer",
+}
 
 __all__ = [
     "Algorithm",
@@ -18,3 +48,9 @@ __all__ = [
     "TrainBackend",
     "WeightTransfer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -29,11 +29,22 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from pydantic import JsonValue
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from lockstep import errors
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.observe.text import echo
+from lockstep.ranks import rendezvous
 from lockstep.ranks.launch import ERROR_KEY, LAUNCHER_PID, POSITION_KEY, leave
+from lockstep.ranks.objects import (
+    broadcast_object,
+    decode_object,
+    encode_object,
+    gather_bytes,
+    gather_objects,
+)
+from lockstep.ranks.rendezvous import RankError as RankError
 
 T = TypeVar("T")
 
@@ -44,10 +55,6 @@ _PR_SET_PDEATHSIG = 1
 _LOST_PEER = re.compile(
     r"closed by peer|pair closure|Broken pipe|Connection reset|Connection refused|remote process exited"
 )
-
-
-class RankError(LockstepError, RuntimeError):
-    """Ranks cannot be set up, or cannot work together."""
 
 
 class PeerFailed(RankError):
@@ -63,7 +70,9 @@ class _Failure:
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
-        return cls(kind=type(error).__name__, text=str(error))
+        # another's text may be no Unicode
+        text = str(error).encode("utf-8", errors="backslashreplace").decode("utf-8")
+        return cls(kind=type(error).__name__, text=text)
 
     def as_error(self, rank: int, what: str) -> LockstepError:
         """The same error for every rank: its type where it is one of lockstep.errors."""
@@ -120,39 +129,39 @@ class RankContext:
 
     # --- what ranks agree on: every method is collective ----------------------------------------------------
 
-    def gather(self, value: T, *, what: str) -> list[T]:
-        """Every rank's value, by rank; anything that can be pickled.
+    def gather(self, value: T, kind: Any = JsonValue, *, what: str) -> list[T]:
+        """Every rank's value, by rank.
 
         Args:
+            kind: its type (see `ranks.objects`): what of another type comes is refused.
             what: the reason, for the error of a rank that waits in vain and for the launcher.
 
         Raises:
-            RankError: a rank did not come within `seconds`, or has gone.
+            RankError: a rank did not come within `seconds`, or has gone, or a value is not of its type.
         """
         if self.control is None:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        self._wait(lambda: dist.all_gather_object(found, value, group=self.control), what)
-        return found
+        return self._wait(lambda: gather_objects(value, kind, group=self.control), what)
 
-    def broadcast(self, value: T, *, what: str) -> T:
-        """Rank 0's value, on every rank. Raises RankError."""
+    def broadcast(self, value: T, kind: Any = JsonValue, *, what: str) -> T:
+        """Rank 0's value, on every rank. Raises as `gather`."""
         if self.control is None:
             return value
-        values: list[T | None] = [value if self.is_first else None]
-        self._wait(lambda: dist.broadcast_object_list(values, src=0, group=self.control), what)
-        return cast(T, values[0])
+        return self._wait(lambda: broadcast_object(value, kind, group=self.control), what)
 
     def any(self, flag: bool, *, what: str) -> bool:
         """Whether a rank says True. Raises RankError."""
-        return any(self.gather(flag, what=what))
+        return any(self.gather(flag, bool, what=what))
 
     def barrier(self, *, what: str) -> None:
         """Until every rank is here. Raises RankError."""
-        self.gather(None, what=what)
+        self.gather(None, None, what=what)
 
-    def each(self, make: Callable[[], T], *, what: str) -> list[T]:
+    def each(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> list[T]:
         """What `make`, which has no collectives, gives on every rank, by rank.
+
+        Args:
+            kind: its type, as in `gather`.
 
         Raises:
             LockstepError: the same on every rank where it failed on one: a RewardError of rank 1 is a
@@ -161,26 +170,25 @@ class RankContext:
         if self.control is None:
             return [make()]
         error: Exception | None = None
-        mine: T | _Failure
+        outcome = tuple[kind | None, _Failure | None]
         try:
-            mine = make()
+            mine = encode_object((make(), None), outcome)
         except Exception as raised:  # not swallowed: raised below, here and on every other rank
-            error, mine = raised, _Failure.of(raised)
-        found = self.gather(mine, what=what)
-        results: list[T] = []
-        for rank, value in enumerate(found):
-            if isinstance(value, _Failure):
+            error, mine = raised, encode_object((None, _Failure.of(raised)), outcome)
+        parts = self._wait(lambda: gather_bytes(mine, group=self.control), what)
+        everyone = [decode_object(part, outcome, sender=rank) for rank, part in enumerate(parts)]
+        for rank, (_, failure) in enumerate(everyone):
+            if failure is not None:
                 if rank == self.rank and not isinstance(error, LockstepError):
                     assert error is not None
                     raise error
-                raise value.as_error(rank, what) from error
-            results.append(value)
-        return results
+                raise failure.as_error(rank, what) from error
+        return [cast(T, value) for value, _ in everyone]
 
-    def from_first(self, make: Callable[[], T], *, what: str) -> T:
+    def from_first(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> T:
         """What `make`, which has no collectives, gives on rank 0, the only one that calls it. Raises as
         `each`."""
-        return cast(T, self.each(lambda: make() if self.is_first else None, what=what)[0])
+        return cast(T, self.each(lambda: make() if self.is_first else None, kind | None, what=what)[0])
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -203,7 +211,8 @@ class RankContext:
         Raises:
             ConfigError: names the first values that differ, and what they are on which ranks.
         """
-        everyone = self.gather(dict(values), what=f"comparing {what}")
+        own = {name: repr(value) for name, value in values.items()}
+        everyone = self.gather(own, dict[str, str], what=f"comparing {what}")
         names = dict.fromkeys(name for found in everyone for name in found)
         differ = [n for n in names if any(f.get(n) != everyone[0].get(n) for f in everyone)]
         if differ:
@@ -221,25 +230,25 @@ class RankContext:
         said = {"rank": self.rank, "step": step, "what": what, "time": time.time()}
         self.store.set(POSITION_KEY.format(rank=self.rank), json.dumps(said | {"text": f"{where}: {what}"}))
 
-    def _wait(self, collective: Callable[[], object], what: str) -> None:
+    def _wait(self, collective: Callable[[], T], what: str) -> T:
         """In a thread: gloo waits outside of Python, and this one must hear Ctrl-C meanwhile."""
-        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                collective()
+                ended.put((collective(), None))
             except BaseException as raised:  # raised again below, in the thread that waits
-                ended.put(raised)
-            else:
-                ended.put(None)
+                ended.put((None, raised))
 
         threading.Thread(target=run, name=what, daemon=True).start()
         while True:  # in steps: a signal that comes right before a wait is only seen at its end
             with contextlib.suppress(queue.Empty):
-                error = ended.get(timeout=_LISTEN_SECONDS)
+                result, error = ended.get(timeout=_LISTEN_SECONDS)
                 break
         if error is None:
-            return
+            return cast(T, result)
+        if isinstance(error, RankError):
+            raise RankError(f"rank {self.rank} of {self.world_size}, at {what}: {error}") from error
         if isinstance(error, RuntimeError):  # gloo's errors are RuntimeErrors
             line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             late = f"a rank did not come within {self.seconds:g} s"
@@ -274,7 +283,7 @@ class RankContext:
         try:
             self.store.set(ERROR_KEY.format(rank=self.rank), json.dumps(value))
         except RuntimeError as gone:  # the store's host has died; the log still has it
-            print(f"rank {self.rank}: the store is gone ({gone}); the error was:\n{text}", file=sys.stderr)
+            echo(f"rank {self.rank}: the store is gone ({gone}); the error was:\n{text}", file=sys.stderr)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the process groups. After a failure nobody is waited for: the process is about to end (see
@@ -313,11 +322,11 @@ def left_to_launcher(error: BaseException) -> bool:
     return LAUNCHER_PID in os.environ and lost_peer(error)
 
 
-def _by_rank(values: list[Any]) -> str:
+def _by_rank(values: list[str | None]) -> str:
     """Such as "'adamw' on rank 0, 'sgd' on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(repr(value), []).append(rank)
+        ranks.setdefault(str(value), []).append(rank)
     listed = {
         value: f"rank{'s' if len(on) > 1 else ''} {', '.join(map(str, on))}" for value, on in ranks.items()
     }
@@ -339,7 +348,7 @@ def init_ranks(
 
     Raises:
         ConfigError: the environment is not that of a launcher.
-        RankError: the others did not come in time.
+        RankError: the others did not come in time, or somebody else came.
     """
     environ = os.environ if environ is None else environ
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -352,16 +361,19 @@ def init_ranks(
     deadline = timedelta(seconds=seconds)
     try:
         if not dist.is_initialized():
-            dist.init_process_group(backend, timeout=deadline)
+            rendezvous.join(backend, timeout=deadline)
         control = dist.new_group(backend="gloo", timeout=deadline)
+        assert isinstance(control, dist.ProcessGroup)
         dist.monitored_barrier(control, timeout=deadline)
+        rendezvous.prove(control)
+    except RankError:
+        raise
     except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
         raise RankError(
             f"rank {rank} of {world_size}: the other ranks did not join within {seconds:g} s. Each of them "
             "must be started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT; look at their logs. "
             f"torch says: {error}"
         ) from error
-    assert isinstance(control, dist.ProcessGroup)
     return RankContext(
         rank=rank,
         world_size=world_size,
@@ -422,13 +434,8 @@ def _placement(
 
 def _store() -> Store:
     """Of the launcher, without torch's prefixes, so that the launcher can read it; else the default one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and LAUNCHER_PID in os.environ:
-        return TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=10),
-        )
+    if rendezvous.of_launcher():
+        return rendezvous.launcher_store(timedelta(seconds=10))
     store: Any = dist.distributed_c10d._get_default_store()
     return PrefixStore("lockstep", store)
 

@@ -28,6 +28,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.05
 """Seconds between two looks of a waiting rank; at the longer ones it looks for deaths too."""
 _SETTLE_SECONDS = 2.0
 """After a failed collective: until the others have said where they are."""
+_STORED_BYTES = 1 << 24
+"""Of one object in the store."""
 _CHUNK = 1 << 24
 """Elements of one all-reduce of gradients."""
 
@@ -91,8 +93,23 @@ class Guard:
         key = POSITION_KEY.format(rank=rank)
         if not self.ranks.store.check([key]):
             return None
-        found = json.loads(self.ranks.store.get(key))
-        return Position(rank=rank, step=found["step"], what=found["what"], time=found["time"])
+        found = self._stored(key)
+        return Position(
+            rank=rank, step=int(found["step"]), what=str(found["what"]), time=float(found["time"])
+        )
+
+    def _stored(self, key: str) -> dict[str, Any]:
+        """A JSON object of the store. Raises RankError: a key holds something else, which no rank wrote."""
+        data = self.ranks.store.get(key)
+        try:
+            value = json.loads(data) if len(data) <= _STORED_BYTES else None
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise RankError(
+                f"the store of the ranks holds {len(data):,} bytes under {key} that no rank wrote"
+            )
+        return value
 
     # --- agreement ------------------------------------------------------------------------------------------
 
@@ -143,7 +160,7 @@ class Guard:
         deadline = time.monotonic() + self.seconds
         for rank in range(self.ranks.world_size):
             self._await(f"{prefix}/{rank}", rank, deadline=deadline, step=step, what=what)
-            found.append(json.loads(store.get(f"{prefix}/{rank}")))
+            found.append(self._stored(f"{prefix}/{rank}"))
         for key in same:
             if any(other.get(key) != found[me].get(key) for other in found):
                 values = ", ".join(f"rank {rank}: {other.get(key)!r}" for rank, other in enumerate(found))
@@ -166,8 +183,8 @@ class Guard:
             if pause < _LAST_PAUSE:
                 continue
             if store.check([ERROR_KEY.format(rank=rank)]):
-                said = json.loads(store.get(ERROR_KEY.format(rank=rank)))
-                line = str(said["text"]).strip().splitlines()[-1]
+                said = self._stored(ERROR_KEY.format(rank=rank))
+                line = str(said.get("text")).strip().splitlines()[-1]
                 raise self._desync(step, f"{what} waits for rank {rank}, which has failed: {line}")
             if store.check([ENDED_KEY.format(rank=rank)]):
                 how = store.get(ENDED_KEY.format(rank=rank)).decode()

@@ -5,7 +5,8 @@
 runs `python -m lockstep replay --ranks 2` twice, with the environment that torchrun gives its workers, so
 that the same command works unchanged under torchrun and under the deepspeed launcher: `in_launcher` says that
 somebody has started the ranks already. The processes are those of torch.distributed.elastic; their store is
-hosted here, so what each rank was doing is known even after rank 0 has died.
+hosted here, so what each rank was doing is known even after rank 0 has died. It listens on loopback alone,
+and ranks have to know a secret of the run (lockstep.ranks.rendezvous).
 
 This module loads torch only when it starts something.
 """
@@ -16,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -25,11 +27,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.errors import ConfigError
+from lockstep.observe.text import echo
 
 ENDED_KEY = "lockstep/ended/{rank}"
 """Store: how a rank ended, text, by the launcher: one that was killed could not say it."""
 LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
 """In the environment of ranks that `launch_ranks` started: whose death ends them."""
+SECRET = "LOCKSTEP_RANKS_SECRET"
+"""In the environment of ranks, never in an argument, which everybody on the machine can read: what they prove
+to each other that they know. `launch_ranks` draws one; under torchrun the user may set one on every node."""
 
 POSITION_KEY = "lockstep/position/{rank}"
 """Store: what a rank is about to do, JSON (lockstep.ranks.guard.Position)."""
@@ -188,17 +194,16 @@ class _Launch:
     def __init__(
         self, command: Sequence[str], *, ranks: int, log_dir: Path, in_good_order: bool = False
     ) -> None:
-        from datetime import timedelta
-
-        from torch._C._distributed_c10d import TCPStore
+        from lockstep.ranks.rendezvous import hidden_store, host_store
 
         self.command, self.ranks, self.log_dir = list(command), ranks, log_dir
         self.in_good_order = in_good_order
         self.passed_on: signal.Signals | None = None
         """The signal that ranks were sent, so that they end in good order."""
-        self.store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
-        )
+        self._secret = secrets.token_hex(32)
+        tcp = host_store()
+        self._port = tcp.port
+        self.store = hidden_store(tcp, self._secret)
         self.pids: dict[int, int] = {}
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
@@ -230,7 +235,7 @@ class _Launch:
             number = signal.Signals(getattr(error, "sigval", signal.SIGINT))
             if context is not None:
                 self._stop(context, number)
-            print(f"lockstep: {number.name}: all {self.ranks} ranks ended", file=sys.stderr)
+            echo(f"lockstep: {number.name}: all {self.ranks} ranks ended", file=sys.stderr)
             return 128 + number
         finally:
             if context is not None:
@@ -311,10 +316,11 @@ class _Launch:
             "LOCAL_WORLD_SIZE": str(self.ranks),
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
+            "MASTER_PORT": str(self._port),
             # every rank connects to the store above instead of rank 0 opening one
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHER_PID: str(os.getpid()),
+            SECRET: self._secret,
         }
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(threads_per_rank(self.ranks))
@@ -377,7 +383,7 @@ class _Launch:
         return TIMED_OUT
 
     def _say(self, lines: Sequence[str]) -> None:
-        print("\n".join([*lines, f"logs: {self.log_dir}/rank-*.log"]), file=sys.stderr)
+        echo("\n".join([*lines, f"logs: {self.log_dir}/rank-*.log"]), file=sys.stderr)
 
     def _last_words(self, end: RankEnd) -> list[str]:
         """Its traceback, else the end of what it wrote to stderr."""

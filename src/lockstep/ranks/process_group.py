@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+
+from lockstep.ranks import rendezvous
 
 TIMEOUT = timedelta(minutes=10)
 """No collective waits longer."""
-_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def group_timeout(device: torch.device) -> timedelta:
@@ -22,20 +21,11 @@ def group_timeout(device: torch.device) -> timedelta:
 
 
 def ensure_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> None:
-    """Make the default process group unless there is one: the launcher's (torchrun, deepspeed), or of this
-    process alone, on a free port.
-
-    Nothing but the environment is asked who the ranks are; MPI is not.
+    """`rendezvous.join` unless there is a default process group.
 
     Args:
         device: decides the backend, nccl or gloo.
         timeout: of every later collective, and of waiting for the other ranks here.
     """
-    if dist.is_initialized():
-        return
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if all(name in os.environ for name in _LAUNCHER):
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store = TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    if not dist.is_initialized():
+        rendezvous.join("nccl" if device.type == "cuda" else "gloo", timeout=timeout)

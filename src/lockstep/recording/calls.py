@@ -8,15 +8,19 @@ of the real slots in document order, and the documents' lengths.
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import RecordingError
 from lockstep.packing import pack
+from lockstep.recording.files import DTYPES
+from lockstep.recording.format import MAX_DOCUMENTS
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, TrainSample
 
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seqlens", "cu_seqlens_q", "cu_seq_lens_k", "cu_seqlens_k")
@@ -58,6 +62,9 @@ class ForeignCall:
     """[B, L] int64 as given; entry t is the label *of* slot t (unshifted), as transformers has it."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Of `tensors`, what the batch does not say."""
+    unusable: str | None = None
+    """Why no documents could be made of the arguments. Then `token_ids` is a placeholder of one token, and
+    the extras hold every argument as it was."""
 
 
 def bound_arguments(
@@ -82,6 +89,41 @@ def bound_arguments(
     return {name: value for name, value in named.items() if value is not None}
 
 
+def watched_call(named: Mapping[str, Any]) -> ForeignCall:
+    """`foreign_call`; arguments that are no input become an `unusable_call` instead of an error, because the
+    program that is watched must get its own error, or none."""
+    try:
+        return foreign_call(named)
+    except _REFUSALS as error:
+        return unusable_call(named, error)
+
+
+_REFUSALS = (RecordingError, RuntimeError, TypeError, ValueError, IndexError, OverflowError)
+"""What arguments of a wrong kind raise here; torch's refusals are of the standard types."""
+
+
+def unusable_call(named: Mapping[str, Any], error: Exception) -> ForeignCall:
+    """The arguments as they were, for looking at: no documents, and a batch of one token that stands for
+    them."""
+    tensors, scalars = _host(named)
+    layout = Layout(
+        slots=torch.zeros(1, dtype=torch.int64),
+        lengths=(1,),
+        starts=((0, 0),),
+        layout="padded",
+        padding=(),
+        offset_positions=False,
+    )
+    return ForeignCall(
+        token_ids=torch.zeros(1, 1, dtype=torch.int64),
+        layout=layout,
+        tensors=tensors,
+        scalars=scalars,
+        extras=tensors,
+        unusable=str(error).removeprefix("record: ")[:_TEXT_CHARACTERS] or type(error).__name__,
+    )
+
+
 def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
     """Copies the arguments to the host and finds the documents.
 
@@ -89,18 +131,13 @@ def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
         RecordingError: there are no input_ids, or masks and lengths that do not fit them.
     """
     ids = named.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim not in (1, 2):
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.ndim not in (1, 2) or not ids.numel():
         what = f"{list(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise RecordingError(
-            f"record: the module was called with arguments {sorted(named)}, and 'input_ids' is {what}; a "
-            "recording holds token ids, [B, L] of an integer dtype. Hook the module that is given them"
+            f"record: the module was called with arguments {sorted(named)[:20]}, and 'input_ids' is {what}; "
+            "a recording holds token ids, [B, L] of an integer dtype. Hook the module that is given them"
         )
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for name, value in named.items():
-        if name != "input_ids":
-            _collect(name, value, tensors, scalars)
-    host = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+    host, scalars = _host({name: value for name, value in named.items() if name != "input_ids"})
     token_ids = ids.detach().to("cpu", torch.int64, copy=True)
     token_ids = token_ids[None] if token_ids.ndim == 1 else token_ids
     layout = find_documents(token_ids, host)
@@ -112,22 +149,58 @@ def foreign_call(named: Mapping[str, Any]) -> ForeignCall:
     return call
 
 
-def _collect(name: str, value: Any, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+def _host(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(Tensors on the host, numbers, flags and text) by argument name, "a.b" of nested ones."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for name, value in named.items():
+        _collect(str(name), value, tensors, scalars, depth=0)
+    return tensors, scalars
+
+
+def _collect(
+    name: str, value: Any, tensors: dict[str, Tensor], scalars: dict[str, Any], *, depth: int
+) -> None:
+    if len(tensors) + len(scalars) >= _MOST_ARGUMENTS:
+        return
+    if len(name) > _NAME_CHARACTERS:
+        name = f"{name[: _NAME_CHARACTERS - 9]}~{zlib.crc32(name.encode('utf-8', 'surrogatepass')):08x}"
     if isinstance(value, Tensor):
-        if value.numel() == 1 and value.ndim == 0 and value.device.type == "cpu":
-            scalars[name] = value.item()
+        if not _storable(value):
+            scalars[name] = f"<{type(value).__name__} {list(value.shape)} {value.dtype} {value.layout}>"
+        elif value.ndim == 0 and value.device.type == "cpu":
+            scalars[name] = _scalar(value.item())
         else:
-            tensors[name] = value
-    elif isinstance(value, (bool, int, float, str)):
-        scalars[name] = value
-    elif isinstance(value, Mapping):
+            tensors[name] = value.detach().to("cpu", copy=True)
+    elif isinstance(value, Mapping) and depth < _DEEPEST:
         for key, inner in value.items():
-            _collect(f"{name}.{key}", inner, tensors, scalars)
-    elif isinstance(value, (list, tuple)) and len(value) <= 4096:
-        for key, inner in enumerate(value):
-            _collect(f"{name}.{key}", inner, tensors, scalars)
+            _collect(f"{name}.{key}", inner, tensors, scalars, depth=depth + 1)
+    elif isinstance(value, (list, tuple)) and len(value) <= _MOST_ARGUMENTS and depth < _DEEPEST:
+        for number, inner in enumerate(value):
+            _collect(f"{name}.{number}", inner, tensors, scalars, depth=depth + 1)
     elif value is not None:
-        scalars[name] = f"<{type(value).__name__}>"
+        scalars[name] = _scalar(value)
+
+
+_MOST_ARGUMENTS = 4096
+_DEEPEST = 8
+_NAME_CHARACTERS = 150
+_TEXT_CHARACTERS = 2000
+
+
+def _storable(value: Tensor) -> bool:
+    """Whether its bits can be copied into a file: strided, of a known dtype, whole, and not on meta."""
+    plain = value.layout == torch.strided and not value.is_nested and not isinstance(value, DTensor)
+    return plain and value.dtype in DTYPES.values() and not value.is_meta
+
+
+def _scalar(value: Any) -> Any:
+    """A JSON value of bounded size."""
+    if isinstance(value, str):
+        return value[:_TEXT_CHARACTERS]
+    if isinstance(value, (bool, float)) or (isinstance(value, int) and value.bit_length() <= 64):
+        return value
+    return f"<{type(value).__name__}>"
 
 
 def _derivable(name: str, value: Tensor, call: ForeignCall) -> bool:
@@ -178,6 +251,11 @@ def find_documents(token_ids: Tensor, tensors: Mapping[str, Tensor]) -> Layout:
         offset = bool((line[first] != 0).any())
     first = begins.nonzero()[:, 0]
     lengths = torch.diff(first, append=torch.tensor([slots.numel()]))
+    if lengths.numel() > MAX_DOCUMENTS:
+        raise RecordingError(
+            f"record: 'input_ids' {list(token_ids.shape)} are {lengths.numel():,} documents; an input has at "
+            f"most {MAX_DOCUMENTS:,}"
+        )
     starts = tuple((int(s) // width, int(s) % width) for s in slots[first])
     packed = len({r for r, _ in starts}) < len(starts)
     return Layout(

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RecordingError
+from lockstep.observe.files import file_errors, open_plain
 from lockstep.recording.reader import Recording
-from lockstep.recording.weights import FILE, find_weights
+from lockstep.recording.weights import FILE, find_weights, verified
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.recording import InputKey, InputMeta, RecordingHeader
 
@@ -163,6 +164,7 @@ class _Weights:
     wanted: bool
     names: dict[Path, str] = field(default_factory=dict)
     known: dict[tuple[Path, int, str | None, str | None], str | None] = field(default_factory=dict)
+    fingerprints: dict[Path, str] = field(default_factory=dict)
 
     def name(self, recording: Recording, meta: InputMeta) -> str | None:
         """The folder in the new recording, copied now; None: there is none."""
@@ -170,11 +172,13 @@ class _Weights:
             return None
         key = (recording.path, meta.step, meta.checkpoint, meta.weights)
         if key not in self.known:
-            folder = find_weights(recording.path, meta)
-            self.known[key] = None if folder is None else self._copied(folder)
+            folder = find_weights(recording.path, meta, known=self.fingerprints)
+            self.known[key] = None if folder is None else self._copied(folder, meta.weights)
         return self.known[key]
 
-    def _copied(self, folder: Path) -> str:
+    def _copied(self, folder: Path, weights: str | None) -> str:
+        """Raises RecordingError: the file is not what was stored; see `verified`. Nothing else is copied."""
+        verified(folder, weights=weights, known=self.fingerprints)
         if folder not in self.names:
             name, number = f"weights/{folder.name}", 1
             while (self.target / name).exists():
@@ -184,9 +188,19 @@ class _Weights:
                 name = f"weights/{folder.name}-{number}"
             else:
                 (self.target / name).mkdir(parents=True)
-                shutil.copyfile(folder / FILE, self.target / name / FILE)
+                _copy(folder, self.target / name)
             self.names[folder] = name
         return self.names[folder]
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """The file of weights, which was checked. Raises RecordingError: it cannot be read or written."""
+    with (
+        open_plain(folder / FILE, RecordingError, root=folder) as source,
+        file_errors(target / FILE, RecordingError, "write"),
+        open(target / FILE, "xb") as copy,
+    ):
+        shutil.copyfileobj(source, copy, 2**20)
 
 
 def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weights: bool) -> Edited:
@@ -220,15 +234,18 @@ def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weight
 def whole_or_not(out: Path) -> Iterator[Path]:
     """A folder that gets its name when all of it is written."""
     folder = out.with_name(f".{out.name}.partial")
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
     try:
-        yield folder
-        os.rename(folder, out)
-    finally:
         if folder.exists():
             shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        yield folder
+        os.rename(folder, out)
+    except BrokenPipeError:
+        raise  # of a terminal or a pipe that is told how far it is, not of the folder
+    except OSError as error:
+        raise RecordingError(f"{out}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def parse_numbers(text: str, *, what: str) -> tuple[int, ...]:

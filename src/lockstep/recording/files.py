@@ -15,19 +15,23 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.errors import RecordingError
-from lockstep.observe.files import jsonable, sync_folder, write_atomic
-
-JSON_BYTES = 16 * 2**20
-"""Largest JSON that is read or written: recording.json, index.json, the header of a safetensors file."""
-JSON_VALUES = 1_000_000
-"""Most values in one document; with JSON_BYTES it bounds what parsing may take to some hundred MB."""
+from lockstep.observe.files import (
+    JSON_BYTES,
+    JSON_VALUES,
+    file_errors,
+    jsonable,
+    open_plain,
+    parse_json,
+    sync_folder,
+    write_atomic,
+)
 
 _CHUNK = 2**20
 _ZEROS = "0" * 64
@@ -87,46 +91,6 @@ def check_inside(path: Path, root: Path) -> None:
         raise RecordingError(f"{path}: is a link that leads out of the recording; copy the file itself there")
 
 
-def parse_json(raw: bytes, where: str) -> Any:
-    """JSON without NaN, infinities, duplicate keys, or more values than JSON_VALUES.
-
-    Raises:
-        RecordingError: names `where`.
-    """
-    if len(raw) > JSON_BYTES or sum(map(raw.count, (b",", b"[", b"{"))) > JSON_VALUES:
-        raise RecordingError(
-            f"{where}: {len(raw):,} bytes of JSON are more than a recording has (at most {JSON_BYTES:,} "
-            "bytes "
-            f"and {JSON_VALUES:,} values)"
-        )
-
-    def no_constant(name: str) -> NoReturn:
-        raise RecordingError(f"{where}: {name} is no JSON number")
-
-    def finite(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value):
-            raise RecordingError(f"{where}: the number {text[:40]} is too large for a float")
-        return value
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise RecordingError(f"{where}: the key {twice[:80]!r} stands twice in one object")
-        return found
-
-    try:
-        return json.loads(
-            raw.decode("utf-8"), parse_constant=no_constant, parse_float=finite, object_pairs_hook=unique
-        )
-    except RecordingError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise RecordingError(f"{where}: is not valid JSON ({error}); the file is damaged") from error
-
-
 def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
     """A JSON object whose "sha256" is that of the file's bytes with these 64 digits written as zeros.
 
@@ -134,9 +98,9 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
         RecordingError: names the file.
     """
     check_inside(path, root)
-    with _open(path) as file:
+    with open_plain(path, RecordingError) as file:
         raw = file.read(JSON_BYTES + 1)
-    value = parse_json(raw, str(path))
+    value = parse_json(raw, str(path), RecordingError)
     if not isinstance(value, dict):
         raise RecordingError(f"{path}: holds a JSON {type(value).__name__}, not an object")
     digest = value.pop("sha256", None)
@@ -154,7 +118,7 @@ def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
     """What read_signed_json reads; atomic, safe on the disk.
 
     Raises:
-        RecordingError: too large.
+        RecordingError: too large, or no room on the disk.
         TypeError: a value is not JSON.
     """
     text = json.dumps({**jsonable(value), "sha256": _ZEROS}, indent=1, allow_nan=False) + "\n"
@@ -166,7 +130,8 @@ def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
         raise RecordingError(
             f"{path}: a value holds 64 zeros, which stand for the checksum; write something else"
         )
-    write_atomic(path, before + digest + after)
+    with file_errors(path, RecordingError, "write"):
+        write_atomic(path, before + digest + after)
 
 
 def check_json_size(data: bytes, path: Path) -> None:
@@ -188,7 +153,7 @@ class TensorFile:
     def __init__(self, path: Path, root: Path) -> None:
         check_inside(path, root)
         self.path = path
-        with _open(path) as file:
+        with open_plain(path, RecordingError) as file:
             status = os.fstat(file.fileno())
             self._stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
             size = status.st_size
@@ -200,7 +165,7 @@ class TensorFile:
                     "no safetensors file (nothing else is ever read: no pickle, no torch.save)"
                 )
             raw = file.read(length)
-        header = parse_json(raw, f"{path}: header")
+        header = parse_json(raw, f"{path}: header", RecordingError)
         if not isinstance(header, dict):
             raise self._broken("its header is no JSON object")
         metadata = header.pop("__metadata__", {})
@@ -249,7 +214,7 @@ class TensorFile:
     def digest(self, name: str) -> str:
         """sha256 of a tensor's bytes, read in pieces."""
         place, found = self.tensors[name], hashlib.sha256()
-        with _open(self.path) as file:
+        with open_plain(self.path, RecordingError) as file:
             file.seek(place.start)
             left = place.nbytes
             while left:
@@ -263,7 +228,7 @@ class TensorFile:
     def read(self, pieces: Mapping[str, tuple[int, int]]) -> dict[str, bytearray]:
         """Tensor name -> (first entry, number of entries) of its flat data, as bytes."""
         found = {}
-        with _open(self.path) as file:
+        with open_plain(self.path, RecordingError) as file:
             for name, (first, count) in pieces.items():
                 place = self.tensors[name]
                 wanted = count * place.itemsize
@@ -346,7 +311,9 @@ def write_tensors(
 def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb", buffering=0) as file:
+        # A file of this name is what a killed writer left, or a link that somebody laid there.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", buffering=0) as file:
             for part in parts:
                 view = memoryview(part)
                 while view.nbytes:
@@ -362,10 +329,3 @@ def _replace(path: Path, parts: Sequence[bytes | memoryview], *, sync: bool) -> 
         ) from error
     if sync:
         sync_folder(path.parent)
-
-
-def _open(path: Path) -> Any:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise RecordingError(f"{path}: cannot be read ({error})") from error

@@ -20,6 +20,7 @@ from lockstep.errors import RecordingError
 from lockstep.models.causal_lm import text_config
 from lockstep.recording.files import write_tensors
 from lockstep.recording.fingerprint import fingerprint, module_tensors
+from lockstep.recording.replayable import KERNELS
 from lockstep.recording.weights import save_weights
 from lockstep.schema.recording import RecordingHeader
 
@@ -245,7 +246,9 @@ def foreign_header(
     weights: Path | None,
 ) -> RecordingHeader:
     """What is known when the first forward comes. `weights`: where they are stored."""
-    padding = seen.call.layout.padding
+    padding, attention = seen.call.layout.padding, _attention(policy.module)
+    if attention not in KERNELS:  # a recording may not choose another, see `replayable`
+        notes = {**notes, "attention": attention}
     return RecordingHeader(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         framework=_framework(policy),
@@ -258,7 +261,7 @@ def foreign_header(
         axes={
             "backend": policy.wrapper,
             "engine": None,
-            "attention": _attention(policy.module),
+            "attention": attention if attention in KERNELS else None,
             "execution": "compile" if policy.compiled else "eager",
             "layout": seen.call.layout.layout,
             "padding_side": "left" if "left" in padding else "right",
@@ -316,10 +319,11 @@ def _attention(module: nn.Module) -> str:
 
 
 def _vocab_size(module: nn.Module, seen: SeenCall) -> int:
+    """Ids outside of it make an input unusable; a module without a table of so many ids may take any."""
     if isinstance(module, PreTrainedModel):
         return int(text_config(module).vocab_size)
-    tables = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
-    return max([*tables, int(seen.call.token_ids.max()) + 1])
+    largest = max((m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
+    return largest if int(seen.call.token_ids.max()) < largest else 2**31 - 1
 
 
 def _device_name(device: torch.device) -> str:

@@ -37,6 +37,12 @@ MAX_PAD_SLOTS = 2**22
 """Largest padded tail of one input: no byte of the file stands behind it, so it must be bounded."""
 MAX_DOCUMENT_SLOTS = 2**20
 """Largest D_cap, for the same reason."""
+_FREE_PAD_SLOTS, _PADS_PER_TOKEN = 2**20, 64
+_FREE_DOCUMENT_SLOTS, _ENTRIES_PER_SLOT = 2**16, 4
+"""Beyond the free ones they grow only with what is stored."""
+_MAX_SEQLEN = 2**24
+MAX_DOCUMENTS = 50_000
+"""Of one input: what is said of each is JSON, of which a reader takes a bounded number of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,11 +257,16 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
 
 def _check_capacity(layout: _Layout, document_slots: int, max_seqlen: int, where: str) -> None:
     documents = len(layout.lengths) + len(layout.tail)
-    if sum(layout.tail) > MAX_PAD_SLOTS or not documents <= document_slots <= MAX_DOCUMENT_SLOTS:
+    pads = min(MAX_PAD_SLOTS, max(_FREE_PAD_SLOTS, _PADS_PER_TOKEN * layout.used))
+    entries = min(MAX_DOCUMENT_SLOTS, max(_FREE_DOCUMENT_SLOTS, _ENTRIES_PER_SLOT * layout.slots))
+    if sum(layout.tail) > pads or not documents <= document_slots <= entries:
         raise RecordingError(
             f"{where}: {documents} documents in document_slots = {document_slots} and a tail of "
-            f"{sum(layout.tail)} slots; documents must fit, at most {MAX_DOCUMENT_SLOTS} and {MAX_PAD_SLOTS}"
+            f"{sum(layout.tail)} slots; documents must fit, at most {entries} and {pads} beside "
+            f"{layout.used} real tokens"
         )
+    if max_seqlen > _MAX_SEQLEN:
+        raise RecordingError(f"{where}: max_seqlen = {max_seqlen}; at most {_MAX_SEQLEN}")
     if max_seqlen < max(layout.lengths + layout.tail):
         raise RecordingError(
             f"{where}: max_seqlen = {max_seqlen}, but a document has {max(layout.lengths + layout.tail)} "

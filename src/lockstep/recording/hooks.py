@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.errors import RecordingError
-from lockstep.recording.calls import ForeignCall, bound_arguments, foreign_call
+from lockstep.observe.text import echo
+from lockstep.recording.calls import ForeignCall, bound_arguments, unusable_call, watched_call
 from lockstep.recording.foreign import (
     ForeignModule,
     foreign_header,
@@ -34,12 +35,14 @@ from lockstep.recording.foreign import (
     save_foreign_weights,
 )
 from lockstep.recording.seen import SeenCall, recorded_input, watch_output
-from lockstep.recording.writer import RecordingWriter
-from lockstep.schema.recording import RecordingHeader
+from lockstep.recording.writer import InputError, RecordingWriter
+from lockstep.schema.recording import RecordedInput, RecordingHeader
 
 StepSignal = torch.optim.Optimizer | Literal["manual", "backward"] | None
 
 _WEIGHTS = "weights/step-000000"
+_OUTPUT_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
+"""What an output of a shape that belongs to no input raises; it becomes a remark on the input."""
 _MUCH = 0.02
 """A relative residual that is told at the end; logits of bfloat16 leave about 0.005."""
 
@@ -136,6 +139,8 @@ class _Counts:
         default_factory=lambda: {"token_budget": 1, "max_seqlen": 1, "max_documents": 1}
     )
     paddings: set[str] = field(default_factory=set)
+    unusable: int = 0
+    """Inputs that are kept as they were called with, not as documents."""
     residual: float = 0.0
     """Largest relative residual of an input."""
 
@@ -216,14 +221,12 @@ class RecordHandle:
         self._counts.micro_batches += 1
         if wanted:
             named = bound_arguments(self.policy.module.forward, args, kwargs)
-            self._current = self._begin(foreign_call(named), named, micro_batch)
+            self._current = self._begin(named, micro_batch)
 
     def _reason_to_skip(self, kwargs: Mapping[str, Any]) -> str | None:
         cache = kwargs.get("past_key_values")
-        if cache is not None:
-            length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)
-            if int(length):
-                return "decoding with a cache"
+        if cache is not None and _cached_tokens(cache):
+            return "decoding with a cache"
         if self.options.forwards == "all":
             return None
         if not torch.is_grad_enabled():
@@ -232,9 +235,10 @@ class RecordHandle:
             return "nothing to train"
         return None
 
-    def _begin(self, call: ForeignCall, named: Mapping[str, Any], micro_batch: int) -> SeenCall:
+    def _begin(self, named: Mapping[str, Any], micro_batch: int) -> SeenCall:
+        """The call, written. Whatever the input is, nothing is raised for it: it is kept, marked."""
         seen = SeenCall(
-            call=call,
+            call=watched_call(named),
             update=self._counts.update,
             micro_batch=micro_batch,
             time=time.time(),
@@ -242,8 +246,18 @@ class RecordHandle:
             autocast=_autocast(self.policy.device),
             graph=torch.is_grad_enabled(),
         )
-        lengths = call.layout.lengths
-        largest = self._counts.capacity
+        writer = self._writer or self._opened(seen)
+        try:
+            writer.begin([self._recorded(seen, outcome="pending", of=micro_batch + 1)])
+        except InputError as error:
+            seen.call = unusable_call(named, error)
+            writer.begin([self._recorded(seen, outcome="pending", of=micro_batch + 1)])
+        self._count(seen.call)
+        self._open.append(seen)
+        return seen
+
+    def _count(self, call: ForeignCall) -> None:
+        lengths, largest = call.layout.lengths, self._counts.capacity
         for name, value in (
             ("token_budget", sum(lengths)),
             ("max_seqlen", max(lengths)),
@@ -251,20 +265,20 @@ class RecordHandle:
         ):
             largest[name] = max(largest[name], value)
         self._counts.paddings.update(call.layout.padding)
-        if self._writer is None:
-            self._header = foreign_header(
-                self.policy,
-                seen,
-                capacity=dict(largest),
-                notes=self._notes(),
-                weights=None if self._fingerprint is None else self.directory / _WEIGHTS,
-            )
-            self._writer = RecordingWriter(
-                self.directory, self._header, rank=self.policy.rank, ranks=self._ranks
-            )
-        self._writer.begin([self._recorded(seen, outcome="pending", of=micro_batch + 1)])
-        self._open.append(seen)
-        return seen
+        if call.unusable is not None:
+            self._counts.unusable += 1
+
+    def _opened(self, seen: SeenCall) -> RecordingWriter:
+        """The writer; the first input says what the header needs."""
+        self._header = foreign_header(
+            self.policy,
+            seen,
+            capacity=dict(self._counts.capacity),
+            notes=self._notes(),
+            weights=None if self._fingerprint is None else self.directory / _WEIGHTS,
+        )
+        self._writer = RecordingWriter(self.directory, self._header, rank=self.policy.rank, ranks=self._ranks)
+        return self._writer
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen, self._current = self._current, None
@@ -275,19 +289,22 @@ class RecordHandle:
             seen.error = f"{type(error).__name__}: {error}"
             return
         with torch.no_grad():
-            watch_output(
-                seen,
-                output,
-                temperature=self.options.temperature,
-                keep_gradient=self._keep_gradient if self.options.output_grad else None,
-            )
+            try:
+                watch_output(
+                    seen,
+                    output,
+                    temperature=self.options.temperature,
+                    keep_gradient=self._keep_gradient if self.options.output_grad else None,
+                )
+            except _OUTPUT_REFUSALS as error:
+                seen.remarks.append(f"the output could not be read ({type(error).__name__}: {error})"[:2000])
 
     def _keep_gradient(self, gradient: Tensor) -> Tensor:
         """A host copy; says its size before the first one is made."""
         if not self._told_size:
             self._told_size = True
             size = gradient.numel() * gradient.element_size()
-            print(
+            echo(
                 f"lockstep: output_grad=True keeps the gradient of the logits of every input; this one is "
                 f"{list(gradient.shape)} {gradient.dtype}, {size / 2**20:.1f} MiB",
                 file=sys.stderr,
@@ -316,17 +333,33 @@ class RecordHandle:
     def _finish(self, seen: Sequence[SeenCall], error: str | None = None) -> None:
         if not seen or self._writer is None:
             return
-        inputs = []
         for one in seen:
             if error is not None and one.error is None:
                 one.error = error
-            outcome: Literal["finished", "failed"] = "finished" if one.error is None else "failed"
-            inputs.append(self._recorded(one, outcome=outcome, of=self._counts.micro_batches))
             self._counts.residual = max(self._counts.residual, one.relative_residual())
-        self._writer.finish(inputs)
+        try:
+            self._writer.finish([self._finished(one) for one in seen])
+        except InputError:
+            self._finish_apart(seen, self._writer)
         self._open = []
 
-    def _recorded(self, seen: SeenCall, *, outcome: Literal["finished", "pending", "failed"], of: int) -> Any:
+    def _finished(self, seen: SeenCall) -> RecordedInput:
+        outcome: Literal["finished", "failed"] = "finished" if seen.error is None else "failed"
+        return self._recorded(seen, outcome=outcome, of=self._counts.micro_batches)
+
+    def _finish_apart(self, seen: Sequence[SeenCall], writer: RecordingWriter) -> None:
+        """One by one: what cannot be stored with its outputs is kept as it was called with."""
+        for one in seen:
+            try:
+                writer.finish([self._finished(one)])
+            except InputError as error:
+                one.give_up(error)
+                self._counts.unusable += 1
+                writer.finish([self._finished(one)])
+
+    def _recorded(
+        self, seen: SeenCall, *, outcome: Literal["finished", "pending", "failed"], of: int
+    ) -> RecordedInput:
         first = seen.update == 0
         return recorded_input(
             seen,
@@ -348,6 +381,8 @@ class RecordHandle:
             "calls": self._counts.calls,
             "largest_relative_residual": self._counts.residual,
         }
+        if self._counts.unusable:
+            notes["unusable_inputs"] = self._counts.unusable
         if self.options.every > 1 or self.options.first_call or self.options.last_call is not None:
             notes["selection"] = {
                 "every": self.options.every,
@@ -379,14 +414,22 @@ class RecordHandle:
         counts = self._counts
         if self._writer is None:
             skipped = ", ".join(f"{n} {reason}" for reason, n in counts.skipped.items()) or "none at all"
-            print(
+            echo(
                 f"lockstep: {self.directory}: rank {self.policy.rank} recorded no forward of "
                 f"{type(self.policy.module).__name__} (other forwards: {skipped})",
                 file=sys.stderr,
                 flush=True,
             )
-        elif counts.residual > _MUCH:
-            print(
+            return
+        if counts.unusable:
+            echo(
+                f"lockstep: {self.directory}: {counts.unusable} inputs are no documents of the model; "
+                "they are kept as it was called with them (`lockstep recording list` marks them)",
+                file=sys.stderr,
+                flush=True,
+            )
+        if counts.residual > _MUCH:
+            echo(
                 f"lockstep: {self.directory}: dL/dlogprob leaves {counts.residual:.0%} of dL/dlogits "
                 "unexplained (in the worst input): the loss does not divide logits by "
                 f"temperature={self.options.temperature}, or has other terms, such as entropy",
@@ -407,6 +450,14 @@ class RecordHandle:
         traceback: TracebackType | None,
     ) -> None:
         self.close(error)
+
+
+def _cached_tokens(cache: Any) -> bool:
+    """Whether a `past_key_values` holds any; what is no cache is the model's business."""
+    try:
+        return int(cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)) > 0
+    except (TypeError, ValueError):
+        return False
 
 
 def _recording_ranks(given: Sequence[int] | None, world_size: int) -> tuple[int, ...]:

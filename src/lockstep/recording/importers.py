@@ -7,8 +7,9 @@ bad file leaves no half a recording behind.
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -24,12 +25,12 @@ from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError, RecordingError
 from lockstep.models import shapes
 from lockstep.models.load import model_folder, read_config
+from lockstep.observe.text import printable
 from lockstep.packing import pack
 from lockstep.recording.dumps import IDS, DumpedInput, DumpReader, find_inputs
 from lockstep.recording.edit import whole_or_not
 from lockstep.recording.files import DTYPES
 from lockstep.recording.foreign import versions
-from lockstep.recording.show import printable
 from lockstep.recording.unpickle import load_dump
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
@@ -83,25 +84,59 @@ class ImportReport:
         return asdict(self)
 
 
-def import_dump(source: Path, out: Path, *, model: str | None = None) -> ImportReport:
+@dataclass(kw_only=True, slots=True)
+class Pace:
+    """How long an import may take, and whom it tells how far it is."""
+
+    seconds: float | None = None
+    """None: as long as it takes."""
+    say: Callable[[str], None] = lambda text: None
+    """Is given one line every few seconds."""
+    started: float = field(default_factory=lambda: time.monotonic())
+    _last: float = field(default_factory=lambda: time.monotonic())
+
+    def at(self, what: str) -> None:
+        """Called at every input. Raises RecordingError: the time is over."""
+        now = time.monotonic()
+        if self.seconds is not None and now - self.started > self.seconds:
+            raise RecordingError(
+                f"{what}: the import took more than {self.seconds:g} s, and nothing was written; give it "
+                "more with --timeout, or import fewer files"
+            )
+        if now - self._last >= _SAY_EVERY:
+            self._last = now
+            self.say(f"import: {what}, {now - self.started:.0f} s")
+
+
+_SAY_EVERY = 5.0
+_FREE_INPUTS, _BYTES_PER_INPUT = 4096, 128
+"""A file of dumps has at least so many bytes per input, beyond the free ones: of one tensor that many dicts
+share, each dict costs the time of an input."""
+
+
+def import_dump(
+    source: Path, out: Path, *, model: str | None = None, pace: Pace | None = None
+) -> ImportReport:
     """A file, or all dumps of a folder, as a recording. Nothing that they hold is executed.
 
     Args:
         out: a directory that does not exist yet.
         model: what model.name takes: the policy that was fed. None: not known.
+        pace: None: no limit of time, and nothing is said on the way.
 
     Raises:
-        RecordingError: a file is no dump, holds what is not read, or fields that do not fit; names both.
+        RecordingError: a file is no dump, holds what is not read, or fields that do not fit; names both. Or
+            the time is over.
     """
-    source, out = Path(source), Path(out)
+    source, out, pace = Path(source), Path(out), pace or Pace()
     if out.exists():
         raise RecordingError(f"{out}: exists already; name a directory that does not")
     files = _files(source)
-    survey = _survey(files)
+    survey = _survey(files, pace)
     vocab_size = _vocab_size(model, survey)
     header = _header(source, model, survey, vocab_size=vocab_size)
     with whole_or_not(out) as folder:
-        _write(files, survey, header, folder)
+        _write(files, survey, header, folder, pace=pace)
     return ImportReport(
         path=out,
         inputs=len(survey.places),
@@ -112,7 +147,9 @@ def import_dump(source: Path, out: Path, *, model: str | None = None) -> ImportR
     )
 
 
-def _write(files: Sequence[Path], survey: _Survey, header: RecordingHeader, folder: Path) -> None:
+def _write(
+    files: Sequence[Path], survey: _Survey, header: RecordingHeader, folder: Path, *, pace: Pace
+) -> None:
     """The second pass."""
     ranks = sorted({place.rank for place in survey.places})
     with ExitStack() as stack:
@@ -120,7 +157,7 @@ def _write(files: Sequence[Path], survey: _Survey, header: RecordingHeader, fold
             rank: stack.enter_context(RecordingWriter(folder, header, rank=rank, ranks=ranks))
             for rank in ranks
         }
-        for place, (_, dumped, _) in zip(survey.places, _inputs(files), strict=True):
+        for place, (_, dumped, _) in zip(survey.places, _inputs(files, pace, "writing"), strict=True):
             recorded = _recorded(dumped, place, kind=survey.kind, world_size=header.world_size)
             writers[place.rank].add([recorded])
 
@@ -178,9 +215,10 @@ def _natural(text: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
-def _inputs(files: Sequence[Path]) -> Iterator[tuple[Path, DumpedInput, str]]:
+def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Path, DumpedInput, str]]:
     """Every input with its file and the file's kind, one file in memory at a time."""
     for path in files:
+        pace.at(f"{doing} {path.name}")
         dump = load_dump(path)
         dicts = find_inputs(dump.value)
         if not dicts:
@@ -189,8 +227,15 @@ def _inputs(files: Sequence[Path]) -> Iterator[tuple[Path, DumpedInput, str]]:
                 f"{path.name}: holds no token ids, only {names}; a dump is a dict, or a list of dicts, with "
                 f"one of {', '.join(IDS)} or prompts and responses"
             )
-        left = 6 * path.stat().st_size + 2**26
+        size = path.stat().st_size
+        if len(dicts) > _FREE_INPUTS + size // _BYTES_PER_INPUT:
+            raise RecordingError(
+                f"{path.name}: its {len(dicts):,} inputs share tensors, and are far larger apart than the "
+                f"file's {size:,} bytes; dump each input's own part"
+            )
+        left = 6 * size + 2**26
         for number, named in enumerate(dicts):
+            pace.at(f"{doing} {path.name}, input {number:,} of {len(dicts):,}")
             left -= sum(value.nbytes for value in named.values() if isinstance(value, Tensor))
             if left < 0:
                 raise RecordingError(
@@ -201,11 +246,11 @@ def _inputs(files: Sequence[Path]) -> Iterator[tuple[Path, DumpedInput, str]]:
             yield path, DumpReader(named, where).read(), dump.kind
 
 
-def _survey(files: Sequence[Path]) -> _Survey:
+def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
     survey = _Survey()
     kinds: dict[Kind, str] = {}
     given: list[tuple[int | None, int, str]] = []
-    for path, dumped, source in _inputs(files):
+    for path, dumped, source in _inputs(files, pace, "reading"):
         survey.sources.add(source)
         kinds.setdefault(_kind(dumped), path.name)
         given.append((_number(dumped, path, _STEP_NAMES), _number(dumped, path, _RANK_NAMES) or 0, path.name))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lockstep.config.record import RecordConfig
+from lockstep.errors import RecordingError
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss, TrainBackend
 from lockstep.ranks.context import RankContext
@@ -110,7 +111,7 @@ class Recorder:
             )
         self._weights_stored = self._rewind_weights()
         if spread is not None:  # what is gathered must be decided by all alike
-            self._weights_stored = spread[0].broadcast(self._weights_stored, what="looking for weights")
+            self._weights_stored = spread[0].broadcast(self._weights_stored, bool, what="looking for weights")
         self._step, self._update = settings.resume_at, 0
         self._documents: tuple[Mapping[str, Any], ...] = ()
         self._parts: list[_Part] = []
@@ -245,7 +246,7 @@ class Recorder:
         }
         self._weights_stored = True
         return ranks.from_first(
-            lambda: save_tensors(kept, self.directory / name), what="storing weights"
+            lambda: save_tensors(kept, self.directory / name), str, what="storing weights"
         ), name
 
     def _of_run(self) -> str | None:
@@ -274,6 +275,8 @@ class Recorder:
             match = _WEIGHTS.fullmatch(folder.name)
             if match is None:
                 continue
+            if folder.is_symlink() or folder.parent.is_symlink():
+                raise RecordingError(f"{folder}: is reached by a link; weights are folders of the recording")
             if int(match[1]) >= self.settings.resume_at and self.settings.rank == 0:
                 shutil.rmtree(folder)
             else:

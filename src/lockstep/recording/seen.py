@@ -20,6 +20,7 @@ from lockstep.recording.calls import (
     other_labels,
     output_slots,
     tensors_of,
+    unusable_call,
 )
 from lockstep.recording.fingerprint import fingerprint
 from lockstep.recording.surrogate import token_gradients, token_logprobs
@@ -63,6 +64,14 @@ class SeenCall:
             return 0.0
         return math.sqrt(float(self.unexplained) / float(self.total))
 
+    def give_up(self, error: Exception) -> None:
+        """Keep the arguments only."""
+        call = self.call
+        self.call = unusable_call({"input_ids": call.token_ids, **call.tensors, **call.scalars}, error)
+        self.tokens = self.logprobs = self.gradient = None
+        self.output_gradients.clear()
+        self.remarks.clear()
+
     def add(self, values: Tensor, unexplained: Tensor, total: Tensor) -> None:
         """One backward's part."""
         self.gradient = values if self.gradient is None else self.gradient + values
@@ -81,6 +90,8 @@ def watch_output(
     named = {name: t for name, t in tensors_of(output) if not isinstance(t, DTensor)}
     for name, tensor in named.items():
         seen.fingerprints[name] = fingerprint([(name, tensor.detach())])
+    if seen.call.unusable is not None:
+        return
     rows, width = seen.call.token_ids.shape
     for name in _LOGITS:
         logits = named.get(name)
@@ -241,7 +252,7 @@ def recorded_input(
         weights=weights,
         checkpoint=checkpoint,
         outcome=outcome,
-        error=seen.error,
+        error=_error(seen),
         documents=_documents(seen),
     )
     return RecordedInput(meta=meta, batch=batch, outputs=outputs, extras=extras)
@@ -260,6 +271,13 @@ def _trained(seen: SeenCall, weighted: Tensor) -> Tensor:
     return torch.zeros_like(with_gradient).index_fill_(0, seen.tokens, True)
 
 
+def _error(seen: SeenCall) -> str | None:
+    """What the program raised, and why the input is only kept as it was called with."""
+    unusable = seen.call.unusable
+    kept = None if unusable is None else f"kept as it was called with, not as documents: {unusable}"
+    return "; ".join(filter(None, (seen.error, kept))) or None
+
+
 def _documents(seen: SeenCall) -> tuple[dict[str, Any], ...]:
     """Where each document stood; the first one also has what is known of the call."""
     documents: list[dict[str, Any]] = [{"row": r, "column": c} for r, c in seen.call.layout.starts]
@@ -268,6 +286,8 @@ def _documents(seen: SeenCall) -> tuple[dict[str, Any], ...]:
         "padding": list(seen.call.layout.padding),
         "graph": seen.graph,
     }
+    if seen.call.unusable is not None:
+        call["unusable"] = seen.call.unusable
     if seen.call.scalars:
         call["arguments"] = dict(seen.call.scalars)
     if seen.autocast is not None:

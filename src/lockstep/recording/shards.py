@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.errors import RecordingError
+from lockstep.observe.files import parse_json
 from lockstep.recording.entries import IndexEntry, InputEntry, ShardEntry, checked
-from lockstep.recording.files import TensorFile, parse_json, read_signed_json, write_signed_json
+from lockstep.recording.files import TensorFile, read_signed_json, write_signed_json
 from lockstep.recording.format import decode, metadata_digest, places
-from lockstep.schema.recording import FORMAT, VERSION, RecordedInput
+from lockstep.schema.recording import FORMAT, VERSION, InputKey, RecordedInput
 
 INDEX = "index.json"
 _FILE = re.compile(r"(shard|open)-(\d{6,9})\.safetensors", re.ASCII)
@@ -73,7 +74,9 @@ class Shard:
             raise self._broken("metadata does not match its sha256; the file is damaged")
         self._digests = self._read_table(metadata["tensors"])
         values = parse_json(
-            metadata["inputs"].encode("utf-8", "surrogatepass"), f"{path}: metadata field inputs"
+            metadata["inputs"].encode("utf-8", "surrogatepass"),
+            f"{path}: metadata field inputs",
+            RecordingError,
         )
         if not isinstance(values, list) or not values:
             raise self._broken("metadata field inputs must be a list with at least one input")
@@ -89,7 +92,9 @@ class Shard:
         return RecordingError(f"{self.path}: {what}")
 
     def _read_table(self, text: str) -> dict[str, str]:
-        table = parse_json(text.encode("utf-8", "surrogatepass"), f"{self.path}: metadata field tensors")
+        table = parse_json(
+            text.encode("utf-8", "surrogatepass"), f"{self.path}: metadata field tensors", RecordingError
+        )
         real = {name: [place.dtype, list(place.shape)] for name, place in self.file.tensors.items()}
         if (
             not isinstance(table, dict)
@@ -102,10 +107,17 @@ class Shard:
         return {name: str(row[2]) for name, row in table.items()}
 
     def _check_entries(self, rank: int) -> None:
+        places: dict[InputKey, int] = {}
         for number, entry in enumerate(self.entries):
             problem = entry.problem()
             if problem is None and entry.meta.rank != rank:
                 problem = f"meta.rank is {entry.meta.rank}, but the file lies in {self.path.parent.name}"
+            first = places.setdefault(entry.key(), number)
+            if problem is None and first != number:
+                problem = (
+                    f"update {entry.meta.update}, micro-batch {entry.meta.micro_batch} of rank {rank} is "
+                    f"inputs[{first}] already; one of the two would be lost"
+                )
             if problem is not None:
                 raise self._broken(f"inputs[{number}]: {problem}")
 

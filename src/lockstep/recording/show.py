@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from torch import Tensor
 
+from lockstep.observe.text import printable
 from lockstep.schema.batch import PolicyBatch
 from lockstep.schema.recording import InputMeta, RecordedInput
 
-_UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 _IDS_SHOWN = 4096
 
 
@@ -30,18 +29,6 @@ class Style:
     """One line per token, with its figures."""
     color: bool = False
     """Trained spans in colour; otherwise between [[ and ]]."""
-
-
-def printable(text: str) -> str:
-    """The same text with control, format and unassigned characters escaped: it stays on its line."""
-    return "".join(_escaped(c) if unicodedata.category(c) in _UNSAFE else c for c in text)
-
-
-def _escaped(character: str) -> str:
-    if character in "\n\r\t":
-        return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[character]
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
 
 
 def show_input(recorded: RecordedInput, style: Style) -> Iterator[str]:
@@ -62,6 +49,11 @@ def show_input(recorded: RecordedInput, style: Style) -> Iterator[str]:
         yield f"extra {printable(name)}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     if meta.error is not None:
         yield f"error: {printable(meta.error)}"
+    if meta.unusable is not None:
+        for name, tensor in recorded.extras.items():
+            values = " ".join(map(str, tensor.flatten()[:_IDS_SHOWN].tolist()))
+            yield f"{printable(name)}: {values}"
+        return
     for number in range(len(batch.sample_ids)):
         yield ""
         yield from _document(recorded, number, style)

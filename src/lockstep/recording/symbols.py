@@ -210,6 +210,8 @@ class LazyTensor:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    negated: bool = False
+    """torch's negative bit: the values are those of the bytes times -1."""
     built: Tensor | None = None
 
     def build(self, budget: Budget) -> Tensor:
@@ -233,7 +235,7 @@ class LazyTensor:
         found = flat.as_strided(self.size, self.stride, self.offset).clone(
             memory_format=torch.contiguous_format
         )
-        self.built = found != 0 if self.dtype == torch.bool else found
+        self.built = found != 0 if self.dtype == torch.bool else found.neg_() if self.negated else found
         return self.built
 
 
@@ -366,7 +368,28 @@ def _tensor(name: str, arguments: tuple[Any, ...]) -> LazyTensor:
     size, stride, (offset,) = _sizes(size), _sizes(stride), _sizes((offset,))
     if len(size) != len(stride):
         raise ValueError("a tensor with more sizes than strides")
-    return LazyTensor(storage, dtype, offset, size, stride)
+    lazy = _lazy_bits(arguments[_METADATA[name]] if len(arguments) > _METADATA[name] else None)
+    return LazyTensor(storage, dtype, offset, size, stride, negated="neg" in lazy)
+
+
+_METADATA = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
+"""Which argument says what torch still has to do to the values."""
+
+
+def _lazy_bits(metadata: Any) -> set[str]:
+    """The names of the bits that are set: "neg", or "conj", which changes no real number.
+
+    Raises:
+        ValueError: it says something else about the values, which would be lost.
+    """
+    if metadata is None:
+        return set()
+    if type(metadata) is not dict or any(type(value) is not bool for value in metadata.values()):
+        raise ValueError("a tensor whose metadata is no dict of bits")
+    unknown = sorted(str(name)[:40] for name in metadata if name not in ("neg", "conj"))
+    if unknown:
+        raise ValueError(f"a tensor with the unknown bit {unknown[0]!r}; dump it with .clone()")
+    return {name for name, value in metadata.items() if value}
 
 
 def _numpy(name: str, arguments: tuple[Any, ...]) -> Any:

@@ -153,6 +153,8 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                 if info.filename in found:
                     raise RecordingError(f"{where}: entry {info.filename[:60]!r} is there twice")
                 found[info.filename] = archive.read(info)
+    except RecordingError:
+        raise  # a ValueError, but no damage
     except _ZIP_DAMAGE as error:
         raise RecordingError(f"{where}: the archive is damaged ({error}); copy the file again") from error
     return found

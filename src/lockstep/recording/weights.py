@@ -7,6 +7,7 @@ holds a file of the same name and content.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import RecordingError
-from lockstep.recording.files import DTYPES, TensorFile, write_tensors
+from lockstep.observe.text import printable
+from lockstep.recording.files import DTYPES, TensorFile, check_inside, write_tensors
 from lockstep.recording.fingerprint import fingerprint, module_tensors
 from lockstep.schema.recording import InputMeta
 
@@ -75,15 +77,10 @@ def load_weights(module: nn.Module, directory: Path, *, cast: bool = False, part
     """
     file = TensorFile(directory / FILE, directory)
     own = module_tensors(module)
-    only_adapters = bool(file.tensors) and all(_ADAPTER in name for name in file.tensors)
+    only_adapters = _only_adapters(file)
     wanted = _adapters(own) if only_adapters else own
     _check(file, wanted, only_adapters=only_adapters, cast=cast, partial=partial)
-    of_file = fingerprint(_read(file, file.tensors))
-    if file.metadata.get("stored", of_file) != of_file:
-        raise RecordingError(
-            f"{file.path}: its tensors have the fingerprint {of_file}, {file.metadata['stored'][:80]} was "
-            "stored; the file is damaged"
-        )
+    of_file = _checked_fingerprint(file)
     with torch.no_grad():
         for name, tensor in _read(file, wanted):
             wanted[name].copy_(tensor)
@@ -92,6 +89,50 @@ def load_weights(module: nn.Module, directory: Path, *, cast: bool = False, part
     if cast and "fingerprint" in file.metadata:
         return file.metadata["fingerprint"]
     return fingerprint(own.items())
+
+
+def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | None = None) -> None:
+    """Compare every tensor of the weights in `directory` with what is known of them.
+
+    Args:
+        weights: fingerprint of the module that they belong to; None: not known. One that was stored with
+            adapters is of more tensors than the file has, and is compared with the file's own word only.
+        known: fingerprints of files that were read before; this one is added.
+
+    Raises:
+        RecordingError: missing, a link that leads elsewhere, damaged, or other weights.
+    """
+    file = TensorFile(directory / FILE, directory)
+    of_file = _checked_fingerprint(file, known)
+    of_module = file.metadata.get("fingerprint", None if _only_adapters(file) else of_file)
+    if weights is not None and of_module is not None and of_module != weights:
+        raise RecordingError(
+            f"{file.path}: holds the weights {printable(of_module[:80])}, the input saw "
+            f"{printable(weights[:80])}; the file is damaged or of another run"
+        )
+
+
+def _only_adapters(file: TensorFile) -> bool:
+    return bool(file.tensors) and all(_ADAPTER in name for name in file.tensors)
+
+
+def _fingerprint_of(file: TensorFile, known: dict[Path, str] | None) -> str:
+    known = {} if known is None else known
+    if file.path not in known:
+        known[file.path] = fingerprint(_read(file, file.tensors))
+    return known[file.path]
+
+
+def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None) -> str:
+    """Of the file's tensors. Raises RecordingError: it is not the one that was stored with them."""
+    of_file = _fingerprint_of(file, known)
+    stored = file.metadata.get("stored", of_file)
+    if stored != of_file:
+        raise RecordingError(
+            f"{file.path}: its tensors have the fingerprint {of_file}, {printable(stored[:80])} was stored; "
+            "the file is damaged"
+        )
+    return of_file
 
 
 def stored_fingerprint(directory: Path) -> str | None:
@@ -103,13 +144,16 @@ def stored_fingerprint(directory: Path) -> str | None:
     return TensorFile(directory / FILE, directory).metadata.get("fingerprint")
 
 
-def find_weights(recording: Path, meta: InputMeta) -> Path | None:
+def find_weights(recording: Path, meta: InputMeta, *, known: dict[Path, str] | None = None) -> Path | None:
     """The folder with the weights that an input needs: the one that it names; else those that are stored for
     its step, or the run's checkpoint of that step, if their fingerprint is the input's. None: there is none.
 
     One optimizer step per batch: checkpoint N holds what the inputs of step N see, also when it was saved
     after they were recorded. Later optimizer steps of a batch have other weights, which no checkpoint holds.
     A checkpoint of adapters cannot be told apart before it is loaded: compare what `load_weights` returns.
+
+    Args:
+        known: fingerprints of files that were read before; more are added.
 
     Raises:
         RecordingError: `meta.checkpoint` leads out of the recording and the run's checkpoints; or a file is
@@ -127,31 +171,33 @@ def find_weights(recording: Path, meta: InputMeta) -> Path | None:
             return folder
     for name in names:
         folder = None if name == meta.checkpoint else _inside(recording, name)
-        if folder is not None and _may_be(folder, meta.weights):
+        if folder is not None and _may_be(folder, meta.weights, known):
             return folder
     return None
 
 
 def _inside(recording: Path, name: str) -> Path | None:
-    """The folder `name`, if it holds weights. Raises RecordingError: it is a link that leads elsewhere."""
+    """The folder `name`, if it holds weights. Raises RecordingError: it or its file is a link that leads
+    elsewhere, or the file is no plain one."""
     root = recording.resolve()
     folder = (root.parent if name.startswith("../") else root) / name.removeprefix("../")
-    if not (folder / FILE).is_file():
+    if not os.path.lexists(folder / FILE):
         return None
     if folder.resolve() != folder:
         raise RecordingError(f"{folder}: is a link that leads elsewhere; copy the weights themselves there")
+    check_inside(folder / FILE, folder)
     return folder
 
 
-def _may_be(folder: Path, weights: str | None) -> bool:
+def _may_be(folder: Path, weights: str | None, known: dict[Path, str] | None) -> bool:
     """Whether the fingerprint of what lies in `folder` is `weights`, as far as the file alone tells."""
     file = TensorFile(folder / FILE, folder)
     said = file.metadata.get("fingerprint")
     if weights is None or said is not None:
         return weights is None or said == weights
-    if all(_ADAPTER in name for name in file.tensors):
+    if _only_adapters(file):
         return True
-    return fingerprint(_read(file, file.tensors)) == weights
+    return _fingerprint_of(file, known) == weights
 
 
 def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import RecordingError
-from lockstep.observe.files import jsonable
+from lockstep.observe.files import JSON_BYTES, JSON_VALUES, file_errors, jsonable
 from lockstep.recording.entries import HeaderEntry, IndexEntry, checked
 from lockstep.recording.files import dtype_name, tensor_bytes, write_signed_json, write_tensors
 from lockstep.recording.format import Encoded, encode, join, sealed
@@ -37,6 +37,14 @@ SHARD_BYTES = 64 * 2**20
 """A shard is written when its inputs take more, however few they are."""
 SHARD_JSON = 2**20
 """The same for what is said of them in JSON, which a reader parses as a whole."""
+
+
+_LARGEST_JSON = 4 * SHARD_JSON
+"""The same of one input; several stay below what a reader takes."""
+
+
+class InputError(RecordingError):
+    """An input that could not be read back to the bit; nothing of it is written."""
 
 
 class RecordingWriter:
@@ -86,7 +94,8 @@ class RecordingWriter:
         """Inputs of one optimizer step that are about to be fed; they survive the process from here on.
 
         Raises:
-            RecordingError: an input that could not be read back to the bit, or no room on the disk.
+            InputError: an input that could not be read back to the bit.
+            RecordingError: no room on the disk.
         """
         self._write_open(inputs)
         self._pending |= {recorded.meta.key for recorded in inputs}
@@ -158,16 +167,27 @@ class RecordingWriter:
                 f"input {tuple(recorded.meta.key)} is of another rank than the writer's {self.rank}"
             )
         known = self._encoded.get(recorded.meta.key)
-        encoded = encode(recorded, vocab_size=self.header.vocab_size, known=known)
+        try:
+            encoded = encode(recorded, vocab_size=self.header.vocab_size, known=known)
+            for tensor in encoded.others.values():
+                dtype_name(tensor)
+        except RecordingError as error:
+            raise InputError(str(error)) from error
+        if _json_size(encoded) > _LARGEST_JSON:
+            raise InputError(
+                f"input {tuple(recorded.meta.key)}: what is said of it takes {len(encoded.entry):,} bytes of "
+                f"JSON, more than is read again; keep less of each of its {len(recorded.batch.sample_ids):,} "
+                "documents"
+            )
         return dataclasses.replace(encoded, others={n: t.detach().cpu() for n, t in encoded.others.items()})
 
     def _keep(self, key: InputKey, encoded: Encoded) -> None:
         if key in self._encoded:
             self._bytes -= self._encoded[key].nbytes
-            self._json -= len(self._encoded[key].entry)
+            self._json -= _json_size(self._encoded[key])
         self._encoded[key] = encoded
         self._bytes += encoded.nbytes
-        self._json += len(encoded.entry)
+        self._json += _json_size(encoded)
 
     def _flush_if_full(self, *, wait: bool) -> None:
         """wait: for steps that have not finished yet, unless they become many."""
@@ -202,22 +222,41 @@ class RecordingWriter:
     def _start(self, resume_at: int | None) -> IndexEntry:
         """The index to go on from."""
         first = self.rank == self._first
-        exists = (self._folder / INDEX).exists() or (first and (self.directory / HEADER).exists())
-        if exists and resume_at is None:
+        index, root = self._folder / INDEX, self.directory / HEADER
+        has_index, has_root = os.path.lexists(index), os.path.lexists(root)
+        if resume_at is None and (has_index or (first and has_root)):
             raise RecordingError(
                 f"{self.directory}: already holds a recording; record into another directory, or remove it "
                 "first"
             )
-        self._folder.mkdir(parents=True, exist_ok=True)
+        names = self._visible()
+        if names and not has_index:
+            raise _incomplete(f"{index}: is missing, but {', '.join(names[:3])} lie beside it")
+        if first and has_root and resume_at and not names:
+            raise _incomplete(f"{index}: is missing, but {root} names its rank")
+        if first and has_index and not has_root:
+            raise _incomplete(f"{root}: is missing, but {index} is there")
+        with file_errors(self._folder, RecordingError, "write"):
+            self._folder.mkdir(parents=True, exist_ok=True)
         if first:
-            if exists and (self.directory / HEADER).exists():
+            if has_root:
                 self._adopt(resume_at or 0)
+            _clear(self.directory, HEADER)
             self._write_header()
-        if exists and (self._folder / INDEX).exists():
+        if has_index:
             return _drop(self.directory, self.rank, resume_at or 0)
-        index = empty_index(self.rank)
-        write_index(self._folder, index)
-        return index
+        _clear(self._folder, INDEX)
+        empty = empty_index(self.rank)
+        write_index(self._folder, empty)
+        return empty
+
+    def _visible(self) -> list[str]:
+        """Names in the rank's folder but for hidden ones. Raises RecordingError: it is a link."""
+        if self._folder.is_symlink():
+            raise RecordingError(f"{self._folder}: is a link; only folders of the recording are written to")
+        if not self._folder.is_dir():
+            return []
+        return sorted(name for name in os.listdir(self._folder) if not name.startswith("."))
 
     def _adopt(self, resume_at: int) -> None:
         """Check that the recording is of this model; cut the folders of ranks that the run no longer has."""
@@ -227,6 +266,9 @@ class RecordingWriter:
                 f"{self.directory / HEADER}: field vocab_size is {old.vocab_size}, the model's is "
                 f"{self.header.vocab_size}; record into another directory"
             )
+        for folder in (rank_folder(self.directory, rank) for rank in old.ranks if resume_at):
+            if folder != self._folder and not folder.exists():
+                raise _incomplete(f"{folder}: is missing, but {self.directory / HEADER} names its rank")
         for rank in set(old.ranks) - set(self._ranks):
             _drop(self.directory, rank, resume_at, closed=True)
         self._ranks = sorted({*old.ranks, *self._ranks})
@@ -235,6 +277,12 @@ class RecordingWriter:
         fields = {name: getattr(self.header, name) for name in HeaderEntry.model_fields}
         path = self.directory / HEADER
         write_header(path, fields, self._ranks)
+
+
+def _json_size(encoded: Encoded) -> int:
+    """Bytes of its JSON; many short values count as much as the bytes that a reader would take instead."""
+    text = encoded.entry
+    return max(len(text), (text.count(",") + text.count("[") + text.count("{")) * JSON_BYTES // JSON_VALUES)
 
 
 def write_header(path: Path, fields: Mapping[str, Any], ranks: Sequence[int]) -> None:
@@ -294,6 +342,20 @@ def _drop(root: Path, rank: int, resume_at: int, *, closed: bool = False) -> Ind
     write_index(folder, index)
     stay = {folder / file_name("shard", row.number) for row in kept} | {folder / INDEX}
     for name in os.listdir(folder):
-        if folder / name not in stay and name.endswith((".safetensors", ".tmp")):
+        if folder / name not in stay and name.endswith(".safetensors"):
             (folder / name).unlink()
+    _clear(folder, INDEX)
     return index
+
+
+def _clear(folder: Path, name: str) -> None:
+    """Remove what a writer that was killed left half-written: of `name`, and of shards and open files."""
+    for path in [*folder.glob(f".{name}.*"), *folder.glob(".*.safetensors.tmp")]:
+        path.unlink()
+
+
+def _incomplete(what: str) -> RecordingError:
+    return RecordingError(
+        f"{what}; the recording is incomplete, and going on would lose what is left of it. Put the file "
+        "back, or move the whole recording elsewhere"
+    )

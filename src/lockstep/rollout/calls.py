@@ -1,20 +1,24 @@
-"""Calling a user's reward function with a time limit, sync or async, without ever hanging the caller.
+"""Calling a Python callable as a reward with a time limit, sync or async, without ever hanging the caller.
 
-Sync functions run one after another in a thread of their own; async ones run together in an event loop in a
-thread of its own, so it does not matter whether the caller (a notebook) has a running loop. The caller waits
-in small steps that Ctrl-C interrupts. Python cannot end a thread: one that overran is left behind and
-replaced. Code that holds the interpreter lock for ever (a runaway regular expression) cannot be timed out
-this way.
+A reward that is named has a process of its own, see reward_worker; this is for callables, which cannot be
+sent to one. Sync functions run one after another in a thread of their own; async ones run together in an
+event loop in a thread of its own, so it does not matter whether the caller (a notebook) has a running loop.
+The caller waits in small steps that Ctrl-C interrupts. Python cannot end a thread: one that overran is left
+behind and replaced. Code that holds the interpreter lock for ever (a runaway regular expression) cannot be
+timed out this way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
+
+from lockstep.rollout.reward_calls import text_of
 
 T = TypeVar("T")
 Call = Callable[[], Any]
@@ -47,6 +51,16 @@ def _in_steps(
                 raise
 
 
+class CallFailure(RuntimeError):
+    """A call raised SystemExit, KeyboardInterrupt or GeneratorExit, or was left by a fork: it may end neither
+    its thread nor the run."""
+
+
+def _contained(error: BaseException) -> Exception:
+    """The error, as one that ends no thread."""
+    return error if isinstance(error, Exception) else CallFailure(f"{type(error).__name__}: {text_of(error)}")
+
+
 class CallThread:
     """One daemon thread that runs calls in order."""
 
@@ -73,12 +87,16 @@ class CallThread:
 
 
 def _serve(calls: queue.Queue[tuple[Call, queue.Queue[tuple[bool, Any]]]]) -> None:
+    process = os.getpid()
     while True:
         call, reply = calls.get()
         try:
-            reply.put((True, call()))
+            outcome: tuple[bool, Any] = (True, call())
         except BaseException as error:  # carried to the caller, which raises it
-            reply.put((False, error))
+            outcome = (False, _contained(error))
+        if os.getpid() != process:  # the call forked, and this is the copy: nobody waits for it
+            os._exit(1)
+        reply.put(outcome)
 
 
 class LoopThread:
@@ -101,24 +119,35 @@ class LoopThread:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="reward-async", daemon=True).start()
-        limit = -(-len(calls) // concurrency) * timeout + LOOP_GRACE_SECONDS
-        future = asyncio.run_coroutine_threadsafe(_gather(calls, timeout, concurrency), self._loop)
+        limit = seconds_together(len(calls), timeout, concurrency)
+        future = asyncio.run_coroutine_threadsafe(gather(calls, timeout, concurrency), self._loop)
         try:
             return _in_steps(lambda seconds: future.result(timeout=seconds), TimeoutError, limit, future.done)
         except BaseException as error:
             future.cancel()
             if isinstance(error, TimeoutError):
                 self._loop = None
-                raise TimeoutError(
-                    f"blocks the event loop: {len(calls)} calls were not done after {limit:g} s; await "
-                    "inside it, or make it a plain function"
-                ) from None
+                raise blocked(len(calls), limit) from None
             raise
 
 
-async def _gather(
+def seconds_together(count: int, timeout: float, concurrency: int) -> float:
+    """How long `count` async calls may take."""
+    return -(-count // concurrency) * timeout + LOOP_GRACE_SECONDS
+
+
+def blocked(count: int, limit: float) -> TimeoutError:
+    """The error of calls that were not done by then, although each is timed out."""
+    return TimeoutError(
+        f"blocks the event loop: {count} calls were not done after {limit:g} s; await inside it, or make it "
+        "a plain function"
+    )
+
+
+async def gather(
     calls: Sequence[Callable[[], Awaitable[Any]]], timeout: float, concurrency: int
 ) -> list[Any]:
+    """One outcome per call, in order, see LoopThread.run."""
     slots = asyncio.Semaphore(concurrency)
 
     async def one(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -130,5 +159,7 @@ async def _gather(
                 if limit.expired():
                     raise TimeoutError(f"took longer than {timeout:g} s") from None
                 raise
+            except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+                raise _contained(error) from error  # the loop itself would end
 
     return await asyncio.gather(*(one(call) for call in calls), return_exceptions=True)

@@ -11,20 +11,21 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError, unknown_name
 from lockstep.protocols.reward import RewardInput
-from lockstep.registry import load_object
 from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
+from lockstep.rollout.reward_calls import MATCHES, bind, is_async, own_row, raised, score_of
+from lockstep.rollout.reward_worker import RewardFailure, RewardWorker
+from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, require_package
 
 CORRECT = 1.0 - 1e-6
@@ -52,7 +53,8 @@ class RewardSet:
 
     `search_paths`: folders, besides the working directory, in which `module:attribute` is looked for.
     `functions`: callables that take the place of `configs` altogether, each with the settings of a default
-    RewardConfig.
+    RewardConfig. They run in this process, as they cannot be sent to another; rewards named
+    `module:attribute` have processes of their own, so that close() should be called.
 
     Raises:
         ConfigError: an unknown name, wrong kwargs, a module that does not import, a package that is not
@@ -73,23 +75,28 @@ class RewardSet:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._process = VerifierProcess()
+        self._workers: list[RewardWorker] = []
         if functions:
             self._configs = tuple(RewardConfig(name=_function_name(f)) for f in functions)
         else:
             self._configs = tuple(configs)
         self._names = _numbered([config.name for config in self._configs])
         values: list[Any] = list(functions) or [None] * len(self._configs)
-        self._scorers = [
-            self._scorer(config, name, search_paths) if value is None else _user_scorer(config, value)
-            for config, name, value in zip(self._configs, self._names, values, strict=True)
-        ]
+        try:
+            self._scorers = [
+                self._scorer(config, name, search_paths) if value is None else _callable_scorer(config, value)
+                for config, name, value in zip(self._configs, self._names, values, strict=True)
+            ]
+        except BaseException:
+            self.close()
+            raise
 
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored | None]:
         """One entry per input, in order; None where a reward failed under on_error = drop.
 
         Raises:
-            RewardError: a reward failed under on_error = fail; names reward and row, the exception is its
-                __cause__.
+            RewardError: a reward failed under on_error = fail; names reward and row. Its __cause__ is the
+                exception, or a RewardFailure with the traceback from the reward's process.
             ConfigError: the rows lack what a reward needs in principle (a verifier, an answer column).
         """
         columns: list[list[float | None]] = []
@@ -117,14 +124,23 @@ class RewardSet:
         return None
 
     def take_counts(self) -> dict[str, int]:
-        """Counts since the last call: NAME/no_answer, NAME/junk, NAME/failed and dropped (rollouts)."""
-        counts = dict(self.counts)
+        """Counts since the last call: NAME/no_answer, NAME/junk, NAME/timeout (of the
+        junk), NAME/failed and dropped (rollouts)."""
+        counts = dict(+self.counts)
         self.counts.clear()
         return counts
 
+    def notes(self) -> list[str]:
+        """Say, for the start of a run, which layers of the verifiers' sandbox are missing."""
+        if not any(config.name in ("verifier", "math") for config in self._configs) or not probe().missing:
+            return []
+        return [f"verifiers' sandbox: {probe().describe()}"]
+
     def close(self) -> None:
-        """End the verifier process. The set stays usable: it starts another one when needed."""
+        """End the processes of verifiers and rewards. The set stays usable: it starts others when needed."""
         self._process.close()
+        for worker in self._workers:
+            worker.close()
 
     def _combine(self, values: Sequence[float | None]) -> Scored | None:
         present = [value for value in values if value is not None]
@@ -140,12 +156,12 @@ class RewardSet:
             raise outcome
         cause = outcome if isinstance(outcome, BaseException) else None
         if cause is None:
-            value = _as_float(outcome)
-            if value is not None and math.isfinite(value):
+            value = score_of(outcome)
+            if isinstance(value, float):
                 return value
-            problem = f"returned {outcome!r} ({type(outcome).__name__}), not a finite number"
+            problem = value
         else:
-            problem = f"raised {type(cause).__name__}: {cause}"
+            problem = str(cause) if isinstance(cause, RewardFailure) else raised(cause)
         if config.on_error == "drop":
             self.counts[f"{name}/failed"] += 1
             return None
@@ -156,18 +172,25 @@ class RewardSet:
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
         if ":" in config.name:
-            return _user_scorer(config, _import(config.name, search_paths))
+            return self._started(config, config.name, search_paths)
         if config.name in ("verifier", "math"):
             _no_kwargs(config)
             package = {"verifier": "reasoning_gym", "math": "math_verify"}[config.name]
             require_package(package, needed_by=f"reward {config.name!r}")
             judge = {"verifier": self._verify, "math": self._math}[config.name]
             return partial(_each, partial(self._judge, judge, config, name), config.on_error == "fail")
-        builtin = {"ids": _ids, "length": _length, "format": _format}
+        if config.name == "format":
+            _check_pattern(config)
+            return self._started(config, MATCHES)
+        builtin = {"ids": _ids, "length": _length}
         if config.name not in builtin:
-            known = [*builtin, "verifier", "math", "module:attribute"]
+            known = [*builtin, "format", "verifier", "math", "module:attribute"]
             raise ConfigError(unknown_name("reward", config.name, known))
         return partial(_each, builtin[config.name](config), config.on_error == "fail")
+
+    def _started(self, config: RewardConfig, target: str, search_paths: Sequence[Path] = ()) -> Scorer:
+        self._workers.append(RewardWorker(config, target, search_paths))
+        return _named_scorer(self._workers[-1], config)
 
     def _judge(
         self,
@@ -183,6 +206,7 @@ class RewardSet:
         score, junk = judge(config, sample.row, answer)
         if junk is not None:
             self.counts[f"{name}/junk"] += 1
+            self.counts[f"{name}/timeout"] += junk.startswith("TimeoutError")
         return score
 
     def _verify(self, config: RewardConfig, row: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
@@ -192,7 +216,9 @@ class RewardSet:
                 "reward 'verifier' needs rows of data.source = 'reasoning_gym:TASK', these name verifier "
                 f"{verifier!r} (columns: {', '.join(row)}); use reward 'math' or 'module:function'"
             )
-        return self._process.reasoning_gym(row, answer, timeout=config.timeout_seconds)
+        return self._process.reasoning_gym(
+            row, answer, timeout=config.timeout_seconds, allowed=config.allow_unsandboxed
+        )
 
     def _math(self, config: RewardConfig, row: Mapping[str, Any], answer: str) -> tuple[float, str | None]:
         if "answer" not in row:
@@ -268,19 +294,18 @@ def _length(config: RewardConfig) -> Callable[[RewardInput], float]:
     return lambda sample: -abs(len(sample.completion_token_ids) - target) / target
 
 
-def _format(config: RewardConfig) -> Callable[[RewardInput], float]:
+def _check_pattern(config: RewardConfig) -> None:
     pattern = config.kwargs.get("pattern")
     if set(config.kwargs) != {"pattern"} or not isinstance(pattern, str):
         raise ConfigError(
             f"reward 'format' needs kwargs = {{pattern = 'REGULAR EXPRESSION'}}, got {config.kwargs}"
         )
     try:
-        compiled = re.compile(pattern, re.DOTALL)
+        re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(
             f"reward 'format': kwargs.pattern = {pattern!r} is no regular expression: {error}"
         ) from error
-    return lambda sample: float(compiled.search(sample.completion) is not None)
 
 
 def _no_kwargs(config: RewardConfig) -> None:
@@ -292,9 +317,14 @@ def _function_name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _user_scorer(config: RewardConfig, value: Any) -> Scorer:
-    """The scorer of a user's function or class."""
-    call = _bind(config, value)
+def _named_scorer(worker: RewardWorker, config: RewardConfig) -> Scorer:
+    """The scorer of a reward in a process of its own."""
+    return worker.together if worker.asynchronous else partial(_each, worker.one, config.on_error == "fail")
+
+
+def _callable_scorer(config: RewardConfig, value: Callable[..., Any]) -> Scorer:
+    """The scorer of a Python callable, in this process: it cannot be sent to another."""
+    call = bind(config.name, config.kwargs, value)
     loop = LoopThread()
     thread = CallThread()
 
@@ -305,7 +335,7 @@ def _user_scorer(config: RewardConfig, value: Any) -> Scorer:
         return await value
 
     def one(sample: RewardInput) -> Any:
-        value = thread.run(partial(call, sample), timeout=config.timeout_seconds)
+        value = thread.run(partial(call, own_row(sample)), timeout=config.timeout_seconds)
         if not inspect.isawaitable(value):
             return value
         outcome = run_async([partial(awaited, value)])[0]
@@ -315,75 +345,11 @@ def _user_scorer(config: RewardConfig, value: Any) -> Scorer:
 
     def together(inputs: Sequence[RewardInput]) -> list[Any]:
         try:
-            return run_async([partial(call, sample) for sample in inputs])
+            return run_async([partial(call, own_row(sample)) for sample in inputs])
         except TimeoutError as error:
             return [error] * len(inputs)
 
-    return together if _is_async(call) else partial(_each, one, config.on_error == "fail")
-
-
-def _import(target: str, search_paths: Sequence[Path]) -> Any:
-    for folder in (*search_paths, Path.cwd()):
-        if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
-    try:
-        return load_object(target, what=f"reward {target!r}")
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"reward {target!r}: importing its module raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def _bind(config: RewardConfig, value: Any) -> Callable[[RewardInput], Any]:
-    """One argument in: the record for a class's instance, keyword arguments for a function."""
-    if inspect.isclass(value):
-        try:
-            instance: Any = value(**config.kwargs)
-        except TypeError as error:
-            raise ConfigError(
-                f"reward {config.name!r}: cannot be made with kwargs = {config.kwargs}: {error}"
-            ) from error
-        if not callable(instance):
-            raise ConfigError(f"reward {config.name!r}: instances must be callable with one RewardInput")
-        return cast(Callable[[RewardInput], Any], instance)
-    if not callable(value):
-        raise ConfigError(f"reward {config.name!r} is {type(value).__name__}, not a function or a class")
-    try:
-        inspect.signature(value).bind(prompt="", completion="", row={}, **config.kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward {config.name!r} is called with keyword arguments prompt, completion, "
-            f"row{''.join(', ' + name for name in config.kwargs)}, which its signature "
-            f"{inspect.signature(value)} does not take: {error}"
-        ) from error
-    return _KeywordCall(value, dict(config.kwargs))
-
-
-@dataclass(frozen=True)
-class _KeywordCall:
-    function: Callable[..., Any]
-    kwargs: Mapping[str, Any]
-
-    def __call__(self, sample: RewardInput) -> Any:
-        return self.function(
-            prompt=sample.prompt, completion=sample.completion, row=sample.row, **self.kwargs
-        )
-
-
-def _is_async(call: Callable[[RewardInput], Any]) -> bool:
-    function = call.function if isinstance(call, _KeywordCall) else call
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  (an instance with an async __call__)
-    )
-
-
-def _as_float(value: Any) -> float | None:
-    """A number (bool, int, float, numpy or torch scalar) as a float; None for anything else."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    return float(value) if isinstance(value, int | float) else None
+    return together if is_async(call) else partial(_each, one, config.on_error == "fail")
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.readers import parse_row
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe.files import check_writable, sync_folder, write_json
+from lockstep.observe.files import check_writable, file_errors, read_json, sync_folder, write_json
 from lockstep.rollout.rows_parquet import read_parquet, write_parquet
 
 Row = Mapping[str, Any]
@@ -224,15 +225,22 @@ def read_meta(path: Path) -> dict[str, Any] | None:
         ConfigError: it is damaged, or of a later version.
     """
     file = meta_path(path)
-    try:
-        meta: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        known = meta["format"] == FORMAT and {"command", "identity", "rows", "complete"} <= meta.keys()
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{file} is damaged ({error}); begin anew with --overwrite") from error
-    if not known:
+    try:
+        meta = read_json(file, ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; begin anew with --overwrite") from error
+    if not isinstance(meta, dict) or not isinstance(meta.get("format"), int):
+        raise ConfigError(f"{file} is damaged (it names no format); begin anew with --overwrite")
+    if meta["format"] != FORMAT:
         raise ConfigError(f"{file}: format {meta['format']!r} is not {FORMAT}; it is of another version")
+    kinds = {"command": str, "identity": dict, "rows": int, "complete": bool}
+    for name, kind in kinds.items():
+        if not isinstance(meta.get(name), kind):
+            raise ConfigError(
+                f"{file} is damaged ({name} = {str(meta.get(name))[:80]!r}); begin anew with --overwrite"
+            )
     return meta
 
 
@@ -257,20 +265,10 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
+    with file_errors(path, DataError), path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _parsed(line, f"{path}, line {number}")
-
-
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also bytes that are no text
-        raise DataError(f"{where}: not valid JSON ({error}): {line[:80]!r}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object, got {line[:80]!r}")
-    return row
+                yield parse_row(line, f"{path}, line {number}")
 
 
 def _scan(fd: int, path: Path) -> dict[Key, int]:
@@ -283,7 +281,7 @@ def _scan(fd: int, path: Path) -> dict[Key, int]:
                 os.ftruncate(fd, end)
                 break
             where = f"{path}, line {number}"
-            key = _key(_parsed(line, where), where)
+            key = _key(parse_row(line, where), where)
             if key in offsets:
                 raise DataError(f"{where}: sample {key[1]} of prompt {key[0]} is there twice; remove one")
             offsets[key] = end

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError, DataError
+from lockstep.data.readers import opened_parquet, parse_value
+from lockstep.errors import DataError
 
 JSON_COLUMNS = b"lockstep.json_columns"
 """Key in the file's metadata: names of the columns that hold JSON."""
@@ -41,7 +42,7 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except (OSError, pyarrow.ArrowException, UnicodeError) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeError, OverflowError) as error:
         temporary.unlink(missing_ok=True)
         raise DataError(
             f"cannot write {path}: {error}. Make room, or choose .jsonl, and run it again"
@@ -59,21 +60,13 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         ConfigError: pyarrow is missing.
         DataError: it is damaged.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            as_json = json.loads((file.schema_arrow.metadata or {}).get(JSON_COLUMNS, b"[]"))
-            for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
-                for row in batch.to_pylist():
-                    for name in as_json:
-                        row[name] = None if row[name] is None else json.loads(row[name])
-                    yield row
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error})") from error
+    with opened_parquet(path) as file:
+        as_json = json.loads((file.schema_arrow.metadata or {}).get(JSON_COLUMNS, b"[]"))
+        for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
+            for row in batch.to_pylist():
+                for name in as_json:
+                    row[name] = None if row[name] is None else parse_value(row[name].encode(), str(path))
+                yield row
 
 
 def _schema(row: Mapping[str, Any]) -> tuple[Any, frozenset[str]]:

@@ -116,6 +116,7 @@ class GroupSampler:
         rank, size = self.ranks.rank, self.ranks.world_size
         shares = self.ranks.each(
             lambda: self._share(prompts[rank::size], draw, sampling=sampling, group_size=group_size),
+            _Share,
             what="sampling",
         )
         if any(share.aborted for share in shares):

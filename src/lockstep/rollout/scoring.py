@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard, get_args
 
 from lockstep.config.batch import ScoreConfig
+from lockstep.data.sources import column_names
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.reward import RewardInput
@@ -20,6 +21,7 @@ from lockstep.rollout.batch import Hooks
 from lockstep.rollout.rewards import RewardSet
 from lockstep.rollout.row_values import decoded
 from lockstep.rollout.rows import RowFile
+from lockstep.schema.rollout import FinishReason
 
 MODEL = "model"
 """The reward model's name in `rewards`."""
@@ -80,16 +82,16 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
         index, sample = row.get("index"), row.get("sample")
         if index is None:
             index = numbers.setdefault(repr(prompt), len(numbers))
-        if sample is None:
+        if sample is None and type(index) is int:
             sample = counts[index]
             counts[index] += 1
-        if type(index) is not int or type(sample) is not int or (index, sample) in seen:
+        if not _is_number(index) or not _is_number(sample) or (index, sample) in seen:
             raise DataError(
                 f"{where}: index = {index!r} and sample = {sample!r} must be whole numbers that no other row "
                 "has; correct them, or leave both columns out"
             )
         seen.add((index, sample))
-        data = decoded(row["row"]) if isinstance(row.get("row"), dict) else row
+        data = decoded(row["row"], where) if isinstance(row.get("row"), dict) else row
         yield ToScore(
             row={"index": index, "sample": sample, **{k: v for k, v in row.items() if k not in _KEY}},
             prompt=prompt,
@@ -98,19 +100,40 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
                 prompt=str(row.get("prompt_text") or (prompt if isinstance(prompt, str) else "")),
                 completion=completion,
                 row=data,
-                prompt_token_ids=tuple(row.get("prompt_token_ids") or ()),
-                completion_token_ids=tuple(row.get("token_ids") or ()),
-                finish_reason=row.get("finish_reason") or "stop",
+                prompt_token_ids=_ids(row, "prompt_token_ids", where),
+                completion_token_ids=_ids(row, "token_ids", where),
+                finish_reason=_finish_reason(row, where),
                 index=index,
             ),
         )
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _ids(row: Mapping[str, Any], name: str, where: str) -> tuple[int, ...]:
+    ids = row.get(name)
+    if ids is None:
+        return ()
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise DataError(f"{where}: {name} must be a list of token ids, got {str(ids)[:80]!r}")
+    return tuple(ids)
+
+
+def _finish_reason(row: Mapping[str, Any], where: str) -> Any:
+    reason = row.get("finish_reason") or "stop"
+    if reason not in get_args(FinishReason):
+        known = " or ".join(get_args(FinishReason))
+        raise DataError(f"{where}: finish_reason must be {known}, got {str(reason)[:80]!r}")
+    return reason
 
 
 def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
     for name in ("prompt", "completion"):
         if name not in row:
             raise DataError(
-                f"{where} has no column {name!r}; columns: {', '.join(row)}. Rows of `lockstep generate` "
+                f"{where} has no column {name!r}; columns: {column_names(row)}. Rows of `lockstep generate` "
                 "have it; of other files, rename the column"
             )
     prompt, completion = row["prompt"], row["completion"]

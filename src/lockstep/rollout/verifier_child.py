@@ -1,36 +1,52 @@
-"""What runs in the verifier process: reads jobs on standard input, answers with one JSON line each.
+"""What runs in the process of a verifier package: jobs in, one small reply each, in a sandbox.
 
-Run by its path, so it imports nothing of Lockstep. A job is a pickled dict behind a 4-byte length, sent by
-our own parent over a private pipe; pickle keeps tuples and integer keys of the rows, which JSON would not.
+    supervisor   ends the whole tree when the parent is gone, see sandbox.supervise
+      judge      imports the package, locks itself in, reads jobs, keeps the time, writes the replies
+        evaluator  a fork of the judge: has no pipe but its own to the judge; computes one score
+
+An answer that a task evaluates (`eval`, sympy's parse_expr) and that could name something gets an evaluator
+of its own, ended after the job; other jobs share one. Started as `python -I -c`, with an empty environment;
+imports nothing of Lockstep that is large.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import gc
+import importlib
+import inspect
 import json
+import logging
 import math
 import os
-import pickle
-import resource
+import re
+import select
 import signal
 import struct
 import sys
+import time
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
-MEMORY_LIMIT = 8 << 30
-"""Bytes of address space: an answer such as 9**9**9 must not take the machine with it."""
+from lockstep.rollout import grammar, sandbox
+from lockstep.rollout.messages import Message, receive, send
+from lockstep.rollout.row_values import decoded
 
-PARSE_ERRORS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    SyntaxError,
-    RecursionError,
-    AssertionError,
-)
-"""What a verifier may raise over an answer that it cannot parse."""
+REPLY_BYTES = 4096
+"""Most that is read from an evaluator."""
+EVALUATING = {"eval", "exec", "parse_expr", "sympify", "create_dataset"}
+"""Calls by which a task evaluates text, or leaves it to another task."""
+NAMELESS = re.compile(r"[0-9+\-*/%().,\[\]\s]*", re.ASCII)
+"""An answer that can name nothing, whatever evaluates it: no letter, no underscore, no quote."""
+
+
+class Ended(Exception):
+    """The evaluator gave no reply: it ran for too long, or died. The text says which."""
+
+
+# --- In the evaluator
 
 
 @lru_cache(maxsize=32)
@@ -40,17 +56,13 @@ def _dataset(task: str, settings: str) -> Any:
     return reasoning_gym.create_dataset(task, seed=0, size=8, **json.loads(settings))
 
 
-def _reasoning_gym(job: dict[str, Any]) -> dict[str, Any]:
-    dataset = _dataset(job["task"], json.dumps(job["settings"], sort_keys=True))
-    entry = job["entry"]
-    try:
-        return {"score": float(dataset.score_answer(answer=job["answer"], entry=entry))}
-    except PARSE_ERRORS as error:
-        # Junk only if the verifier itself works on this entry: it must take the entry's own answer without
-        # raising.
-        own = entry.get("answer")
-        dataset.score_answer(answer="" if own is None else own, entry=entry)
-        return {"score": 0.0, "junk": f"{type(error).__name__}: {error}"}
+def _settings(job: Message) -> str:
+    return json.dumps(job["settings"], sort_keys=True)
+
+
+def _reasoning_gym(job: Message) -> float:
+    dataset = _dataset(job["task"], _settings(job))
+    return float(dataset.score_answer(answer=job["answer"], entry=decoded(job["entry"], "entry")))
 
 
 @lru_cache(maxsize=4096)
@@ -61,51 +73,205 @@ def _gold(answer: str) -> Any:
     text = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
     parsed = parse(text, parsing_timeout=None, raise_on_error=True)
     if not gold or not parsed:
-        raise ValueError(f"math-verify finds no expression in the row's answer {answer!r}")
+        raise LookupError(f"math-verify finds no expression in the row's answer {answer!r}")
     return parsed
 
 
-def _math(job: dict[str, Any]) -> dict[str, Any]:
+def _math(job: Message) -> float:
     from math_verify import parse, verify
 
     gold = _gold(job["gold"])
-    found = parse(job["answer"], parsing_timeout=None)
-    if not found:
-        return {"score": 0.0, "junk": "no mathematical expression"}
-    return {"score": float(verify(gold, found, timeout_seconds=None))}
+    parsed = parse(job["answer"], parsing_timeout=None)
+    if not parsed:
+        raise ValueError("no mathematical expression")
+    return float(verify(gold, parsed, timeout_seconds=None))
 
 
-def _ready(job: dict[str, Any]) -> dict[str, Any]:
-    __import__(job["module"])
-    return {"ready": True}
+@lru_cache(maxsize=1)
+def _warm_up() -> None:
+    """Fill sympy's caches, so that not every evaluator has to."""
+    import sympy
+
+    x = sympy.Symbol("x")
+    sympy.simplify(sympy.diff(sympy.parse_expr("2*x**2 + sqrt(x)/3 - 1", local_dict={"x": x}), x))
+    gc.collect()
+    gc.freeze()
 
 
-JOBS = {"reasoning_gym": _reasoning_gym, "math": _math, "import": _ready}
+SCORES: dict[str, Callable[[Message], float]] = {"reasoning_gym": _reasoning_gym, "math_verify": _math}
 
 
-def main() -> None:
-    """Serve jobs until standard input closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
-    jobs, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not land among the replies
-    import logging
+def _evaluate(score: Callable[[Message], float], jobs: int, replies: int) -> NoReturn:
+    """Score jobs until the judge closes the pipe."""
+    sandbox.lock(None, may_fork=False)
+    while True:
+        job = receive(jobs)
+        try:
+            value = score(job)
+            reply = {"score": value} if math.isfinite(value) else {"junk": f"the score is {value}"}
+        except Exception as error:  # the answer's fault or the row's, which the judge finds out
+            reply = {"junk": f"{type(error).__name__}: {error}"[:500]}
+        send(replies, reply)
 
+
+# --- In the judge
+
+
+class Judge:
+    """Hands jobs to evaluators and keeps the time."""
+
+    def __init__(self, package: str) -> None:
+        self._score = SCORES[package]
+        self._evaluator: tuple[int, int, int] | None = None
+
+    def reply(self, job: Message) -> Message:
+        """Return {score}, {score, junk} or {error}.
+
+        An exception, a time-out or a death is the answer's fault, and scores 0, if the verifier takes the
+        row's own answer.
+        """
+        outcome = self._run(job)
+        if "score" in outcome:
+            return outcome
+        own = self._run({**job, "answer": job["own_answer"]})
+        if "score" in own:
+            return {"score": 0.0, "junk": outcome["junk"]}
+        return {"error": own["junk"]}
+
+    def _run(self, job: Message) -> Message:
+        alone = job["evaluates"] and not NAMELESS.fullmatch(job["answer"])
+        if alone:
+            self._end()
+        try:
+            outcome = self._exchange(job)
+        except Ended as error:
+            outcome = {"junk": str(error)}
+            alone = True
+        if alone:
+            self._end()
+        return outcome
+
+    def _exchange(self, job: Message) -> Message:
+        _, jobs, replies = self._evaluator or self._start()
+        deadline = time.monotonic() + job["timeout"]
+        try:
+            send(jobs, job)
+            data = _read_reply(replies, deadline)
+        except TimeoutError:
+            raise Ended(f"TimeoutError: the verifier took longer than {job['timeout']:g} s") from None
+        except BrokenPipeError:
+            data = b""
+        try:
+            outcome = json.loads(data)
+        except (ValueError, RecursionError):
+            outcome = None
+        match outcome:
+            case {"score": float() as score, **rest} if not rest and math.isfinite(score):
+                return outcome  # type: ignore[no-any-return]
+            case {"junk": str()} if len(outcome) == 1:
+                return outcome  # type: ignore[no-any-return]
+        raise Ended("the verifier's process died, or replied something else than a score")
+
+    def _start(self) -> tuple[int, int, int]:
+        theirs_in, jobs = os.pipe()
+        replies, theirs_out = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                sandbox.close_all_but(1, 2, theirs_in, theirs_out)  # 1 and 2 are /dev/null
+                _evaluate(self._score, theirs_in, theirs_out)
+            finally:
+                os._exit(1)
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._evaluator = (pid, jobs, replies)
+        return self._evaluator
+
+    def _end(self) -> None:
+        """Kill the evaluator, and whatever else lives in this pid namespace."""
+        if self._evaluator is None:
+            return
+        pid, *pipes = self._evaluator
+        self._evaluator = None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+            if os.getpid() == 1:
+                os.kill(-1, signal.SIGKILL)
+        for pipe in pipes:
+            os.close(pipe)
+        os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _read_reply(fd: int, deadline: float) -> bytes:
+    """One message of at most REPLY_BYTES and nothing after it; empty when the writer is gone."""
+    data = b""
+    while len(data) < 4 or len(data) < 4 + struct.unpack("<I", data[:4])[0]:
+        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        chunk = os.read(fd, REPLY_BYTES)
+        data += chunk
+        if not chunk or len(data) > REPLY_BYTES:
+            return b""
+    return data[4:] if len(data) == 4 + struct.unpack("<I", data[:4])[0] else b""
+
+
+def evaluates(task: str) -> bool:
+    """Whether the module of a reasoning_gym task, or of a class that it extends, evaluates text."""
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        return False
+    modules = {c.__module__ for c in DATASETS[task][0].__mro__ if c.__module__.startswith("reasoning_gym.")}
+    return any(_evaluating_module(name) for name in modules)
+
+
+@lru_cache(maxsize=1024)
+def _evaluating_module(name: str) -> bool:
+    tree = ast.parse(inspect.getsource(sys.modules[name]))
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(getattr(call, "id", getattr(call, "attr", "")) in EVALUATING for call in calls)
+
+
+def _answer(judge: Judge, job: Message, isolation: sandbox.Isolation) -> Message:
+    task = job.get("task")
+    job["evaluates"] = task is not None and evaluates(task)
+    if not job["evaluates"]:
+        return judge.reply(job)
+    if not isolation.sufficient and task not in job["allowed"]:
+        return {"refused": isolation.describe()}
+    with contextlib.suppress(Exception):  # the evaluator meets it again, and says so
+        _dataset(task, _settings(job))
+        _warm_up()
+    return judge.reply(job)
+
+
+def main(package: str, jobs: int, replies: int) -> None:
+    """Serve jobs for one package until the pipe of jobs closes."""
+    namespaces = sandbox.supervise(jobs, confined=True)
     logging.disable(
         logging.WARNING
-    )  # math-verify warns that its own timeout is off; the parent keeps the time
-    while head := jobs.read(4):
-        job = pickle.loads(jobs.read(struct.unpack("<I", head)[0]))
-        # If the parent is gone, nobody else would end a job that loops: the default action of SIGALRM does.
-        signal.alarm(math.ceil(job["timeout"]) + 5)
+    )  # math-verify warns that its own timeout is off; the judge keeps the time
+    first: Message = {"ready": True}
+    try:
+        importlib.import_module(package)
+        grammar.guard()
+    except Exception as error:
+        first = {"error": f"{package} cannot be imported: {type(error).__name__}: {error}"}
+    sandbox.limits()
+    given = sandbox.lock(sandbox.readable_places(), may_fork=True)
+    isolation = sandbox.Isolation(namespaces=tuple(namespaces), **given)
+    gc.collect()
+    gc.freeze()  # so that a fork copies fewer pages
+    job = receive(jobs)
+    send(replies, {"id": job["id"], **first})
+    judge = Judge(package)
+    while "ready" in first:
+        job = receive(jobs)
         try:
-            reply = JOBS[job["kind"]](job)
+            reply = _answer(judge, job, isolation)
         except Exception as error:  # handed to the parent, which raises it
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        signal.alarm(0)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
-if __name__ == "__main__":
-    main()
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        send(replies, {"id": job["id"], **reply})

@@ -1,37 +1,34 @@
-"""Verifiers in a process of their own, where a job that never ends can be killed: from any thread, at any
-time.
+"""Verifiers of packages, in a sandbox: from any thread, a job ends in time and reaches nothing.
 
-math-verify's own timeout works by SIGALRM and only in a main thread; some reasoning_gym verifiers evaluate
-what the model wrote. One process per VerifierProcess, started on first use, started again after a kill.
+Some reasoning_gym tasks evaluate what the model wrote, and math-verify's own timeout works by SIGALRM and
+only in a main thread. One process per package, started on first use, started again after a kill; what happens
+in it: `lockstep.rollout.verifier_child`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import math
 import os
-import pickle
-import select
-import struct
-import subprocess
-import sys
 import threading
-import time
-import weakref
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.rollout.messages import JobProcess, Message, ProcessEnded
+from lockstep.rollout.row_values import encoded
 
-_CHILD = Path(__file__).with_name("verifier_child.py")
 _START_SECONDS = 180.0
 """For importing a library, which the job's own limit does not count."""
+_GRACE_SECONDS = 30.0
+"""What the judge may take beyond the two runs of a job: it keeps their time itself."""
 PACKAGES = {"reasoning_gym": "reasoning-gym", "math_verify": "math-verify"}
+
+Score = tuple[float, str | None]
+"""A score, and why the answer counts as junk, or None."""
 
 
 class VerifierFailure(RuntimeError):
-    """A verifier raised, in its own process; the text is its exception."""
+    """A verifier fails on the row itself, or its process does."""
 
 
 class VerifierProcess:
@@ -39,118 +36,94 @@ class VerifierProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._loaded: set[str] = set()
-        self._stop: weakref.finalize[Any, Any] | None = None
+        self._processes: dict[str, JobProcess] = {}
 
     def reasoning_gym(
-        self, row: Mapping[str, Any], answer: str, *, timeout: float
-    ) -> tuple[float, str | None]:
-        """(score, why the answer counts as junk or None) by the score_answer of the task that
-        `row["verifier"]` names.
+        self, row: Mapping[str, Any], answer: str, *, timeout: float, allowed: Sequence[str] = ()
+    ) -> Score:
+        """Score by the score_answer of the task that `row["verifier"]` names.
 
-        An exception over the answer is junk, score 0, if the verifier takes the row's own answer without
-        raising.
+        An exception, a time-out or a crash over the answer is junk, score 0, if the verifier takes the row's
+        own answer.
+
+        Args:
+            allowed: tasks that may evaluate text on a machine that gives no sandbox.
 
         Raises:
-            VerifierFailure: the verifier raises on the row's own answer too.
-            TimeoutError: the verifier ran for longer than `timeout` seconds.
+            ConfigError: the task evaluates text, this machine gives no sandbox, and it is not allowed.
+            DataError: the row holds something that is no data.
+            VerifierFailure: the verifier fails on the row's own answer too.
         """
         entry = {k: v for k, v in row.items() if k not in ("verifier", "verifier_settings", "problem")}
         job = {
-            "kind": "reasoning_gym",
             "task": str(row["verifier"]).partition(":")[2],
             "settings": dict(row.get("verifier_settings") or {}),
-            "entry": entry,
+            "entry": encoded(entry, "the row"),
             "answer": answer,
+            "own_answer": "" if row.get("answer") is None else str(row["answer"]),
+            "allowed": list(allowed),
         }
-        reply = self._run("reasoning_gym", job, timeout)
-        return float(reply["score"]), reply.get("junk")
+        return self._score("reasoning_gym", job, timeout)
 
-    def math(self, gold: str, answer: str, *, timeout: float) -> tuple[float, str | None]:
-        """(1.0 or 0.0, why the answer counts as junk or None): math-verify of `answer` against `gold`.
+    def math(self, gold: str, answer: str, *, timeout: float) -> Score:
+        """1.0 or 0.0 by math-verify of `answer` against `gold`; junk as above.
 
         Raises:
-            VerifierFailure: `gold` holds no expression, or math-verify raised.
-            TimeoutError: it ran for longer than `timeout` seconds.
+            VerifierFailure: `gold` holds no expression, or math-verify fails on it.
         """
-        reply = self._run("math_verify", {"kind": "math", "gold": gold, "answer": answer}, timeout)
-        return float(reply["score"]), reply.get("junk")
+        own = gold.rpartition("####")[2].strip()
+        own = own if "$" in own or "\\boxed" in own else f"${own}$"
+        return self._score("math_verify", {"gold": gold, "answer": answer, "own_answer": own}, timeout)
 
     def close(self) -> None:
-        """End the process; a later job starts another one."""
-        if self._stop is not None:
-            self._stop()
-        self._process, self._stop = None, None
-        self._loaded = set()
-
-    def _run(self, module: str, job: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """End the processes; a later job starts others."""
         with self._lock:
-            if module not in self._loaded:
-                self._exchange({"kind": "import", "module": module}, _START_SECONDS)
-                self._loaded.add(module)
-            return self._exchange(job, timeout)
+            for process in self._processes.values():
+                process.close()
+            self._processes.clear()
 
-    def _exchange(self, job: dict[str, Any], timeout: float) -> dict[str, Any]:
-        process = self._process or self._start()
-        assert process.stdin is not None and process.stdout is not None
-        # Written by us, read by our own child: nothing from outside is ever unpickled (replies are JSON).
-        # JSON would make lists of tuples and strings of integer keys, which some tasks' verifiers look at.
-        data = pickle.dumps({**job, "timeout": timeout})
-        line = b""
+    def _score(self, package: str, job: Message, timeout: float) -> Score:
+        with self._lock:
+            process = self._processes.get(package) or self._start(package)
+            seconds = 2 * timeout + _GRACE_SECONDS
+            try:
+                reply = process.exchange({**job, "timeout": timeout}, seconds=seconds)
+            except TimeoutError:
+                raise VerifierFailure(f"{package} could not be stopped within {seconds:g} s") from None
+            except ProcessEnded as error:
+                raise VerifierFailure(f"{package}: {error}") from None
+            finally:
+                if process.closed:
+                    del self._processes[package]
+        match reply:
+            case {"score": float() as score, **rest} if math.isfinite(score) and rest.keys() <= {"junk"}:
+                junk = rest.get("junk")
+                return score, None if junk is None else str(junk)
+            case {"refused": str() as given}:
+                raise ConfigError(_refusal(job["task"], given))
+        raise VerifierFailure(str(reply.get("error", f"{package} replied {reply!r:.200}")))
+
+    def _start(self, package: str) -> JobProcess:
+        kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        env = {**kept, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        process = JobProcess("lockstep.rollout.verifier_child", package, env=env)
         try:
-            process.stdin.write(struct.pack("<I", len(data)) + data)
-            process.stdin.flush()
-            line = _read_line(process.stdout.fileno(), timeout)
-        except BrokenPipeError:
-            pass  # the process is gone: the same as an empty reply
-        except BaseException:
-            # Timed out, or the user pressed Ctrl-C in between: a late reply must not answer the next job.
-            self.close()
-            raise
-        if not line:
-            code = process.wait()
-            self.close()
-            raise VerifierFailure(f"the verifier process ended with exit code {code} during the job")
-        reply: dict[str, Any] = json.loads(line)
-        if "error" in reply:
-            raise VerifierFailure(reply["error"])
-        return reply
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", str(_CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        self._process = process
-        self._stop = weakref.finalize(self, _end, process)
+            reply = process.exchange({}, seconds=_START_SECONDS)
+        except (TimeoutError, ProcessEnded) as error:
+            raise VerifierFailure(f"{package} cannot be started: {error}") from None
+        if "ready" not in reply:
+            process.close()
+            raise VerifierFailure(str(reply.get("error")))
+        self._processes[package] = process
         return process
 
 
-def _read_line(fd: int, timeout: float) -> bytes:
-    """One line, without its end; empty when the writer is gone."""
-    deadline = time.monotonic() + timeout
-    data = b""
-    while not data.endswith(b"\n"):
-        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise TimeoutError(f"the verifier took longer than {timeout:g} s")
-        chunk = os.read(fd, 1 << 16)
-        if not chunk:
-            return b""
-        data += chunk
-    return data
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # a job was still in the pipe's buffer
-                pipe.close()
+def _refusal(task: str, given: str) -> str:
+    return (
+        f"reasoning_gym task {task!r} evaluates text that the model wrote, and this machine gives too little "
+        f"to do that safely (sandbox: {given}); run where the kernel allows seccomp, or, if you trust what "
+        f"is scored, set allow_unsandboxed = [{task!r}] in the reward"
+    )
 
 
 def require_package(module: str, *, needed_by: str) -> None:

@@ -70,6 +70,15 @@ class InputMeta:
     def key(self) -> InputKey:
         return InputKey(self.update, self.micro_batch, self.rank)
 
+    @property
+    def unusable(self) -> str | None:
+        """Why a foreign module's input is not kept as documents (ids outside the vocabulary, no token, ...);
+        None: it is. Its arguments are then among the extras as they were, `input_ids` too, and the batch is a
+        placeholder of one token."""
+        call = self.documents[0].get("call") if self.documents else None
+        reason = call.get("unusable") if isinstance(call, Mapping) else None
+        return reason if isinstance(reason, str) else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedOutputs:

@@ -19,9 +19,13 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.observe import files
+from lockstep.observe.files import check_inside, file_errors
+from lockstep.observe.text import printable
 
 _CHUNK = 1 << 24
-_MAX_JSON = 1 << 28
+_MAX_JSON = 1 << 26
+"""Bytes; state.json names each tensor of the model and the optimizer."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -116,29 +120,21 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """Raises CheckpointError: missing, larger than any that is written, or not JSON."""
-    try:
-        size = path.stat().st_size
-        data = path.read_bytes() if size <= _MAX_JSON else b""
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
-    if size > _MAX_JSON:
-        raise CheckpointError(f"{path} has {size} bytes; no more than {_MAX_JSON} are ever written")
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); it is damaged") from error
+    """Raises CheckpointError: missing, larger than any that is written, not JSON, or a link out of its
+    folder."""
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    return files.read_json(path, CheckpointError, root=path.parent, limit=_MAX_JSON)
 
 
 def read_record(path: Path, name: str, record: Any) -> FileRecord:
     """A file's record from the JSON file `path`. Raises CheckpointError: a field is missing or of the wrong
     type."""
+    where = f"{path}: field 'files.{printable(name)}'"
     if not isinstance(record, dict) or set(record) != {"bytes", "sha256"}:
-        raise CheckpointError(f"{path}: field 'files.{name}' must have bytes and sha256; it is damaged")
+        raise CheckpointError(f"{where} must have bytes and sha256; it is damaged")
     if not is_count(record["bytes"]) or not isinstance(record["sha256"], str):
-        raise CheckpointError(f"{path}: field 'files.{name}' is {record}; it is damaged")
+        raise CheckpointError(f"{where} is {record!r:.200}; it is damaged")
     return FileRecord(**record)
 
 
@@ -153,16 +149,17 @@ def check_record(path: Path, record: FileRecord, *, contents: bool) -> None:
     Raises:
         CheckpointError: it is missing or differs.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    size = path.stat().st_size
-    if size != record.bytes:
-        raise CheckpointError(f"{path} has {size} bytes, {record.bytes} were written; it is damaged")
-    if contents:
-        found = sha256_of(path)
-        if found != record.sha256:
+    with file_errors(path, CheckpointError):
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        check_inside(path, CheckpointError, root=path.parent)
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise CheckpointError(f"{path} has {size} bytes, {record.bytes} were written; it is damaged")
+        if contents and (now := sha256_of(path)) != record.sha256:
             raise CheckpointError(
-                f"{path} has sha256 {found[:16]}..., {record.sha256[:16]}... was written; it is damaged"
+                f"{path} has sha256 {now[:16]}..., {printable(record.sha256[:16])}... was written; it is "
+                "damaged"
             )
 
 

@@ -84,7 +84,7 @@ def save_state(
     """
     ranks = StateRanks(parts.group)
     tensors = dict(sorted(parts.tensors().items(), key=lambda item: not item[0].startswith(MODEL)))
-    save_id: str = ranks.gather(secrets.token_hex(8))[0]
+    save_id = ranks.gather(secrets.token_hex(8))[0]
     owners = share_out({name: meta.bytes for name, meta in tensors.items()}, ranks.size)
     needed = sum(meta.bytes for meta in tensors.values()) + _MARGIN * ranks.size
     with ranks.together():

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.train.files import DTYPES, FileRecord, is_count, read_json, read_record
+from lockstep.train.files import DTYPES, FileRecord, check_record, is_count, read_json, read_record
 from lockstep.train.state_parts import MASTER, MODEL, TensorMeta
 
 FORMAT = "lockstep-train-state"
@@ -77,7 +77,7 @@ def read_index(directory: Path) -> StateIndex:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path}: field 'format' is not {FORMAT!r}; this is no train state")
     version = state.get("version")
-    if version not in (1, VERSION):
+    if not is_count(version) or version not in (1, VERSION):
         raise CheckpointError(
             f"{path}: field 'version' is {version!r}, this Lockstep reads 1 and {VERSION}; use the "
             f"version of Lockstep that wrote it ({state.get('versions')})"
@@ -167,6 +167,7 @@ class StoredTensors:
 
     def _scan(self, file: str) -> None:
         path = self.index.directory / file
+        check_record(path, self.index.files[file], contents=False)  # safe_open would wait for a fifo
         prefix = MODEL if file.startswith("model") else ""
         try:
             opened = self._open[file] = self._files.enter_context(safe_open(path, "pt"))
@@ -180,6 +181,7 @@ class StoredTensors:
                     raise CheckpointError(f"{path}: tensor {key!r} is in {self.found[name].file} as well")
                 self.found[name] = Stored(file, key, shape, _TORCH_DTYPES[dtype])
         except (SafetensorError, OSError) as error:
+            self._files.close()
             raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
 
     def _compare(self, tensors: Mapping[str, str]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 
 from lockstep.errors import CheckpointError
+from lockstep.ranks.objects import gather_objects
 
 
 class StateRanks:
@@ -19,13 +19,11 @@ class StateRanks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: str | None) -> list[str | None]:
         """Of every rank, on every rank."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather_objects(value, str | None, group=self._group)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -106,7 +106,7 @@ class Verifier:
             return {}
         with self.ranks.together("reading weights back"):
             check(self.engine)
-        found = self.ranks.each(self._sample, what="sampling to verify the weights")
+        found = self.ranks.each(self._sample, list[Completion], what="sampling to verify the weights")
         gap = self._gap([completion for completions in found for completion in completions])
         complaint = self._complaint(gap)
         if complaint is not None:

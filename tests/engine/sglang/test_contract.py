@@ -226,6 +226,7 @@ def test_every_argument_of_the_command_line_exists(wheel, tmp_path, settings, st
             if isinstance(f, ast.AnnAssign)
         }
     assert set(sglang_constructor(config, place)) <= known
+    assert "--config" in wheel.package.flags and "api_key" in known  # the file with the token
 
 
 def test_switches_are_switches_and_the_rest_takes_values(wheel, tmp_path):

@@ -58,9 +58,13 @@ def test_a_server_that_repeats_what_it_sent_is_asked_for_the_end_only(engines, t
     assert body["sampling_params"][0]["stream_interval"] == 1 << 30
 
 
-def test_a_server_at_a_url_is_used_and_left_alone(engines, tmp_path):
+def test_a_server_at_a_url_is_used_and_left_alone(engines, tmp_path, monkeypatch):
     own = engines()
     config = own._config.model_copy(update={"url": own._server.spec.url, "python": None, "env": {}})
+    with pytest.raises(EngineError, match=r"answered 401; export the server's token and name the variable"):
+        SGLangServer(config, place=place_in(tmp_path))
+    monkeypatch.setenv("ITS_TOKEN", own._server.spec.token)
+    config = config.model_copy(update={"token_env": "ITS_TOKEN"})
     other = SGLangServer(config, place=place_in(tmp_path))
     assert other.generate([request(0, max_tokens=2)])[0][0].token_ids == (1, 2)
     assert other.transports[0] == "disk"  # nobody knows its GPU

@@ -119,6 +119,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _handle(self, body: dict) -> None:
         parts = urlsplit(self.path)
+        key = STATE.args["api_key"]
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
+            self._json({"error": "Unauthorized"}, status=401)
+            return
         STATE.note(parts.path, body)
         known = FIELDS.get(parts.path)
         if parts.path in NEW_IN_23 and not STATE.plan.get("sessions"):
@@ -455,7 +459,10 @@ def parse(argv: list[str]) -> dict:
             parser.add_argument(*names, dest=field.name, action="store_true")
         else:
             parser.add_argument(*names, dest=field.name, type=hints[field.name], default=default)
-    return vars(parser.parse_args(argv))
+    parser.add_argument("--config", type=Path, default=Path(os.devnull))
+    args = vars(parser.parse_args(argv))
+    lines = args.pop("config").read_text().splitlines()
+    return args | {line.split(": ")[0].replace("-", "_"): json.loads(line.split(": ")[1]) for line in lines}
 
 
 def next_plan() -> tuple[dict, Path | None]:

@@ -31,5 +31,6 @@ class ServerArgs:
     skip_server_warmup: bool = False
     incremental_streaming_output: bool = False
     mem_fraction_static: float = 0.0
+    api_key: str = ""
     attention_backend: str = ""
     sampling_backend: str = ""

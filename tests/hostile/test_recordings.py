@@ -1,5 +1,7 @@
 """Damaged and hostile recordings: an error that names file and field, bounded memory, nothing executed."""
 
+import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -17,10 +19,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recordings import assert_same, header, run_inputs, write
 
+from lockstep.cli import recording as cli
 from lockstep.errors import RecordingError
+from lockstep.lab.cell import resolve_cell
+from lockstep.lab.losses import token_loss
+from lockstep.lab.replay import ReplayOptions, replay
 from lockstep.recording import Recording, RecordingWriter
+from lockstep.recording.edit import Selection, merge_recordings, slice_recording
 from lockstep.recording.files import TensorFile, write_signed_json
 from lockstep.recording.format import metadata_digest
+from lockstep.recording.replayable import KERNELS, header_problems, recorded_axes, recorded_model
+from lockstep.recording.weights import save_tensors
 from lockstep.schema.recording import RecordedInput
 
 INPUTS = run_inputs(3)
@@ -189,7 +198,7 @@ def _entry(**fields: Any) -> Callable[[Any, Any], None]:
         (_entry(others=["../../x"]), "field others"),
         (_entry(outputs={"loss": "many", "grad_norm": None, "fingerprints": {}}), "outputs.loss"),
         (lambda head, inputs: inputs.clear(), "at least one input"),
-        (lambda head, inputs: inputs.append(inputs[0]), "differ in"),
+        (lambda head, inputs: inputs.append(inputs[0]), "is inputs[0] already"),
         (lambda head, inputs: inputs.pop(), "differ in"),
         (lambda head, inputs: head["token_ids"].update(dtype="I16"), "token_ids"),
         (lambda head, inputs: head["loss_mask"].update(dtype="BOOL"), "loss_mask"),
@@ -448,3 +457,291 @@ def test_a_mutated_recording_gives_the_original_values_or_a_recording_error(
     assert len(found) == len(expected) >= len(inputs) - 2
     for one, other in zip(expected, found, strict=True):
         assert_same(one, other)
+
+
+# --- what a recording names ---------------------------------------------------------------------------------
+
+
+def recorded_run(tmp_path: Path) -> Path:
+    """A run's recording with stored weights, which its one input names."""
+    root = tmp_path / "run/recordings"
+    stored = save_tensors({"weight": torch.arange(6.0)}, root / "weights/step-000000")
+    inputs = [recordings.recorded(0, 0, world_size=1, weights=stored)]
+    with RecordingWriter(root, header()) as writer:
+        writer.add(inputs)
+    return root
+
+
+def validated(path: Path) -> tuple[int, list[str]]:
+    result, status, _ = cli.validate(cli.Validate(path=path))
+    return status, result["problems"]
+
+
+def sliced(path: Path, out: Path) -> None:
+    slice_recording(Recording.open(path), out, Selection())
+
+
+@pytest.mark.parametrize(
+    "kernel", ["hf:evil/repo", "hf:kernels-community/flash-attn2@main", "hf:nope", "hf:", "flash", "hf:sdpa "]
+)
+def test_a_recording_may_not_choose_a_kernel_that_the_support_table_does_not_name(
+    tmp_path: Path, kernel: str
+) -> None:
+    root = recorded_run(tmp_path)
+    edit_root(root, lambda v: v | {"axes": {"attention": kernel}})
+    recording = Recording.open(root)
+    with pytest.raises(RecordingError, match=r"field 'axes.attention' is .* --attention"):
+        resolve_cell(recording.header, device="cpu")
+    assert resolve_cell(recording.header, device="cpu", given={"attention": "sdpa"})[0].attention == "sdpa"
+    status, problems = validated(root)
+    assert status == 1 and "axes.attention" in problems[0]
+
+
+def test_the_kernels_of_the_support_table_may_be_named() -> None:
+    flash = [f"hf:flash_attention_{n}" for n in (2, 3, 4)]
+    assert {*KERNELS} == {"sdpa", "varlen", "flex", "hf:sdpa", "hf:eager", *flash}
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"name": "x" * 5000}, "model.name"),
+        ({"name": "\x1b]0;pwn\x07"}, "model.name"),
+        ({"name": "a\0b"}, "model.name"),
+        ({"name": "ok", "revision": "\x9b31m"}, "model.revision"),
+        ({"name": "shape:tiny-llama", "lora": {"rank": 2**30}}, "model.lora.rank"),
+        ({"name": "shape:tiny-llama", "seed": 10**30}, "model.seed"),
+        ({"name": 7}, "model.name"),
+        ({}, None),
+    ],
+)
+def test_models_that_a_replay_refuses_are_refused_by_validate(
+    tmp_path: Path, model: dict[str, Any], named: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = recorded_run(tmp_path)
+    edit_root(root, lambda v: v | {"model": model})
+    status, problems = validated(root)
+    assert (status, [named in p for p in problems if named]) == ((1, [True]) if named else (0, []))
+    cli.show(cli.Show(index=0, path=root))
+    shown = capsys.readouterr().out
+    assert not any(c in shown for c in "\x1b\x07\x9b\0")
+
+
+def test_algorithms_that_a_replay_refuses_are_refused_by_validate(tmp_path: Path) -> None:
+    root = recorded_run(tmp_path)
+    edit_root(root, lambda v: v | {"algorithm": {"name": "\x1b[31mgrpo"}})
+    with pytest.raises(RecordingError, match=r"algorithm\.name"):
+        token_loss(Recording.open(root).header, "recorded")
+    assert validated(root)[0] == 1
+
+
+def secret_link(root: Path, place: str) -> None:
+    secret = root.parent.parent / "secret"
+    secret.write_text("PRIVATE KEY")
+    file = root / "weights/step-000000/model.safetensors"
+    if place == "file":
+        file.unlink()
+        file.symlink_to(secret)
+    elif place == "safetensors file":
+        file.rename(secret)
+        file.symlink_to(secret)
+    elif place == "fifo":
+        file.unlink()
+        os.mkfifo(file)
+    elif place == "folder":
+        file.parent.rename(secret.with_name("folder"))
+        file.parent.symlink_to(secret.with_name("folder"))
+    elif place == "weights":
+        file.parent.parent.rename(secret.with_name("folder"))
+        file.parent.parent.symlink_to(secret.with_name("folder"))
+    elif place == "text":
+        file.write_text("PRIVATE KEY")
+    elif place == "flipped":
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    elif place == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif place == "empty":
+        file.write_bytes(b"")
+    elif place == "other":
+        save_tensors({"weight": torch.arange(7.0)}, file.parent)
+
+
+PLACES = [
+    "file",
+    "safetensors file",
+    "fifo",
+    "folder",
+    "weights",
+    "text",
+    "flipped",
+    "truncated",
+    "empty",
+    "other",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_that_lead_elsewhere_or_are_damaged_are_neither_copied_nor_valid(
+    tmp_path: Path, place: str
+) -> None:
+    root = recorded_run(tmp_path)
+    assert validated(root) == (0, [])
+    secret_link(root, place)
+    with pytest.raises(RecordingError, match="weights"):
+        sliced(root, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+    status, problems = validated(root)
+    assert status == 1 and str(root / "weights") in problems[0]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_merging_checks_weights_as_slicing_does(tmp_path: Path, place: str) -> None:
+    one, two = recorded_run(tmp_path / "a"), recorded_run(tmp_path / "b")
+    edit_shard(two, lambda head, inputs: inputs[0]["meta"].update(update=1))
+    secret_link(two, place)
+    with pytest.raises(RecordingError, match="weights"):
+        merge_recordings([Recording.open(one), Recording.open(two)], tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_slice_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = recorded_run(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for owner, name in ((shutil, "copyfileobj"), (os, "rename"), (Path, "mkdir"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(RecordingError, match=r"cannot be written .*No space left"):
+                sliced(root, tmp_path / "out")
+        assert not list(tmp_path.glob("*out*"))
+
+
+# --- sizes that nothing is stored for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tail": [2**22]}, "tail of 4194304 slots"),
+        ({"tail": [2**18], "document_slots": 2**20 + 1}, "document_slots"),
+        ({"tail": [2**18], "document_slots": 2**17, "max_seqlen": 2**25}, "max_seqlen"),
+        ({"tail": [2**19, 2**19 + 1], "document_slots": 8, "max_seqlen": 2**20}, "tail"),
+    ],
+)
+def test_what_is_padded_is_in_proportion_to_what_is_stored(
+    valid: Path, change: dict[str, Any], named: str
+) -> None:
+    large = {"max_seqlen": 2**23, "document_slots": 2**16} | change
+    edit_shard(valid, lambda head, inputs: inputs[1].update(large))
+    refused(valid, named)
+    assert validated(valid)[0] == 1
+
+
+@pytest.fixture
+def replayable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recording of one input that shape:tiny-llama can be fed."""
+    monkeypatch.setattr(recordings, "VOCAB", 256)
+    batch = recordings.batch(capacity=None, policy=False)
+    one = recordings.recorded(
+        0, 0, world_size=1, content=batch, outputs=None, outcome="pending", checkpoint=None
+    )
+    with RecordingWriter(tmp_path, header(algorithm={"name": "sft"})) as writer:
+        writer.add([one])
+    return tmp_path
+
+
+def replayed(root: Path, **options: Any) -> Any:
+    cell, notes = resolve_cell(Recording.open(root).header, device="cpu")
+    return replay(Recording.open(root), ReplayOptions(cell=cell, notes=notes, **options)).rows[0]
+
+
+def test_an_input_beyond_the_memory_that_it_may_take_names_the_flag(replayable: Path) -> None:
+    root = replayable
+    pads = {"tail": [2000] * 100, "document_slots": 200, "max_seqlen": 2000}
+    edit_shard(root, lambda head, inputs: inputs[0].update(pads))
+    row = replayed(root, max_memory=2**28)
+    assert row.status == "failed"
+    assert "a batch of 200,017 slots would take about" in row.error["line"]
+    assert "0.25 GiB" in row.error["line"] and "--max-memory" in row.error["line"]
+    edit_shard(root, lambda head, inputs: inputs[0].update(tail=[200_000], max_seqlen=2**18))
+    assert "a pad document has 200,000 slots" in replayed(root).error["line"]
+    edit_shard(root, lambda head, inputs: inputs[0].update(tail=[], max_seqlen=32))
+    assert replayed(root, max_memory=2**28).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "header_change",
+    [
+        {"capacity": {"token_budget": 2**31 - 1, "max_seqlen": 1}, "axes": {"static_capacity": True}},
+        {"model": {"name": "shape:tiny-llama", "lora": {"rank": 2**16}}},
+    ],
+)
+def test_a_header_that_asks_for_much_is_refused(replayable: Path, header_change: dict[str, Any]) -> None:
+    root = replayable
+    edit_root(root, lambda v: v | header_change)
+    with pytest.raises(RecordingError, match=r"capacity|--max-memory"):
+        row = replayed(root, max_memory=2**26)
+        raise RecordingError(row.error["line"])
+
+
+# --- keys ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_keys_in_one_shard_are_an_error(valid: Path) -> None:
+    edit_shard(valid, lambda head, inputs: inputs[1]["meta"].update(micro_batch=0, update=0))
+    refused(valid, "shard-000000", "is inputs[0] already")
+
+
+HOSTILE = st.sampled_from(
+    [
+        "",
+        "x" * 5000,
+        "\x1b]0;a\x07",
+        "a\0b",
+        "\udcff",
+        "../..",
+        "hf:a/b",
+        10**400,
+        -1,
+        1e308,
+        0,
+        True,
+        None,
+        [],
+        {},
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    field=st.sampled_from(["model", "axes", "algorithm"]),
+    key=st.sampled_from(
+        [
+            *("name", "revision", "dtype", "num_layers", "seed", "lora", "trust_remote_code", "attention"),
+            *("execution", "layout", "padding_side", "device", "static_capacity", "kl", "clip_high", "beta"),
+        ]
+    ),
+    value=HOSTILE,
+    inner=st.sampled_from(["rank", "alpha", "dropout", "target_modules", "coef", None]),
+)
+def test_any_header_field_is_believed_or_refused_by_replay_and_validate_alike(
+    seeds: Any, field: str, key: str, value: Any, inner: str | None
+) -> None:
+    root, _ = seeds["closed"]
+    base = Recording.open(root).header
+    changed = {**getattr(base, field), key: value if inner is None else {inner: value}}
+    changed_header = dataclasses.replace(base, **{field: changed})
+    problems = list(header_problems(changed_header))
+    try:
+        recorded_axes(changed_header)
+        recorded_model(changed_header)
+        token_loss(changed_header, "recorded")
+    except RecordingError as error:
+        assert str(error) in problems
+    else:
+        assert problems == []

@@ -1,0 +1,105 @@
+"""JSON lines and Parquet files of anybody, as rows: whatever is in them, it gives rows or a DataError."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.observe.text import printable
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+ROW_DEPTH = 200
+"""Most lists and objects in each other: what goes through a row calls itself once or twice a level."""
+
+
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """One JSON object.
+
+    Raises:
+        DataError: it is no JSON, no object, or nested too deeply.
+    """
+    value = parse_value(line, where)
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: a row must be a JSON object, got {type(value).__name__}: {line[:80]!r}")
+    return value
+
+
+def parse_value(text: bytes, where: str) -> Any:
+    """Any JSON value.
+
+    Raises:
+        DataError: it is no JSON, or nested too deeply.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
+        raise DataError(f"{where}: not valid JSON ({printable(str(error))}): {text[:80]!r}") from error
+    if text.count(b"[") + text.count(b"{") > ROW_DEPTH and _deeper(value, ROW_DEPTH):
+        raise DataError(f"{where}: lists and objects are nested more than {ROW_DEPTH} deep; flatten them")
+    return value
+
+
+def check_surrogates(value: Any, where: str) -> None:
+    """Raises DataError for half a surrogate pair in a text of `value`: JSON may hold it, and no text may."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: holds half a surrogate pair ({error.object[error.start]!r}), which is no text; "
+            "correct or remove the row"
+        ) from error
+
+
+@contextlib.contextmanager
+def opened_parquet(path: Path) -> Iterator[ParquetFile]:
+    """An open Parquet file. Errors of the block are taken for errors of the file.
+
+    Raises:
+        ConfigError: pyarrow is missing.
+        DataError: the file cannot be read, or is damaged.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: reading Parquet needs pyarrow; pip install pyarrow") from error
+    errors = foreign_errors(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
+    with errors, pyarrow.parquet.ParquetFile(path) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def foreign_errors(what: str, *more: type[Exception]) -> Iterator[None]:
+    """Turn what a library raises over a damaged file into one DataError that begins with `what`.
+
+    Flipped bits in a Parquet file alone give OSError, UnicodeDecodeError and five kinds of ArrowException.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, ValueError, TypeError, AttributeError, LookupError)
+    kinds += (ArithmeticError, RuntimeError, MemoryError, *more)
+    try:
+        yield
+    except LockstepError:
+        raise
+    except kinds as error:
+        text = printable(str(error))[:300]
+        raise DataError(f"{what} ({type(error).__name__}: {text})") from error
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True

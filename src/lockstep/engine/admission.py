@@ -1,0 +1,67 @@
+"""What the embedded engines decode, token by token over their caches, equals transformers' eager attention on
+prompt and completion alone: see lockstep.models.admission."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine import ENGINES
+from lockstep.models.admission import PROVEN, Gap, check_proof, eager_logprobs, largest_gap
+from lockstep.models.causal_lm import text_config
+from lockstep.models.load import LoadedModel, attention_implementation
+from lockstep.models.miniature import documents, random_miniature
+from lockstep.schema.rollout import GenerationRequest, SamplingParams
+
+EMBEDDED = ("hf", "native")
+_COMPLETION = 8  # the shortest document stays within the lengths that the miniature names
+_SEEDS = (1, 2)
+
+
+def admit_decoding(engine: str, model: LoadedModel) -> None:
+    """Let an embedded engine sample with `model` if its decoding is proven; runs the proof if need be.
+
+    Raises:
+        ModelError: it computes other numbers than transformers does; the text has both.
+    """
+    if engine in EMBEDDED and not model.name.startswith(PROVEN):
+        decoding_proof(engine, text_config(model.module), name=model.name)
+
+
+def decoding_proof(engine: str, config: PretrainedConfig, *, name: str) -> tuple[Gap, ...]:
+    """Raises ModelError, see `check_proof`."""
+    return check_proof(
+        config, kind=f"decoded by {engine}", ways=lambda small: [decoded_gap(engine, small)], name=name
+    )
+
+
+def decoded_gap(engine: str, small: PretrainedConfig) -> Gap:
+    """Two samples of each document as a prompt, in one batch."""
+    kernel = "varlen" if engine == "native" else "sdpa"
+    module = random_miniature(small, attention=attention_implementation(kernel))
+    model = LoadedModel(
+        module=module,
+        tokenizer=None,
+        eos_token_ids=(),
+        pad_token_id=0,
+        dtype=torch.float32,
+        name="miniature",
+        max_positions=1024,
+    )
+    sampling = SamplingParams(max_tokens=_COMPLETION)
+    requests = [
+        GenerationRequest(prompt_token_ids=tuple(ids), sampling=sampling, seeds=_SEEDS) for ids in documents()
+    ]
+    settings = {"kv_cache_tokens": 1024} if engine == "native" else {}
+    made = ENGINES.load(engine)(EngineConfig(name=engine, max_batch=8, **settings), model=model)
+    try:
+        completions = [sample for group in made.generate(requests) for sample in group]
+    finally:
+        made.close()
+    ours = [torch.tensor(sample.logprobs) for sample in completions]
+    theirs = [
+        eager_logprobs(small, [*sample.prompt_token_ids, *sample.token_ids])[-len(sample.token_ids) :]
+        for sample in completions
+    ]
+    return largest_gap(f"decoded by engine {engine}", ours, theirs)

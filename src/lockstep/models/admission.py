@@ -1,0 +1,261 @@
+"""A model is admitted by its proof: before it is used, a small random copy of *its* config gives the same
+logprobs packed, alone, padded and decoded as in transformers' eager attention on each document alone.
+
+config ─► miniature ─► each document alone, transformers' eager attention ─┐
+                  └──► every way of ours to compute the same token ────────┴─► largest gap ─► kept, or refused
+
+The result is kept by the hash of the miniature's config, so models that differ in sizes only share it. This
+module proves the trainer's forward; lockstep.engine.admission proves what the embedded engines decode.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+import lockstep
+from lockstep import attention
+from lockstep.errors import LockstepError, ModelError
+from lockstep.models.bundled import cache_root
+from lockstep.models.forward import hidden_states
+from lockstep.models.heads import head_of, head_options
+from lockstep.models.miniature import documents, miniature, random_miniature
+from lockstep.models.quiet import quiet_transformers
+from lockstep.observe.files import read_json, write_json
+from lockstep.observe.text import printable
+from lockstep.ops.logprobs import linear_logprobs
+from lockstep.packing import pack
+from lockstep.schema.batch import TrainSample
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-4
+"""Nats; rounding of float32 on a CPU stays below 2e-5."""
+KERNELS = ("sdpa", "varlen")
+"""What a forward is proven with; on a CPU both are exact. The tests of the support table compare others
+with them."""
+PROVEN = ("shape:", "bundled:")
+"""Models that come with Lockstep: the tests prove them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """The token that differs most between one way to compute logprobs and transformers' own."""
+
+    way: str
+    """Such as "packed (varlen)"."""
+    ours: float
+    """Its logprob, in nats."""
+    theirs: float
+    """The same of transformers' eager attention on the document alone."""
+    document: int
+    """Tokens of its document."""
+
+    @property
+    def size(self) -> float:
+        """NaN counts as infinitely far."""
+        size = abs(self.ours - self.theirs)
+        return size if size == size else float("inf")
+
+
+Ways = Callable[[PretrainedConfig], Sequence[Gap]]
+"""Runs a miniature in some ways; one Gap for each."""
+
+
+def admit(config: PretrainedConfig, *, name: str) -> None:
+    """Let a supported config pass if the trainer's forward is proven for it; runs the proof if need be.
+
+    Args:
+        name: ModelConfig.name.
+
+    Raises:
+        ModelError: it computes other numbers than transformers does; the text has both.
+    """
+    if not name.startswith(PROVEN):
+        check_proof(config, kind="forward", ways=forward_gaps, name=name)
+
+
+def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -> tuple[Gap, ...]:
+    """The gaps of a proof, from the cache or run now.
+
+    Args:
+        kind: names the proof in the cache.
+
+    Raises:
+        ModelError: a gap is above TOLERANCE, or a way cannot run this config at all.
+    """
+    try:
+        with quiet_transformers():
+            small = miniature(config)
+            gaps = _kept(small, kind, ways)
+    except LockstepError:
+        raise
+    except Exception as error:  # whatever transformers' code or ours raises over such a config
+        raise ModelError(
+            f"model.name = {name!r} is not admitted: a small copy of its config cannot run "
+            f"({type(error).__name__}: {printable(str(error))[:300]})"
+        ) from error
+    worst = max(gaps, key=lambda gap: gap.size)
+    if worst.size > TOLERANCE:
+        raise ModelError(
+            f"model.name = {name!r} is not admitted: in a small copy of its config a token of a document of "
+            f"{worst.document} tokens has logprob {worst.ours:.6f} {worst.way}, and {worst.theirs:.6f} in "
+            f"transformers' eager attention on that document alone (allowed: {TOLERANCE:g} apart); an option "
+            "in its config.json is not supported: compare with the published one"
+        )
+    return gaps
+
+
+def forward_gaps(small: PretrainedConfig) -> list[Gap]:
+    """Packed with others, packed in another order, alone, and padded on either side, by each kernel."""
+    attention.register()
+    docs = documents()
+    truth = [eager_logprobs(small, ids) for ids in docs]
+    everything, alone = [tuple(range(len(docs)))], [(i,) for i in range(len(docs))]
+    gaps = []
+    for kernel in KERNELS:
+        module = random_miniature(small, attention=attention.implementation(kernel))
+        for way, groups, layout in (
+            ("packed", everything, {}),
+            ("packed in another order", [everything[0][::-1]], {}),
+            ("alone", alone, {}),
+            ("padded on the right", everything, {"layout": "padded", "padding_side": "right"}),
+            ("padded on the left", everything, {"layout": "padded", "padding_side": "left"}),
+        ):
+            ours = _logprobs(module, docs, groups, layout)
+            gaps.append(largest_gap(f"{way} ({kernel})", ours, truth))
+    return gaps
+
+
+def largest_gap(way: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Gap:
+    """Over all documents; one tensor of logprobs each."""
+    tokens = [
+        Gap(way=way, ours=float(a), theirs=float(b), document=1 + len(left))
+        for left, right in zip(ours, theirs, strict=True)
+        for a, b in zip(left, right, strict=True)
+    ]
+    return max(tokens, key=lambda gap: gap.size)
+
+
+def eager_logprobs(small: PretrainedConfig, ids: Sequence[int]) -> Tensor:
+    """[L - 1] logprobs of all tokens but the first, by transformers alone, in a model that has seen no other
+    document: some rotary embeddings remember."""
+    module: Any = _eager(json.dumps(small.to_dict(), sort_keys=True, default=str), small)
+    with torch.inference_mode():
+        logits = copy.deepcopy(module)(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    labels = torch.tensor(ids[1:])[:, None]
+    logprobs: Tensor = logits[:-1].float().log_softmax(-1).gather(1, labels)[:, 0]
+    return logprobs
+
+
+_last_eager: dict[str, nn.Module] = {}
+
+
+def _eager(key: str, small: PretrainedConfig) -> nn.Module:
+    """One model is kept: a proof asks for the same one many times."""
+    if key not in _last_eager:
+        _last_eager.clear()
+        _last_eager[key] = random_miniature(small, attention="eager")
+    return _last_eager[key]
+
+
+def _logprobs(
+    module: nn.Module,
+    docs: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
+    layout: Mapping[str, Any],
+) -> list[Tensor]:
+    """[L - 1] of each document, by the trainer's forward; `groups` are the packs."""
+    options = head_options(module, temperature=1.0, compiled=False)
+    found: dict[int, Tensor] = {}
+    for group in groups:
+        samples = [_sample(i, docs[i]) for i in group]
+        batch = pack(samples, [torch.ones(len(sample)) for sample in samples])
+        with torch.inference_mode():
+            hidden = hidden_states(module, batch, **layout)
+            logprobs, _ = linear_logprobs(hidden, head_of(module).weight, batch.labels, head=options)
+        found |= dict(zip(batch.sample_ids, batch.split(logprobs), strict=True))
+    return [found[i][:-1] for i in range(len(docs))]
+
+
+def _sample(number: int, ids: Sequence[int]) -> TrainSample:
+    mask = torch.ones(len(ids), dtype=torch.bool)
+    mask[-1] = False
+    return TrainSample(token_ids=torch.tensor(ids), loss_mask=mask, sample_id=number)
+
+
+def proof_key(small: PretrainedConfig, kind: str) -> str:
+    """Hash of all that the proof depends on: the miniature's config, versions, and our own code."""
+    config = {key: value for key, value in small.to_dict().items() if key not in _NO_OPTIONS}
+    versions = {name: version(name) for name in ("torch", "transformers")} | {
+        "lockstep": lockstep.__version__
+    }
+    whole = {"config": config, "kind": kind, "versions": versions, "code": _own_code()}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+_PACKAGES = ("torch", "transformers")
+_NO_OPTIONS = ("_name_or_path", "transformers_version", "architectures", "dtype", "id2label", "label2id")
+_CODE = ("attention", "engine", "models", "ops", "packing")
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash of the packages that a proof runs: a change to them asks for new proofs."""
+    digest = hashlib.sha256()
+    for package in _CODE:
+        for file in sorted((Path(lockstep.__file__).parent / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+_memory: dict[str, tuple[Gap, ...]] = {}
+
+
+def _kept(small: PretrainedConfig, kind: str, ways: Ways) -> tuple[Gap, ...]:
+    """From this process, from the cache folder, or run now."""
+    key = proof_key(small, kind)
+    if key not in _memory:
+        file = cache_root() / "admitted" / f"{key}.json"
+        gaps = _read(file)
+        if gaps is None:
+            gaps = tuple(ways(small))
+            _write(file, kind, gaps)
+        _memory[key] = gaps
+    return _memory[key]
+
+
+def _read(file: Path) -> tuple[Gap, ...] | None:
+    """None: there is none, or it is damaged and must be made again."""
+    if not file.is_file():
+        return None
+    try:
+        rows = read_json(file, ModelError)["gaps"]
+        gaps = tuple(Gap(**row) for row in rows)
+        if gaps and all(type(v) is float for gap in gaps for v in (gap.ours, gap.theirs)):
+            return gaps
+    except (ModelError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is damaged (%s): the proof is run again", file, printable(str(error)))
+    return None
+
+
+def _write(file: Path, kind: str, gaps: Sequence[Gap]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"kind": kind, "tolerance": TOLERANCE, "gaps": [asdict(gap) for gap in gaps]})
+    except OSError as error:  # a cache that cannot be written only costs time
+        log.warning(
+            "the proof cannot be kept in %s (%s); set LOCKSTEP_CACHE to a folder you can write", file, error
+        )

@@ -1,0 +1,249 @@
+"""What a model folder may hold, checked before anything is built from it: plain files that do not lead out,
+and sizes in config.json that its weights have.
+
+A folder is data of others. With num_hidden_layers = 1,000,000,000 transformers would build for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from lockstep.errors import ModelError
+from lockstep.observe.files import read_json
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+
+LIMITS: dict[str, int] = {
+    "num_hidden_layers": 1024,
+    "num_layers": 1024,
+    "n_layer": 1024,
+    "encoder_layers": 1024,
+    "decoder_layers": 1024,
+    "hidden_size": 2**17,
+    "d_model": 2**17,
+    "n_embd": 2**17,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**31,
+    "num_labels": 2**16,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+}
+"""The largest sizes that a config may name: far above every published model, and built within seconds."""
+_READ = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".py"})
+_FOLDERS = ("", "additional_chat_templates")
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def check_folder(folder: Path) -> Path:
+    """The same folder, if it may be read: transformers' tokenizers and models alike begin with config.json.
+
+    Raises:
+        ModelError: see `check_files` and `check_limits`.
+    """
+    check_files(folder)
+    if (folder / CONFIG).is_file():
+        check_limits(folder)
+    generation = folder / "generation_config.json"
+    if generation.is_file() and not isinstance(read_json(generation, ModelError), dict):
+        raise ModelError(f"{generation}: is no JSON object; the file is damaged")
+    return folder
+
+
+def check_files(folder: Path) -> None:
+    """Every file that is read from a model folder is a plain file inside of it. The Hugging Face hub keeps
+    links in snapshots/REVISION to blobs beside it: those are inside too.
+
+    Raises:
+        ModelError: names the file.
+    """
+    root = Path(os.path.realpath(folder))
+    inside = [root]
+    if root.parent.name == "snapshots":
+        inside.append(Path(os.path.realpath(root.parent.parent / "blobs")))
+    for part in _FOLDERS:
+        place = folder / part
+        for entry in sorted(place.iterdir()) if place.is_dir() else ():
+            if entry.suffix not in _READ or entry.is_dir():
+                continue
+            real = Path(os.path.realpath(entry))
+            if not any(real.is_relative_to(known) for known in inside):
+                raise ModelError(f"{entry}: is a link that leads out of {folder}; copy the file itself there")
+            if not real.is_file():
+                raise ModelError(f"{entry}: is no plain file; only plain files are read")
+
+
+def check_limits(folder: Path) -> None:
+    """Refuse sizes in config.json that no model has, before transformers makes lists of that length.
+
+    Raises:
+        ModelError: names the key, or config.json is no JSON object.
+    """
+    config = read_json(folder / CONFIG, ModelError, root=None)
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / CONFIG}: is no JSON object; it is not the config of a model")
+    parts = [config]
+    while parts:
+        part = parts.pop()
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        for key, limit in LIMITS.items():
+            value = part.get(key)
+            if isinstance(value, int | float) and not -1 <= value <= limit:
+                raise ModelError(
+                    f"{folder / CONFIG}: {key} = {str(value)[:24]} is more than any model has (at most "
+                    f"{limit}); the file is damaged"
+                )
+
+
+def check_sizes(folder: Path, config: Any, *, name: str) -> None:
+    """The sizes of a supported config are those of the tensors in the folder's weight files; reads their
+    headers only. Without weight files there is nothing to compare, and quantised ones have other names and
+    shapes.
+
+    Args:
+        name: ModelConfig.name, for errors.
+
+    Raises:
+        ModelError: names the key in config.json and both numbers; or a weight file is damaged.
+    """
+    if not _has_weights(folder) or getattr(config, "quantization_config", None) is not None:
+        return
+    with weight_errors(folder, name):
+        files = tensor_files(folder)
+        layers = {int(match.group(1)) for file in files if (match := _LAYER.search(file))}
+        wrong = f"model.name = {name!r}: the weight files do not fit the config: "
+        if not 1 <= config.num_hidden_layers <= len(layers):
+            raise ModelError(
+                f"{wrong}config.json says num_hidden_layers = {config.num_hidden_layers}, and they hold "
+                f"{len(layers)} layers"
+            )
+        for tensor, (keys, expected) in _expected(config).items():
+            names = [
+                f"model.{tensor}",
+                tensor,
+                *([_HEAD] if tensor == _EMBEDDING else ()),
+            ]  # they may be tied
+            stored = next((known for known in names if known in files), None)
+            if stored is None:
+                raise ModelError(f"{wrong}missing_keys ['model.{tensor}']")
+            with safe_open(files[stored], framework="pt") as file:
+                shape = tuple(file.get_slice(stored).get_shape())
+            if shape != expected:
+                sizes = ", ".join(f"{key} = {getattr(config, key, None)}" for key in keys)
+                raise ModelError(
+                    f"{wrong}mismatched_keys: config.json says {sizes}, which makes {stored} {expected}, and "
+                    f"its file has {shape}"
+                )
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether there is a weight file, or an index that leads astray; an index alone may have been fetched
+    with the config."""
+    if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
+        return (folder / WEIGHTS).is_file()
+    names = _weight_map(folder / INDEX).values()
+    return any(Path(name).name != name or (folder / name).is_file() for name in names)
+
+
+def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
+    """The same for a module of any architecture on the meta device: it has not many more weights than the
+    files.
+
+    Raises:
+        ModelError: both numbers; or a weight file is damaged or missing.
+    """
+    stored = 0
+    with weight_errors(folder, name):
+        for tensor, path in tensor_files(folder).items():
+            with safe_open(path, framework="pt") as file:
+                stored += math.prod(file.get_slice(tensor).get_shape())
+    needed = sum(parameter.numel() for parameter in module.parameters())
+    if needed > 2 * stored + _SMALL:
+        raise ModelError(
+            f"model.name = {name!r}: the weight files do not fit the config: its sizes in config.json make "
+            f"{needed:,} weights, and the files hold {stored:,}"
+        )
+
+
+_SMALL = 2**20
+
+
+def _expected(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]:
+    """Tensor -> (keys of config.json that decide its shape, its shape)."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    head_keys = ("head_dim", "hidden_size")
+    return {
+        _EMBEDDING: (("vocab_size", "hidden_size"), (config.vocab_size, hidden)),
+        "layers.0.self_attn.q_proj.weight": (("num_attention_heads", *head_keys), (heads * head_dim, hidden)),
+        "layers.0.self_attn.k_proj.weight": (
+            ("num_key_value_heads", *head_keys),
+            (kv_heads * head_dim, hidden),
+        ),
+        "layers.0.mlp.gate_proj.weight": (
+            ("intermediate_size", "hidden_size"),
+            (config.intermediate_size, hidden),
+        ),
+    }
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Name of every stored tensor -> its file: one file, or several with an index, as transformers looks.
+
+    Raises:
+        FileNotFoundError, SafetensorError, ModelError: no weights, or damaged ones.
+    """
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.is_file():
+        raise FileNotFoundError(f"neither {single.name} nor {index.name}")
+    found: dict[str, Path] = {}
+    for name in dict.fromkeys(_weight_map(index).values()):
+        if Path(name).name != name:
+            raise FileNotFoundError(f"{index.name} names {name!r}, which is not a file of the folder")
+        with safe_open(folder / name, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), folder / name)
+    return found
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    content = read_json(index, ModelError)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError(f"{index}: has no weight_map of tensor names and file names; fetch it again")
+    if not isinstance(content.get("metadata"), dict):
+        raise ModelError(f'{index}: has no "metadata", which transformers reads; add "metadata": {{}}')
+    return names
+
+
+@contextlib.contextmanager
+def weight_errors(folder: Path, name: str) -> Iterator[None]:
+    """Errors of weight files as ModelErrors; `name` is ModelConfig.name."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"model.name = {name!r}: {folder} holds no readable safetensors weights ({error}); pickled "
+            "weights are not read, convert them with save_pretrained(safe_serialization=True)"
+        ) from error
+    except (SafetensorError, KeyError) as error:
+        raise ModelError(
+            f"model.name = {name!r}: a weight file in {folder} is damaged ({error}); fetch it again"
+        ) from error

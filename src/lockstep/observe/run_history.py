@@ -1,0 +1,214 @@
+"""What the files of a run tell about it: which steps are done, and whether metrics.jsonl has all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+from lockstep.errors import CheckpointError
+from lockstep.observe.files import JSON_BYTES, check_inside, open_plain, parse_json
+
+EVALUATION = "evaluation"
+"""The key that tells an evaluation's line in metrics.jsonl from a step's."""
+EVALUATIONS = ("before", "during", "after")
+"""Its values."""
+
+STEP_FILE = re.compile(r"(evaluation-)?step-(\d{1,18})\.jsonl")
+"""A file of rollouts/."""
+
+FILES = ("config.toml", "manifest.json", "metrics.jsonl", "summary.json", "lock")
+FOLDERS = ("rollouts", "checkpoints", "logs", "recordings", "export", "engine")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line of metrics.jsonl."""
+
+    number: int
+    """Counted from 1."""
+    raw: bytes
+    """With its line end."""
+    step: int
+    evaluation: str | None
+    """None: a training step."""
+
+
+def check_layout(run: Path) -> None:
+    """Look at what a run directory consists of: plain files and folders, none of which leads out of it.
+
+    Raises:
+        CheckpointError: one of them is of another kind (a fifo, a device), or a link out of the directory.
+    """
+    logs = run / "logs"
+    for path in [*(run / name for name in FOLDERS), *(logs.iterdir() if logs.is_dir() else ())]:
+        if path.is_symlink() or path.exists():
+            check_inside(path, CheckpointError, root=run)
+            if not path.is_dir() and (path.parent == run or not path.is_file()):
+                raise CheckpointError(f"{path}: is no folder; move it away")
+    for path in (run / name for name in FILES):
+        if path.is_symlink() or path.exists():
+            check_inside(path, CheckpointError, root=run)
+            if not path.is_file():
+                raise CheckpointError(f"{path}: is no plain file; move it away")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that a crash cut off is left out.
+
+    Raises:
+        CheckpointError: any other line is not a JSON object, or the file cannot be read.
+    """
+    with open_plain(path, CheckpointError) as file:
+        return [row for _, _, row in _objects(file, path)]
+
+
+def metric_lines(path: Path) -> list[Line]:
+    """The lines of metrics.jsonl, a cut-off last one left out; none if there is no such file.
+
+    Raises:
+        CheckpointError: a line is no JSON object with a step, and maybe an evaluation.
+    """
+    if not path.exists():
+        return []
+    with open_plain(path, CheckpointError) as file:
+        return [_line(number, raw, row, path) for number, raw, row in _objects(file, path)]
+
+
+def _objects(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """(number, bytes, value) of each whole line that is not blank."""
+    number = 0
+    while raw := file.readline(JSON_BYTES + 1):
+        number += 1
+        where = f"{path}, line {number}"
+        if not raw.endswith(b"\n"):
+            if len(raw) > JSON_BYTES:
+                raise CheckpointError(f"{where}: is longer than {JSON_BYTES:,} bytes; no such line is")
+            return
+        if not raw.strip():
+            continue
+        row = parse_json(raw, where, CheckpointError)
+        if not isinstance(row, dict):
+            raise CheckpointError(f"{where}: a JSON object was expected, not {type(row).__name__}")
+        yield number, raw, row
+
+
+def _line(number: int, raw: bytes, row: dict[str, Any], path: Path) -> Line:
+    step, evaluation = row.get("step"), row.get(EVALUATION)
+    if not is_step(step):
+        raise CheckpointError(
+            f"{path}, line {number}: field 'step' is {step!r:.80}, not a number of steps; the file is damaged"
+        )
+    if evaluation is not None and evaluation not in EVALUATIONS:
+        raise CheckpointError(
+            f"{path}, line {number}: field {EVALUATION!r} is {evaluation!r:.80}, not one of "
+            f"{', '.join(EVALUATIONS)}; the file is damaged"
+        )
+    return Line(number=number, raw=raw, step=step, evaluation=evaluation)
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    """Whether a value of JSON can be a number of steps."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
+
+
+def steps_told(run: Path) -> tuple[int, Path]:
+    """How many steps the files of a run say are done, and the file that says so; checkpoints left aside.
+
+    The rollouts of a step are written before its line of metrics: they tell of the steps before it only.
+
+    Raises:
+        CheckpointError: metrics.jsonl is damaged, or a file cannot be read.
+    """
+    metrics, summary, rollouts = run / "metrics.jsonl", run / "summary.json", run / "rollouts"
+    told = [(line.step + (line.evaluation is None), metrics) for line in metric_lines(metrics)]
+    if summary.exists():
+        told.append((_steps_of_summary(summary), summary))
+    for file in rollouts.iterdir() if rollouts.is_dir() else ():
+        if match := STEP_FILE.fullmatch(file.name):
+            told.append((int(match[2]), file))
+    return max(told, default=(0, metrics), key=lambda each: each[0])
+
+
+def _steps_of_summary(path: Path) -> int:
+    """0 where it says nothing of steps: a summary is written again by every run."""
+    value = read_summary(path)
+    steps = value.get("steps") if value is not None else None
+    return steps if is_step(steps) else 0
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """summary.json; None: there is none, or its text is damaged (a resumed run writes it again).
+
+    Raises:
+        CheckpointError: it cannot be read, or is no plain file.
+    """
+    if not path.exists():
+        return None
+    with open_plain(path, CheckpointError, root=path.parent) as file:
+        raw = file.read(JSON_BYTES)
+    try:
+        value = parse_json(raw, str(path), CheckpointError)
+    except CheckpointError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def check_lines(
+    path: Path, lines: Sequence[Line], *, done: int, evaluations: Collection[tuple[int, str]]
+) -> set[tuple[int, str]]:
+    """Compare metrics.jsonl with a checkpoint: each step below `done` has one line, in order, and so have
+    `evaluations`, (steps done, name), in between.
+
+    Returns:
+        Those of the `evaluations` that have a line. Only one of the checkpoint's own weights, which can be
+        made again, may have none.
+
+    Raises:
+        CheckpointError: names the first line that is missing or stands twice, and the ways to go on.
+    """
+    steps = [line.step for line in lines if line.evaluation is None]
+    expected, seen = 0, set[tuple[int, str]]()
+    for line in lines:
+        if line.evaluation is None:
+            counts = line.step < done
+        else:
+            key = (line.step, line.evaluation)
+            counts = line.step < done or key in evaluations
+        if not counts:
+            continue
+        if line.step > expected and expected not in steps:
+            break
+        if line.step != expected or (line.evaluation is not None and key in seen):
+            raise _misplaced(path, line)
+        if line.evaluation is None:
+            expected += 1
+        else:
+            seen.add(key)
+    if expected < done:
+        raise _missing(path, f"step {expected}", f'{{"step": {expected}}}', done=done, before=expected)
+    for step, name in sorted(evaluations):
+        if (step, name) not in seen and step < done:
+            text = f'{{"step": {step}, "{EVALUATION}": "{name}"}}'
+            raise _missing(path, f"evaluation {name!r} after {step} steps", text, done=done, before=step - 1)
+    return seen & set(evaluations)
+
+
+def _misplaced(path: Path, line: Line) -> CheckpointError:
+    what = f"step {line.step}"
+    if line.evaluation is not None:
+        what = f"evaluation {line.evaluation!r} after {line.step} steps"
+    return CheckpointError(
+        f"{path}, line {line.number}: {what} stands there for the second time, or out of order; the file was "
+        "edited or damaged: restore it from a copy, or remove the line that is too much"
+    )
+
+
+def _missing(path: Path, what: str, text: str, *, done: int, before: int) -> CheckpointError:
+    back = f"go back by --checkpoint STEP to a checkpoint of at most {before} steps, " if before > 0 else ""
+    return CheckpointError(
+        f"{path}: has no line of {what}, although the checkpoint is of {done} steps: lines were lost. "
+        f"Restore the file from a copy, {back}or put the line {text} where it was, which shows the hole"
+    )

@@ -1,0 +1,137 @@
+"""How a user's function or class is called, in the run's process or in one of its own.
+
+Imports nothing large: every reward's process loads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+from lockstep.errors import ConfigError
+from lockstep.observe.text import printable
+from lockstep.protocols.reward import RewardInput
+
+TEXT_LENGTH = 2000
+"""Most characters of a user's text in an error."""
+MATCHES = f"{__name__}:matches"
+
+
+def matches(*, prompt: str, completion: str, row: Mapping[str, Any], pattern: str) -> float:
+    """The reward `format`: 1 where the regular expression is found."""
+    return float(re.search(pattern, completion, re.DOTALL) is not None)
+
+
+def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardInput], Any]:
+    """One argument in: the record for a class's instance, keyword arguments for a function.
+
+    Raises:
+        ConfigError: the value cannot be called so.
+    """
+    if inspect.isclass(value):
+        try:
+            instance: Any = value(**kwargs)
+        except Exception as error:
+            raise ConfigError(
+                f"reward {name!r}: cannot be made with kwargs = {dict(kwargs)}: "
+                f"{type(error).__name__}: {text_of(error)}"
+            ) from error
+        if not callable(instance):
+            raise ConfigError(f"reward {name!r}: instances must be callable with one RewardInput")
+        return cast(Callable[[RewardInput], Any], instance)
+    if not callable(value):
+        raise ConfigError(f"reward {name!r} is {type(value).__name__}, not a function or a class")
+    try:
+        inspect.signature(value).bind(prompt="", completion="", row={}, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r} is called with keyword arguments prompt, completion, "
+            f"row{''.join(', ' + name for name in kwargs)}, which its signature "
+            f"{inspect.signature(value)} does not take: {error}"
+        ) from error
+    return KeywordCall(value, dict(kwargs))
+
+
+@dataclass(frozen=True)
+class KeywordCall:
+    """A function that is called with keyword arguments."""
+
+    function: Callable[..., Any]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, sample: RewardInput) -> Any:
+        """What the function returns for the sample."""
+        return self.function(
+            prompt=sample.prompt, completion=sample.completion, row=sample.row, **self.kwargs
+        )
+
+
+def is_async(call: Callable[[RewardInput], Any]) -> bool:
+    """Whether every call gives an awaitable."""
+    function = call.function if isinstance(call, KeywordCall) else call
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  (an instance with an async __call__)
+    )
+
+
+class ReadOnlyRow(dict[str, Any]):
+    """A copy of a row for one call of a reward: writing to it is an error, and what lies within is a copy."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a reward's row is read-only, as other rewards and steps see it; copy it: dict(row)")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def own_row(sample: RewardInput) -> RewardInput:
+    """The sample with a row of its own."""
+    return dataclasses.replace(sample, row=ReadOnlyRow(copy.deepcopy(dict(sample.row))))
+
+
+def as_float(value: Any) -> float | None:
+    """A number (bool, int, float, numpy or torch scalar) as a float; None for anything else."""
+    try:
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+        return float(value) if isinstance(value, int | float) else None
+    except (Exception, GeneratorExit):  # a user's object, or an int beyond any float
+        return None
+
+
+def score_of(value: Any) -> float | str:
+    """The value as a finite float, or what is wrong with it."""
+    number = as_float(value)
+    if number is not None and math.isfinite(number):
+        return number
+    return f"returned {shown(value)} ({printable(type(value).__name__)}), not a finite number"
+
+
+def raised(error: BaseException) -> str:
+    """Say what was raised."""
+    return f"raised {printable(type(error).__name__)}: {text_of(error)}"
+
+
+def shown(value: Any) -> str:
+    """The value's repr, short, whatever its class does."""
+    try:
+        return printable(repr(value)[:200])
+    except Exception as error:
+        return f"an object whose repr raises {type(error).__name__}"
+
+
+def text_of(value: object) -> str:
+    """Return str(value) or, where that raises, the type: one line that a terminal may see."""
+    try:
+        return printable(str(value)[:TEXT_LENGTH])
+    except Exception as error:
+        return f"<{type(value).__name__} whose text raises {type(error).__name__}>"

@@ -1,0 +1,176 @@
+"""A user's reward in a process of its own: its crash, exit or endless loop is one error, and no more.
+
+The process is trusted: it has the run's environment, rights and working directory. It ends, with everything
+that it started, when a call takes too long, when the rewards are closed and when the run is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.rollout import RewardConfig
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.observe.text import echo, printable, printable_lines
+from lockstep.protocols.reward import RewardInput
+from lockstep.rollout import calls
+from lockstep.rollout.messages import JobProcess, Message, ProcessEnded
+from lockstep.rollout.row_values import encoded
+
+START_SECONDS = 600.0
+"""For the user's imports, and for a class that loads a model."""
+END_SECONDS = 5.0
+"""For the module's exit handlers when the rewards are closed."""
+_LINE_BYTES = 1 << 16
+
+
+class RewardFailure(RuntimeError):
+    """What went wrong in a reward's process, in words that follow the reward's name. Its note is the
+    traceback from there."""
+
+
+class RewardWorker:
+    """The process of one reward, started now, and again after an end.
+
+    Args:
+        target: `module:attribute`.
+        path: folders, besides ours, in which the module is looked for.
+
+    Raises:
+        ConfigError: the module cannot be imported, or its attribute cannot be called as a reward.
+    """
+
+    def __init__(self, config: RewardConfig, target: str, path: Sequence[Path] = ()) -> None:
+        self._config = config
+        self._arguments = (target, config.name, [str(p) for p in (Path.cwd(), *path)])
+        self._lock = threading.Lock()
+        self._process: JobProcess | None = None
+        self._output: threading.Thread | None = None
+        self.asynchronous = False
+        self._running()
+
+    def one(self, sample: RewardInput) -> Any:
+        """The score of one sample.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_seconds`; the process was ended.
+            RewardFailure: the reward raised, gave no number, or its process died.
+        """
+        (outcome,) = self._scores([sample], seconds=self._config.timeout_seconds)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def together(self, inputs: Sequence[RewardInput]) -> list[Any]:
+        """A score or an exception for each sample of an async reward. If the process dies or has to be ended,
+        that is the outcome of all of them."""
+        timeout, concurrency = self._config.timeout_seconds, self._config.max_concurrency
+        limit = calls.seconds_together(len(inputs), timeout, concurrency)
+        try:
+            return self._scores(inputs, seconds=limit, timeout=timeout, concurrency=concurrency)
+        except TimeoutError:
+            return [calls.blocked(len(inputs), limit)] * len(inputs)
+        except (RewardFailure, LockstepError) as error:
+            return [error] * len(inputs)
+
+    def close(self) -> None:
+        """Let the process run its exit handlers and end, with all that it started. A later call starts
+        another."""
+        with self._lock:
+            if self._process is None:
+                return
+            with contextlib.suppress(TimeoutError, ProcessEnded):
+                self._process.exchange({"end": True}, seconds=END_SECONDS)
+            self._ended()
+
+    def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
+        # One seed for each sample from the run's generator: the same in every run, and after a resume.
+        job = {"samples": [_sent(s) for s in samples], "seeds": [random.getrandbits(63) for _ in samples]}
+        with self._lock:
+            process = self._running()
+            try:
+                outcomes = process.exchange({**job, **more}, seconds=seconds).get("outcomes")
+            except ProcessEnded as error:
+                raise RewardFailure(str(error)) from None
+            finally:
+                if process.closed:
+                    self._ended()
+            if not isinstance(outcomes, list) or len(outcomes) != len(samples):
+                self._ended()
+                raise RewardFailure("its process replied something that is no reply to the job")
+        return [_received(outcome) for outcome in outcomes]
+
+    def _running(self) -> JobProcess:
+        """The process, started if there is none."""
+        if self._process is not None:
+            return self._process
+        reader, writer = os.pipe()
+        try:
+            process = JobProcess("lockstep.rollout.reward_child", *self._arguments, output=writer)
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        self._process = process
+        self._output = threading.Thread(target=_show, args=(reader,), name="reward-output", daemon=True)
+        self._output.start()
+        name = self._config.name
+        try:
+            # No arguments of the program, which everybody on the machine can read: a key may be among them.
+            first = process.exchange({"kwargs": self._config.kwargs}, seconds=START_SECONDS)
+        except (TimeoutError, ProcessEnded) as error:
+            self._ended()
+            raise ConfigError(f"reward {name!r} cannot be started: {error}") from None
+        if "refused" in first:
+            self._ended()
+            raise ConfigError(printable(str(first["refused"])))
+        self.asynchronous = bool(first.get("asynchronous"))
+        return process
+
+    def _ended(self) -> None:
+        """End the process, and wait until its last words are shown."""
+        if self._process is not None:
+            self._process.close()
+        if self._output is not None:
+            self._output.join(1.0)
+        self._process = self._output = None
+
+
+def _sent(sample: RewardInput) -> Message:
+    return {
+        "prompt": sample.prompt,
+        "completion": sample.completion,
+        "row": encoded(dict(sample.row), "row"),
+        "prompt_token_ids": list(sample.prompt_token_ids),
+        "completion_token_ids": list(sample.completion_token_ids),
+        "finish_reason": sample.finish_reason,
+        "index": sample.index,
+    }
+
+
+def _received(outcome: Any) -> float | RewardFailure:
+    match outcome:
+        case {"score": float() as score}:
+            return score
+        case {"problem": str() as problem}:
+            failure = RewardFailure(printable(problem))
+            if lines := str(outcome.get("traceback", "")):
+                failure.add_note("In the reward's process:\n" + printable_lines(lines))
+            return failure
+    return RewardFailure("its process replied something else than a score")
+
+
+def _show(reader: int) -> None:
+    """Write what the process prints to our standard error, escaped, until it closes its end."""
+    with open(reader, "rb") as lines:
+        while line := lines.readline(_LINE_BYTES):
+            text = line.decode(errors="replace").rstrip("\n")
+            with contextlib.suppress(OSError, ValueError):  # ours is closed; theirs must still be emptied
+                echo("\n".join(map(printable, text.split("\r"))), file=sys.stderr, flush=True)

@@ -1,0 +1,381 @@
+"""A process that can read Python's libraries and answer on its pipes, and nothing else.
+
+Three layers, each used where the kernel has it: namespaces of its own (user, pid, mount, network, ipc),
+Landlock (files can only be read, and only where Python and its packages lie) and a seccomp filter (only the
+system calls that computing needs). Standard library only, as every judge process imports it.
+
+    start of the child:  supervise(lifeline, confined=True)   # returns in a fork, the supervised process
+    after its imports:   lock(readable_places(), may_fork=True)
+    in a fork of that:   lock(None, may_fork=False)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+MEMORY_LIMIT = 8 << 30
+"""Bytes of address space of one process: an answer such as 9**9**9 must not take the machine with it."""
+SWEEP_SECONDS = 5.0
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""The folder that Lockstep is imported from."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# --- What a machine gives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Isolation:
+    """Which layers this kernel gives to this user."""
+
+    namespaces: tuple[str, ...]
+    landlock: int
+    """Its ABI version; 0: none."""
+    seccomp: bool
+
+    @property
+    def missing(self) -> list[str]:
+        """The layers that are not there."""
+        found = [f"a {name} namespace" for name in NAMESPACES if name not in self.namespaces]
+        return found + ["Landlock"] * (not self.landlock) + ["seccomp"] * (not self.seccomp)
+
+    @property
+    def sufficient(self) -> bool:
+        """Whether text may be evaluated: no exec, no writes, no network, and an end of the whole tree."""
+        return self.seccomp or (self.landlock > 0 and {"pid", "network"} <= set(self.namespaces))
+
+    def describe(self) -> str:
+        """One line for people."""
+        layers = [f"{', '.join(self.namespaces)} namespaces"] if self.namespaces else []
+        layers += [f"Landlock ABI {self.landlock}"] * (self.landlock > 0) + ["seccomp"] * self.seccomp
+        absent = f"; missing: {', '.join(self.missing)}" if self.missing else ""
+        return (" + ".join(layers) or "none") + absent
+
+
+NAMESPACES = {
+    "user": 0x10000000,
+    "pid": 0x20000000,
+    "mount": 0x00020000,
+    "network": 0x40000000,
+    "ipc": 0x08000000,
+}
+"""CLONE_NEW*."""
+
+
+@lru_cache(maxsize=1)
+def probe() -> Isolation:
+    """What this machine gives, tried once in a short-lived process."""
+    code = f"import sys; sys.path.insert(0, {ROOT!r}); from lockstep.rollout import sandbox as s; s.report()"
+    command = [sys.executable, "-I", "-B", "-c", code]
+    ended = subprocess.run(command, env={}, capture_output=True, text=True, timeout=60, check=False)
+    if ended.returncode != 0:
+        return Isolation(namespaces=(), landlock=0, seccomp=False)
+    given = json.loads(ended.stdout)
+    return Isolation(**{**given, "namespaces": tuple(given["namespaces"])})
+
+
+def report() -> None:
+    """For `probe`: try every layer on this process and print what worked."""
+    namespaces = isolate()
+    reader, writer = os.pipe()
+    pid = os.fork()  # a thread-free process, so a fork is safe
+    if pid == 0:
+        os.write(writer, json.dumps(lock((), may_fork=False)).encode())
+        os._exit(0)
+    os.close(writer)
+    locked = json.loads(os.read(reader, 4096) or b'{"landlock": 0, "seccomp": false}')
+    os.waitpid(pid, 0)
+    print(json.dumps({"namespaces": namespaces, **locked}))  # noqa: T201 (JSON for a program)
+
+
+# --- Supervision: the whole tree ends together
+
+
+def supervise(lifeline: int, *, confined: bool) -> list[str]:
+    """Fork; return in the child. The parent stays and ends all descendants when the child ends, when SIGTERM
+    comes, or when nobody holds the other end of the pipe `lifeline` any more; it ends as the child did.
+
+    Args:
+        lifeline: a pipe's end for reading; what comes in is the child's to read.
+        confined: the child gets namespaces of its own where the kernel allows it, which are returned.
+    """
+    namespaces = isolate() if confined else []
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    os.set_blocking(reader, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for kind in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(kind, lambda *_: None)
+    child = os.fork()
+    if child == 0:
+        signal.set_wakeup_fd(-1)
+        for kind in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(kind, signal.SIG_DFL)
+        os.close(reader)
+        os.close(writer)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return namespaces
+    status = _wait(child, lifeline, (reader, writer))
+    end_descendants()
+    if status is not None and os.WIFEXITED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number = int(signal.SIGKILL) if status is None else os.WTERMSIG(status)
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(1)
+
+
+def _wait(child: int, lifeline: int, wakeups: tuple[int, int]) -> int | None:
+    """The child's wait status, or None when it has to be ended."""
+    # Such as the reply pipe, whose reader must see when the child is gone.
+    close_all_but(0, 1, 2, lifeline, *wakeups)
+    poll = select.poll()
+    poll.register(lifeline, 0)  # only POLLHUP and POLLERR
+    poll.register(wakeups[0], select.POLLIN)
+    while True:
+        ready = dict(poll.poll())
+        if wakeups[0] in ready and signal.SIGTERM in os.read(wakeups[0], 4096):
+            return None
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return None
+            if pid == child:
+                return status
+            if pid == 0:
+                break
+        if lifeline in ready:
+            return None
+
+
+def close_all_but(*keep: int) -> None:
+    """Close every other descriptor of this process."""
+    low = -1
+    for fd in (*sorted(keep), min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16)):
+        if fd > low + 1:  # closerange of nothing from 0 on would close everything
+            os.closerange(low + 1, fd)
+        low = fd
+
+
+def end_descendants() -> None:
+    """Kill all descendants of this process, which must be their subreaper."""
+    deadline = time.monotonic() + SWEEP_SECONDS
+    while time.monotonic() < deadline:
+        for pid in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.005)
+
+
+def _children() -> list[int]:
+    me = os.getpid()
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == me:
+                found.append(int(name))
+    return found
+
+
+# --- Namespaces
+
+
+def isolate() -> list[str]:
+    """Leave the namespaces of the parent, as far as the kernel allows it; the names of those left. The pid
+    namespace is that of this process's next child."""
+    uid, gid = os.geteuid(), os.getegid()
+    unshare = getattr(_libc, "unshare", None)
+    if unshare is None:
+        return []
+    everything = sum(NAMESPACES.values())
+    if unshare(everything) == 0:
+        done = list(NAMESPACES)
+    else:  # one by one, the user namespace first, which may allow the others
+        done = [name for name, flag in NAMESPACES.items() if unshare(flag) == 0]
+    if "user" in done:
+        # Nobody inside. Without the maps the ids are unmapped, which is as good.
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"65534 {uid} 1"),
+            ("gid_map", f"65534 {gid} 1"),
+        ):
+            with contextlib.suppress(OSError), open(f"/proc/self/{file}", "w", encoding="ascii") as handle:
+                handle.write(text)
+    return done
+
+
+# --- Landlock, seccomp and limits
+
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER, _PR_SET_SECCOMP = 1, 38, 36, 22
+_PR_CAPBSET_DROP = 24
+
+
+def _prctl(option: int, value: int) -> bool:
+    prctl = getattr(_libc, "prctl", None)
+    return prctl is not None and prctl(option, value, 0, 0, 0) == 0
+
+
+def limits(*, memory: int = MEMORY_LIMIT) -> None:
+    """No files, no cores, few descriptors, a bound on memory."""
+    wanted = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: 256,
+    }
+    for kind, value in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def lock(readable: Iterable[str] | None, *, may_fork: bool) -> dict[str, Any]:
+    """Give up, for ever, what evaluating text does not need. Which layers could be installed.
+
+    Args:
+        readable: folders and files that may still be read. None: files as before.
+        may_fork: whether to allow processes (never programs), and a further lock.
+    """
+    if not _prctl(_PR_SET_NO_NEW_PRIVS, 1):
+        return {"landlock": 0, "seccomp": False}
+    for capability in range(64):
+        _prctl(_PR_CAPBSET_DROP, capability)
+    return {
+        "landlock": _landlock(list(readable or ())) if readable is not None else 0,
+        "seccomp": _seccomp(may_fork),
+    }
+
+
+def _landlock(readable: Sequence[str]) -> int:
+    """The ABI version; 0 where the kernel has none."""
+    syscall = _libc.syscall
+    abi = int(syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+    if abi <= 0:
+        return 0
+    files = (1 << 13) - 1 | (abi >= 2) << 13 | (abi >= 3) << 14 | (abi >= 5) << 15
+    attributes = struct.pack("<QQQ", files, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    size = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset = int(syscall(444, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0)))
+    if ruleset < 0:
+        return 0
+    try:
+        for path in readable:
+            _allow_reading(ruleset, path)
+        return abi if syscall(446, ruleset, 0) == 0 else 0
+    finally:
+        os.close(ruleset)
+
+
+def _allow_reading(ruleset: int, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError, PermissionError, NotADirectoryError):
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            rights = 1 << 2 | (1 << 3 if os.path.isdir(path) else 0)
+            _libc.syscall(445, ruleset, 1, struct.pack("<Qi", rights, handle), 0)
+        finally:
+            os.close(handle)
+
+
+_COMPUTE = {
+    "x86_64": "0 1 3 5 6 7 8 9 10 11 12 13 14 15 17 19 20 21 23 24 25 28 35 39 60 63 72 79 89 96 97 98 99 "
+    "102 104 107 108 110 131 186 202 204 217 228 229 230 231 262 267 269 270 271 273 318 332 334 439",
+    "aarch64": "63 64 57 80 62 222 226 215 214 134 135 139 67 65 66 48 73 124 216 233 101 172 93 160 25 17 "
+    "78 169 163 165 179 174 175 176 177 173 132 178 98 123 61 113 114 115 94 79 72 99 278 291 293 439",
+}
+"""System calls by number that computing makes: memory, clocks, reading, and writing to what is open."""
+_FORKING = {
+    "x86_64": "57 58 61 62 157 160 293 302 317 436",
+    "aarch64": "59 260 129 167 164 261 277 436",
+}
+"""Also for a process that may fork: fork, wait4, kill, prctl, setrlimit, pipe2, seccomp, close_range."""
+_OPEN = {"x86_64": ((257, 2), (2, 1)), "aarch64": ((56, 2),)}
+"""open calls: (number, index of the flags)."""
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_NOT_THERE = {"x86_64": (435, 437), "aarch64": (435, 437)}
+"""clone3, openat2: their arguments cannot be looked at; the C library falls back to the older calls."""
+_AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def _seccomp(may_fork: bool) -> bool:
+    machine = platform.machine()
+    if machine not in _AUDIT or sys.byteorder != "little":
+        return False
+    program = b"".join(_filter(machine, may_fork))
+    buffer = ctypes.create_string_buffer(program, len(program))
+    descriptor = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    prctl = _libc.prctl
+    return bool(prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(descriptor), 0, 0) == 0)
+
+
+def _filter(machine: str, may_fork: bool) -> list[bytes]:
+    """BPF: the numbers of _COMPUTE pass, open only for reading; everything else fails with EPERM."""
+    load, equal, any_bit, give = 0x20, 0x15, 0x45, 0x06
+    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+
+    def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+        return struct.pack("<HBBI", code, yes, no, value)
+
+    def only_without(number: int, argument: int, bits: int) -> list[bytes]:
+        """Allow `number` unless its argument has one of the bits."""
+        return [
+            op(equal, number, no=4),
+            op(load, 16 + 8 * argument),
+            op(any_bit, bits, no=1),
+            op(give, refuse),
+            op(give, allow),
+        ]
+
+    numbers = _COMPUTE[machine] + (" " + _FORKING[machine] if may_fork else "")
+    program = [op(load, 4), op(equal, _AUDIT[machine], yes=1), op(give, refuse), op(load, 0)]
+    for number in numbers.split():
+        program += [op(equal, int(number), no=1), op(give, allow)]
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    for call, argument in _OPEN[machine]:
+        program += only_without(call, argument, writing)
+    if may_fork:
+        program += only_without(_CLONE[machine], 0, sum(NAMESPACES.values()) | 0x02000000 | 0x04000000)
+    for call in _NOT_THERE[machine]:
+        program += [op(equal, call, no=1), op(give, 0x00050000 | errno.ENOSYS)]
+    return [*program, op(give, refuse)]
+
+
+def readable_places() -> list[str]:
+    """Where Python, its packages and the C library lie, for `lock`."""
+    system = [
+        "/usr/lib",
+        "/usr/lib64",
+        "/lib",
+        "/lib64",
+        "/usr/local/lib",
+        "/etc/ld.so.cache",
+        "/etc/localtime",
+    ]
+    system += ["/usr/share/zoneinfo", "/dev/null", "/dev/urandom"]
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
+    return [*system, *sorted(prefixes), *(path for path in sys.path if path)]

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from lockstep.config.algorithm import PUBLISHED, GRPOConfig, KLConfig
+from lockstep.config.load import load_run
+from lockstep.errors import ConfigError
+
+PENALTIES = {("reward", "k1"), ("loss", "k2"), ("loss", "k3")}
+
+
+@pytest.mark.parametrize(
+    ("place", "estimator"), list(itertools.product(("reward", "loss"), ("k1", "k2", "k3")))
+)
+def test_only_estimators_that_are_a_penalty_where_they_stand(place: Any, estimator: Any) -> None:
+    if (place, estimator) in PENALTIES:
+        assert KLConfig(place=place, estimator=estimator).resolved().estimator == estimator
+        return
+    with pytest.raises(ValidationError, match="is no KL penalty"):
+        KLConfig(place=place, estimator=estimator)
+    overrides = {"algorithm.kl.coef": 0.1, "algorithm.kl.place": place, "algorithm.kl.estimator": estimator}
+    with pytest.raises(ConfigError, match=r"algorithm\.kl.*leave it out"):
+        load_run("tiny", kind="grpo", overrides=overrides)
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("reward", "k1"), ("loss", "k3")])
+def test_the_default_estimator_depends_on_the_place(place: Any, estimator: str) -> None:
+    config = GRPOConfig(kl=KLConfig(coef=0.1, place=place)).resolved()
+    assert config.kl.estimator == estimator
+    assert config.resolved() == config
+
+
+@pytest.mark.parametrize(
+    ("options", "penalty"),
+    [
+        ({"name": "grpo"}, 0.0),
+        ({"name": "dapo"}, 1.0),
+        ({"name": "dapo", "overlong": {"buffer_tokens": 5}}, 1.0),
+        ({"name": "dapo", "overlong": {"penalty": 0.5}}, 0.5),
+        ({"name": "dapo", "overlong": {"penalty": 0.0}}, 0.0),
+        ({"name": "dapo", "overlong": None}, 0.0),
+        ({"name": "grpo", "overlong": {"buffer_tokens": 5}}, 1.0),
+        ({"name": "grpo", "overlong": {"penalty": 0.5}}, 0.5),
+        ({"name": "grpo", "overlong": None}, 0.0),
+    ],
+)
+def test_when_overlong_is_on(options: dict[str, Any], penalty: float) -> None:
+    config = GRPOConfig(**options)
+    assert config.resolved().overlong.penalty == penalty
+    for again in (config.resolved(), GRPOConfig.model_validate(config.model_dump(mode="json"))):
+        assert again.resolved().overlong.penalty == penalty, "a config says the same after it was written"
+
+
+def test_overlong_of_dapo_is_turned_off_from_the_command_line() -> None:
+    run = load_run("tiny", kind="grpo", overrides={"algorithm.name": "dapo", "algorithm.overlong.penalty": 0})
+    assert run.algorithm.resolved().overlong.penalty == 0.0
+
+
+def test_dual_clip_needs_an_objective_that_has_it() -> None:
+    assert GRPOConfig(dual_clip=3.0).resolved().dual_clip == 3.0
+    for options in ({"name": "cispo"}, {"objective": "cispo"}):
+        with pytest.raises(
+            ValidationError, match=r"dual_clip = 3\.0 has no effect under objective = 'cispo'"
+        ):
+            GRPOConfig(dual_clip=3.0, **options)
+    assert GRPOConfig(name="cispo", objective="ppo_clip", dual_clip=3.0).dual_clip == 3.0
+    with pytest.raises(ValidationError):
+        GRPOConfig(dual_clip=1.0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_option_of_a_resolved_config_is_left_open(name: Any) -> None:
+    config = GRPOConfig(name=name).resolved()
+    assert [key for key, value in config if value is None] == ["dual_clip"]
+    assert config.kl.estimator is not None and config.overlong.penalty is not None

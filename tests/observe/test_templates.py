@@ -1,0 +1,56 @@
+"""A chat template gives in its child process what transformers gives in this one."""
+
+import datetime
+
+import pytest
+from transformers import AutoTokenizer
+
+from lockstep.observe.templates import render_chat
+
+CHAT = [
+    {"role": "system", "content": "Be <brief> & \u00fcber \U0001f600"},
+    {"role": "user", "content": "1 + 1?\n", "extra": {"a": [1, 2.5, None, True]}},
+    {"role": "assistant", "content": "2", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+TEMPLATES = [
+    "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m['content'] | trim }}{{ eos_token }}\n"
+    "{% endfor %}\n",
+    "{{ messages[1].extra | tojson }}{{ messages | tojson(indent=2) }}{{ tools }}{{ documents is none }}",
+    "  {%- for m in messages[::-1] if m.role != 'system' %}\n    {% if loop.index0 > 1 %}{% break %}"
+    "{% endif %}\n"
+    "  {{ m.content }}\n  {% endfor %}\n\n",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content | length %}"
+    "{% endfor %}{{ ns.n }}{{ strftime_now('%Y') }}{{ name is defined }}{{ name }}",
+    "{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}!"
+    "{% endgeneration %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}go{% endif %}",
+    "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(messages[0].content) }}"
+    "{{ messages[0].content.split(' ')[-1] }}"
+    "{{ messages[2].tool_calls[0].function.arguments.items() | list }}{{ dict(a=1) }}",
+]
+
+
+@pytest.mark.parametrize("generate", [False, True])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_text_is_that_of_transformers(template, generate, tiny_tokenizer):
+    options = {"name": "you", "enable_thinking": False}
+    ours = render_chat(tiny_tokenizer, template, CHAT, generate=generate, options=options, where="row 1")
+    theirs = tiny_tokenizer.apply_chat_template(
+        CHAT, chat_template=template, tokenize=False, add_generation_prompt=generate, **options
+    )
+    assert ours.text == theirs
+    if "generation %}" in template:
+        assert [ours.text[a:b] for a, b in ours.spans] == [" 2!", " yes!"]
+        assert str(datetime.datetime.now().year) not in ours.text
+
+
+@pytest.fixture(scope="module")
+def tiny_tokenizer(tmp_path_factory):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)

@@ -1,0 +1,119 @@
+"""Objects between ranks come back as they were, or are refused by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import JsonValue
+
+from lockstep.protocols.engine import EngineStats
+from lockstep.ranks import objects
+from lockstep.ranks.objects import decode_object, encode_object
+from lockstep.ranks.rendezvous import RankError
+from lockstep.rollout.sampler import _Share
+from lockstep.schema.rollout import Completion, Rollout
+
+COMPLETION = Completion(
+    prompt_token_ids=(1, 2),
+    token_ids=(3, 2**31),
+    logprobs=(-0.1, -math.inf),
+    finish_reason="stop",
+    stop_reason="\n\x1b",
+    text="é\u2028\U0001f600",
+    seed=2**63 - 1,
+    engine="hf",
+    policy_version=3,
+)
+STATS = EngineStats(
+    policy_version=1,
+    requests=2,
+    prompt_tokens=3,
+    cached_tokens=4,
+    completion_tokens=5,
+    generate_seconds=0.1 + 0.2,
+    kv_cache_bytes=2**40,
+)
+SHARE = _Share(
+    rollouts=(None, (Rollout(completion=COMPLETION, reward=1 / 3, rewards={"math": 1.0}),)),
+    counts={"rewards/dropped": 2.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (SHARE, _Share),
+        ((STATS, STATS), tuple[EngineStats, EngineStats]),
+        ([COMPLETION], list[Completion]),
+        ({"a": 5e-324, "b": -0.0, "c": 1.7976931348623157e308}, dict[str, float]),
+        ({3: (True, None)}, dict[int, tuple[bool, None]]),
+        ((Path("a/b"), None), tuple[Path | None, str | None]),
+        ({"a": [1, 2.5, None, True, {"b": "c"}], "big": 10**40}, JsonValue),
+        (None, None),
+    ],
+)
+def test_an_object_comes_back_as_it_was(value: Any, kind: Any) -> None:
+    received = decode_object(encode_object(value, kind), kind, sender=1)
+    assert received == value and repr(received) == repr(value)
+
+
+def test_what_is_not_a_number_comes_back() -> None:
+    received = decode_object(
+        encode_object([math.nan, math.inf, -math.inf], list[float]), list[float], sender=1
+    )
+    assert math.isnan(received[0]) and received[1:] == [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ((1, 2), JsonValue),
+        ({1: 2}, JsonValue),
+        ({"a": "0.5"}, dict[str, float]),
+        (True, int),
+        (1.0, int),
+        ("\ud800", str),
+        ((STATS,), tuple[EngineStats, EngineStats]),
+        (COMPLETION, EngineStats),
+        (
+            Completion(**{name: getattr(COMPLETION, name) for name in COMPLETION.__slots__} | {"seed": "1"}),
+            Completion,
+        ),
+    ],
+)
+def test_another_type_is_not_sent(value: Any, kind: Any) -> None:
+    with pytest.raises(RankError, match="cannot be sent to the other ranks"):
+        encode_object(value, kind)
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"", JsonValue),
+        (b"{", JsonValue),
+        (b'"\xff"', str),
+        (b"[" * 100_000, JsonValue),
+        (b'"1"', int),
+        (b"1.0", int),
+        (b"[1]", tuple[int, int]),
+        (b'{"policy_version": 1}', EngineStats),
+        (b'{"finish_reason": "later"}', Completion),
+        (b"null", dict[str, float]),
+    ],
+)
+def test_what_another_rank_sends_is_checked(data: bytes, kind: Any) -> None:
+    with pytest.raises(RankError, match=r"^rank 2 sent what is not ") as error:
+        decode_object(data, kind, sender=2)
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MAX_BYTES", 10)
+    with pytest.raises(RankError, match="of 12 bytes is too large"):
+        encode_object("0123456789", str)
+    for length in (11, -1):
+        with pytest.raises(RankError, match=r"^rank 3 announced"):
+            objects._checked(length, 3)
