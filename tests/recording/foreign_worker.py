@@ -28,6 +28,7 @@ from foreign_parts import VOCAB, tiny_policy, unpadded
 
 import lockstep
 from lockstep.ranks.process_group import ensure_process_group
+from lockstep.train.deepspeed_setup import announced_build
 
 STEPS, MICRO_BATCHES, TEMPERATURE = 2, 2, 0.9
 
@@ -85,17 +86,15 @@ class DeepSpeed:
 
         self.deepspeed = deepspeed
         self.inner = tiny_policy().train()
-        engine, *_ = deepspeed.initialize(
-            model=self.inner,
-            optimizer=torch.optim.AdamW(self.inner.parameters(), lr=1e-2),
-            config={
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_accumulation_steps": MICRO_BATCHES,
-                "zero_optimization": {"stage": int(kind.removeprefix("deepspeed"))},
-                "zero_allow_untested_optimizer": True,
-            },
-        )
-        self.module = engine
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "zero_optimization": {"stage": int(kind.removeprefix("deepspeed"))},
+            "zero_allow_untested_optimizer": True,
+        }
+        optimizer = torch.optim.AdamW(self.inner.parameters(), lr=1e-2)
+        with announced_build(torch.device("cpu")):
+            self.module, *_ = deepspeed.initialize(model=self.inner, optimizer=optimizer, config=config)
 
     def backward(self, loss: Tensor) -> None:
         self.module.backward(loss)

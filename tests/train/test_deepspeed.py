@@ -282,22 +282,38 @@ def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise AssertionError("it started")
 
 
-def test_the_lock_of_a_build_that_was_killed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an extension that has been built."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     folder = tmp_path / "deepspeed_shm_comm"
     folder.mkdir()
     (folder / "deepspeed_shm_comm.so").touch()
+    return folder
+
+
+def test_the_lock_of_a_build_that_was_killed_is_removed(
+    built: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = built / "lock"
+    killed = "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", killed, str(lock)], check=False).returncode == -9
+    os.utime(lock, (0, 0))
     with announced_build(torch.device("cpu")):
-        pass
-    (folder / "lock").touch()
-    os.utime(folder / "lock", (0, 0))
-    with (
-        pytest.raises(ConfigError, match=r"deepspeed_shm_comm/lock is \d+ minutes old: .* delete that file"),
-        announced_build(torch.device("cpu")),
-    ):
-        raise AssertionError("it waits for ever")
+        assert not lock.exists()
+    assert "has been killed" in caplog.text
+
+
+def test_the_lock_of_a_build_that_hangs_is_named(built: Path) -> None:
+    lock = built / "lock"
+    with lock.open("w"):
+        os.utime(lock, (0, 0))
+        with (
+            pytest.raises(ConfigError, match=r"deepspeed_shm_comm/lock is \d+ minutes old: .* hangs"),
+            announced_build(torch.device("cpu")),
+        ):
+            raise AssertionError("it waits for ever")
+        assert lock.exists()
 
 
 def test_an_architecture_that_deepspeed_cannot_read_is_named() -> None:

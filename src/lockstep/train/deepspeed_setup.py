@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import logging
 import os
 import re
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 LOCK_SECONDS = 1200.0
 """No build of DeepSpeed's takes longer."""
+LEFT_SECONDS = 60.0
+"""A lock that no process of this machine holds may be of another machine, in a shared folder, for so long."""
 
 
 def refuse_impossible(
@@ -179,7 +183,7 @@ def announced_build(device: torch.device, *, offload: bool = False) -> Iterator[
     with `offload` its AdamW for CPUs.
 
     Raises:
-        ConfigError: the tools for it are missing, or a build that was killed has left its lock.
+        ConfigError: the tools for it are missing, or another process builds them for too long.
     """
     wanted = ["deepspeed_shm_comm"] * (device.type == "cpu") + ["cpu_adam"] * offload
     for name in wanted:
@@ -214,9 +218,40 @@ def _wait_for_lock(lock: Path) -> None:
             age = time.time() - lock.stat().st_mtime
         except FileNotFoundError:
             return
+        if age > LEFT_SECONDS and _removed(lock):
+            log.warning("removed %s: the build of DeepSpeed's extension that made it has been killed", lock)
+            return
         if age > LOCK_SECONDS:
             raise ConfigError(
-                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension has been "
-                "killed, and torch would wait for it for ever; delete that file"
+                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension hangs, and torch "
+                "would wait for it for ever; end that process (`fuser` names it), and delete that file"
             )
         time.sleep(0.2)
+
+
+def _removed(lock: Path) -> bool:
+    """The lock is deleted if no process has it open: the one that builds does. An flock of the folder is held
+    meanwhile, so that nobody deletes the lock of another's new build."""
+    if not os.path.isdir("/proc/self/fd"):
+        return False
+    folder = os.open(lock.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # held for milliseconds
+        info = lock.stat()
+        if time.time() - info.st_mtime < LEFT_SECONDS or _is_open(info):
+            return False
+        lock.unlink()
+        return True
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(folder)
+
+
+def _is_open(info: os.stat_result) -> bool:
+    """Whether any process has this file open, as far as this user may look."""
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(descriptor), info):
+                return True
+    return False
