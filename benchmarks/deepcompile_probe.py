@@ -25,7 +25,7 @@ def attempt(attention: str, stage: int, execution: str) -> dict[str, object]:
     from lockstep.models.load import load_model
     from lockstep.packing import pack
     from lockstep.schema.batch import TrainSample
-    from lockstep.train.deepspeed import DeepSpeedBackend
+    from lockstep.train.deepspeed.backend import DeepSpeedBackend
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)

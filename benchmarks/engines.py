@@ -40,9 +40,9 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.build import make_engine
-from lockstep.engine.place import EnginePlace
-from lockstep.lab.matrix_machine import machine
-from lockstep.loop.place import write_model_folder
+from lockstep.engine.spec import EngineSpec
+from lockstep.lab.suite.machine import machine
+from lockstep.loop.engine_spec import write_model_folder
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.files import write_json
@@ -82,7 +82,7 @@ class Bench:
     def engine(self, **changes: Any) -> tuple[EngineConfig, Any, float]:
         """The engine, without weights yet, and the seconds of its start."""
         config = EngineConfig(**({"name": self.args.engine} | self.args.settings | changes))
-        place = EnginePlace(
+        place = EngineSpec(
             folder=write_model_folder(self.model, self.work / "config"),
             weights="pushed",
             model_name=self.model.name,

@@ -33,7 +33,7 @@ from lockstep.algorithms.samples import policy_sample
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import load_run
 from lockstep.engine.build import make_engine
-from lockstep.lab.bench_work import peak_flops, training_flops
+from lockstep.lab.step_bench.work import peak_flops, training_flops
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.models.causal_lm import text_config
 from lockstep.packing import PackLimits, plan_micro_batches

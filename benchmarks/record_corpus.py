@@ -41,8 +41,8 @@ from lockstep.models.load import load_model
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording import Recording, RecordingWriter
-from lockstep.recording.fingerprint import fingerprint, module_tensors
 from lockstep.recording.recorder import Recorder, RecorderSettings
+from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.rollout.extract import last_number
 from lockstep.rollout.sampler import Draw, GroupSampler
 from lockstep.schema.batch import PackedBatch, TrainSample

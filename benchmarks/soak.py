@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from lockstep.lab.matrix_machine import machine
+from lockstep.lab.suite.machine import machine
 from lockstep.schema.rollout import Completion, GenerationRequest
 
 WARM_UP = 10
@@ -135,10 +135,10 @@ class Ragged:
 def ragged_class(engine: str, *, server: bool) -> type:
     """The class of engine `engine` with Ragged in front of it."""
     where = {
-        "hf": "lockstep.engine.hf:HFEngine",
+        "hf": "lockstep.engine.hf.engine:HFEngine",
         "native": "lockstep.engine.native:NativeEngine",
-        "vllm": "lockstep.engine.vllm_server:VLLMServer" if server else "lockstep.engine.vllm:VLLMEngine",
-        "sglang": "lockstep.engine.sglang:SGLangServer",
+        "vllm": f"lockstep.engine.vllm.{'server:VLLMServer' if server else 'engine:VLLMEngine'}",
+        "sglang": "lockstep.engine.sglang.engine:SGLangServer",
     }[engine]
     module, _, name = where.partition(":")
     return type("RaggedEngine", (Ragged, getattr(importlib.import_module(module), name)), {})

@@ -3,8 +3,8 @@
     python benchmarks/train_stacks.py --out benchmarks/results/train_stacks-h200.json
 
 Documents of random ids with the lengths of `rl_512` (lengths.json), 64 of them a step. Each stack is a job of
-lockstep.lab.parity_worker in processes of its own with a deadline of its own, most important first. What the
-JSON has already is not run again, so that it can be called in parts (--budget SECONDS ends a part).
+lockstep.lab.train_parity.worker in processes of its own with a deadline of its own, most important first.
+What the JSON has already is not run again, so that it can be called in parts (--budget SECONDS ends a part).
 
 The learning rate is one at which training is stable. At 1e-4 AdamW's first steps throw this random model
 about (losses 12.2, 11.9, 12.8, 10.9, 14.0, gradient norms up to 60), and rounding grows to 1.2 % of the loss
@@ -37,12 +37,12 @@ from lockstep.config.algorithm import SFTConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.lab.matrix_machine import machine
-from lockstep.lab.matrix_process import ProcessRunner, line_that_matters, read_tail
-from lockstep.lab.parity_compare import compare
-from lockstep.lab.parity_inputs import inputs_header, model_sizes, write_inputs
-from lockstep.lab.parity_job import InputsSpec, ParityJob, StepRow, read_outcome, read_rows
-from lockstep.lab.parity_stacks import parse_stack
+from lockstep.lab.suite.machine import machine
+from lockstep.lab.suite.process import ProcessRunner, line_that_matters, read_tail
+from lockstep.lab.train_parity.compare import compare
+from lockstep.lab.train_parity.inputs import inputs_header, model_sizes, write_inputs
+from lockstep.lab.train_parity.job import InputsSpec, ParityJob, StepRow, read_outcome, read_rows
+from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.observe.files import write_json
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import TrainSample
@@ -170,7 +170,7 @@ def run(
         timeout=args.timeout,
         wait=max(10.0, args.timeout / 2),
     )
-    command = [sys.executable, "-u", "-m", "lockstep.lab.parity_worker", str(job.write())]
+    command = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.worker", str(job.write())]
     log.unlink(missing_ok=True)
     ending = ProcessRunner().run(command, log=log, timeout=args.timeout + 20)
     rows, outcome = read_rows(out), read_outcome(out)

@@ -28,7 +28,7 @@ from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
 from lockstep.config.toml import toml_value
 from lockstep.engine import translate
-from lockstep.engine.place import EnginePlace
+from lockstep.engine.spec import EngineSpec
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import SamplingParams
 
@@ -263,7 +263,7 @@ def published_table() -> str:
     return table(("`algorithm.name`", *(f"`{option}`" for option in options)), rows)
 
 
-PLACE = EnginePlace(
+PLACE = EngineSpec(
     folder=Path("MODEL"),
     weights="pushed",
     model_name="MODEL",
@@ -361,7 +361,7 @@ def engines_page() -> str:
 
 def start_rows() -> tuple[Iterator[tuple[str, ...]], str]:
     """What each setting changes, and a list of what is sent without any."""
-    makers: dict[str, Callable[[EngineConfig, EnginePlace], dict[str, Any]]] = {
+    makers: dict[str, Callable[[EngineConfig, EngineSpec], dict[str, Any]]] = {
         "vllm": lambda c, p: (
             translate.vllm_constructor(c, p) | translate.vllm_environment(c, p, in_process=False)
         ),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lockstep.loop.offline import train_offline as train_offline
     from lockstep.loop.online import OnlineTrainer as OnlineTrainer
     from lockstep.loop.online import train_online as train_online
-    from lockstep.recording.hooks import record as record
+    from lockstep.recording.hooks.record import record as record
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "SFTRun": "lockstep.config.run",
     "build_online": "lockstep.loop.build",
     "load_run": "lockstep.config.load",
-    "record": "lockstep.recording.hooks",
+    "record": "lockstep.recording.hooks.record",
     "train_offline": "lockstep.loop.offline",
     "train_online": "lockstep.loop.online",
 }

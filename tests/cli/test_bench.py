@@ -8,9 +8,9 @@ from lockstep.cli import bench as command
 from lockstep.cli.main import main
 from lockstep.config.load import to_values
 from lockstep.errors import ConfigError
-from lockstep.lab import bench as lab
-from lockstep.lab.bench import BenchOptions
-from lockstep.lab.bench_cells import AXIS_OF, BenchCell
+from lockstep.lab.step_bench import run as lab
+from lockstep.lab.step_bench.cells import AXIS_OF, BenchCell
+from lockstep.lab.step_bench.run import BenchOptions
 
 FAKE = Path(__file__).parents[1] / "lab" / "fake_bench_worker.py"
 

@@ -7,8 +7,8 @@ import pytest
 
 from lockstep.cli import matrix as command
 from lockstep.cli.main import main
-from lockstep.lab import matrix as lab
-from lockstep.lab.matrix_result import CellResult, MatrixResult
+from lockstep.lab.matrix import run as lab
+from lockstep.lab.matrix.result import CellResult, MatrixResult
 from lockstep.loop.interrupt import Interrupted
 
 

@@ -7,9 +7,9 @@ import pytest
 from lockstep.cli import parity as command
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError
-from lockstep.lab import parity as lab
-from lockstep.lab.parity import ParityOptions
-from lockstep.lab.parity_result import ParityResult, StackResult
+from lockstep.lab.train_parity import run as lab
+from lockstep.lab.train_parity.result import ParityResult, StackResult
+from lockstep.lab.train_parity.run import ParityOptions
 
 VARIABLES = (*command.ENVIRONMENT, "TP_SIZE", "RING_SIZE", "SKIP_DEEPSPEED", "SKIP_RING", "SKIP_TP")
 

@@ -15,7 +15,7 @@ from recordings import batch, documents, recorded, run_inputs, write
 
 from lockstep.cli import replay
 from lockstep.cli.main import main
-from lockstep.lab.capacity import select_inputs
+from lockstep.lab.replay.buckets import select_inputs
 from lockstep.observe.text import printable
 from lockstep.packing import pack
 from lockstep.recording import Recording, corpus

@@ -20,7 +20,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-PRELOADED = ("lockstep.loop.online", "lockstep.loop.offline", "lockstep.train.local", "lockstep.engine.hf")
+PRELOADED = (
+    "lockstep.loop.online",
+    "lockstep.loop.offline",
+    "lockstep.train.local",
+    "lockstep.engine.hf.engine",
+)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,17 @@ import time
 from pathlib import Path
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.http import HttpClient
-from lockstep.engine.place import EnginePlace
-from lockstep.engine.remote import RemoteEngine
-from lockstep.engine.server import ServerProcess, ServerSpec, free_port, server_client, server_environment
-from lockstep.engine.vllm_server import VLLMDriver
+from lockstep.engine.remote.engine import RemoteEngine
+from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.remote.server import (
+    ServerProcess,
+    ServerSpec,
+    free_port,
+    server_client,
+    server_environment,
+)
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.vllm.server import VLLMDriver
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
 FAKE = Path(__file__).with_name("fake_vllm.py")
@@ -68,7 +74,7 @@ def place_in(folder, **changes):
         "temperatures": frozenset([1.0]),
         "work_dir": Path(folder),
     }
-    return EnginePlace(**(values | changes))
+    return EngineSpec(**(values | changes))
 
 
 def engine_in(folder, *, config=None, place=None, url=None, token="token of the fake"):

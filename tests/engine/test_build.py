@@ -8,13 +8,13 @@ import pytest
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import cuda_index, is_external, make_engine
-from lockstep.engine.dispatch import Dispatcher, DispatcherOfOwnWeights
-from lockstep.engine.hf import HFEngine
-from lockstep.engine.place import EnginePlace
-from lockstep.engine.vllm_choice import VLLM
+from lockstep.engine.hf.engine import HFEngine
+from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.vllm.choice import VLLM
 from lockstep.errors import ConfigError, EngineError
 
-PLACE = EnginePlace(
+PLACE = EngineSpec(
     folder=Path("/models/m"),
     weights="pushed",
     model_name="m",
@@ -138,9 +138,9 @@ def test_an_unknown_engine_is_refused(tiny):
 @pytest.mark.parametrize(
     ("settings", "module", "name"),
     [
-        ({}, "lockstep.engine.vllm", "VLLMEngine"),
-        ({"python": "/p"}, "lockstep.engine.vllm_server", "VLLMServer"),
-        ({"url": "http://127.0.0.1:1"}, "lockstep.engine.vllm_server", "VLLMServer"),
+        ({}, "lockstep.engine.vllm.engine", "VLLMEngine"),
+        ({"python": "/p"}, "lockstep.engine.vllm.server", "VLLMServer"),
+        ({"url": "http://127.0.0.1:1"}, "lockstep.engine.vllm.server", "VLLMServer"),
     ],
 )
 def test_vllm_is_in_process_or_a_server(settings, module, name, monkeypatch):

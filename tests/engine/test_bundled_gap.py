@@ -7,7 +7,7 @@ from lockstep.algorithms.samples import policy_sample
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.engine.hf import HFEngine
+from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import load_model
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.rollout import GenerationRequest, SamplingParams

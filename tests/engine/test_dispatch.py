@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine import dispatch
-from lockstep.engine.dispatch import Dispatcher, DispatcherOfOwnWeights, assign, outstanding_tokens
-from lockstep.engine.hf import HFEngine
+from lockstep.engine import replicas as dispatch
+from lockstep.engine.hf.engine import HFEngine
+from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights, assign, outstanding_tokens
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams

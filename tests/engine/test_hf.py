@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.hf import HFEngine
+from lockstep.engine.hf.engine import HFEngine
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.schema.rollout import GenerationRequest, SamplingParams

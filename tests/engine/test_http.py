@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from lockstep.engine import http
-from lockstep.engine.http import BadReply, HttpClient, Silent, Unreachable
+from lockstep.engine.remote import http
+from lockstep.engine.remote.http import BadReply, HttpClient, Silent, Unreachable
 from lockstep.errors import ConfigError
 
 

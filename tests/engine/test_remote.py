@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.server import ServerProcess
+from lockstep.engine.remote.server import ServerProcess
 from lockstep.errors import EngineError
 from lockstep.schema.weights import UpdateSession, WeightBucket
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.server import (
+from lockstep.engine.remote.server import (
     check_interpreter,
     check_port_free,
     free_port,

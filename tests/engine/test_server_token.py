@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine import vllm_server
-from lockstep.engine.http import HttpClient
-from lockstep.engine.server import server_client
-from lockstep.engine.vllm_server import Installed
+from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.remote.server import server_client
+from lockstep.engine.vllm import server as vllm_server
+from lockstep.engine.vllm.server import Installed
 from lockstep.errors import ConfigError, EngineError
 from lockstep.wire.server_token import TOKEN, RequireToken
 

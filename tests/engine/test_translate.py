@@ -8,7 +8,7 @@ import pytest
 from lockstep.config.engine import EngineConfig
 from lockstep.config.engines import HAS_EFFECT
 from lockstep.engine import translate
-from lockstep.engine.place import EnginePlace
+from lockstep.engine.spec import EngineSpec
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import SamplingParams
 
@@ -65,7 +65,7 @@ def test_a_changed_field_changes_what_is_sent_or_is_refused_by_name(way, field):
     assert sent != WAYS[way](plain)
 
 
-PLACE = EnginePlace(
+PLACE = EngineSpec(
     folder=Path("/m"),
     weights="pushed",
     model_name="m",

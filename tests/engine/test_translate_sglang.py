@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.place import EnginePlace
+from lockstep.engine.spec import EngineSpec
 from lockstep.engine.translate import (
     sglang_constructor,
     sglang_environment,
@@ -15,7 +15,7 @@ from lockstep.engine.translate import (
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-PLACE = EnginePlace(
+PLACE = EngineSpec(
     folder=Path("/models/m"),
     weights="pushed",
     model_name="m",

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.place import EnginePlace
+from lockstep.engine.spec import EngineSpec
 from lockstep.engine.translate import (
     vllm_completion_body,
     vllm_constructor,
@@ -17,7 +17,7 @@ from lockstep.engine.translate import (
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-PLACE = EnginePlace(
+PLACE = EngineSpec(
     folder=Path("/models/m"),
     weights="pushed",
     model_name="m",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.vllm_server import VLLMServer, check_version, installed_vllm
+from lockstep.engine.vllm.server import VLLMServer, check_version, installed_vllm
 from lockstep.errors import ConfigError, EngineError
 
 from .servers import answers, asked, place_in, process, requests_of, write_plan

@@ -62,8 +62,8 @@ def native_subject(config, model):
 def subject(request, tmp_path_factory):
     from lockstep.config.engine import EngineConfig
     from lockstep.engine.build import make_engine
-    from lockstep.engine.place import EnginePlace
-    from lockstep.loop.place import write_model_folder
+    from lockstep.engine.spec import EngineSpec
+    from lockstep.loop.engine_spec import write_model_folder
     from lockstep.transfer import make_transfer
 
     settings = json.loads(Path(SETTINGS).read_text())
@@ -75,7 +75,7 @@ def subject(request, tmp_path_factory):
         return
     folder = tmp_path_factory.mktemp(request.param)
     temperatures = (0.0, 1.0) if config.name == "vllm" else TEMPERATURES
-    place = EnginePlace(
+    place = EngineSpec(
         folder=write_model_folder(model, folder / "model"),
         weights="pushed",
         model_name=model.name,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lockstep.cli import recording as cli
 from lockstep.errors import LockstepError, RecordingError
-from lockstep.recording import importers
-from lockstep.recording.importers import Pace, import_dump
-from lockstep.recording.unpickle import load_dump
+from lockstep.recording.importers import dumps as importers
+from lockstep.recording.importers.dumps import Pace, import_dump
+from lockstep.recording.importers.unpickle import load_dump
 
 IDS = torch.arange(5, 13).view(2, 4)
 

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine import silence
-from lockstep.engine.driver import Job, read_load
-from lockstep.engine.http import BadReply, HttpClient, Reply
-from lockstep.engine.place import EnginePlace
-from lockstep.engine.sglang import _Flow
-from lockstep.engine.sglang_driver import SGLangDriver, check_served
-from lockstep.engine.sglang_samples import Partial, read_event
-from lockstep.engine.vllm_server import VLLMDriver
+from lockstep.engine.remote import stall as silence
+from lockstep.engine.remote.driver import Job, read_load
+from lockstep.engine.remote.http import BadReply, HttpClient, Reply
+from lockstep.engine.sglang.driver import SGLangDriver, check_served
+from lockstep.engine.sglang.engine import _Flow
+from lockstep.engine.sglang.samples import Partial, read_event
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.vllm.server import VLLMDriver
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
-PLACE = EnginePlace(
+PLACE = EngineSpec(
     folder=Path("model"),
     weights="folder",
     model_name="m",

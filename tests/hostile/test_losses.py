@@ -14,7 +14,7 @@ from lockstep.algorithms.dpo import DPO
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.algorithms.sft import SFT
 from lockstep.config.algorithm import PUBLISHED, DPOConfig, GRPOConfig, SFTConfig
-from lockstep.lab.losses import CrossEntropy, LogprobSum
+from lockstep.lab.replay.losses import CrossEntropy, LogprobSum
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, PreferenceSample

@@ -14,10 +14,10 @@ import recordings
 from recordings import header, run_inputs, write
 
 from lockstep.errors import LockstepError, RecordingError
-from lockstep.lab.curves import read_losses
-from lockstep.lab.matrix_compare import compare_outputs
-from lockstep.lab.matrix_outcome import read_cell, read_rows
-from lockstep.lab.matrix_result import read_matrix
+from lockstep.lab.loss_curves.read import read_losses
+from lockstep.lab.matrix.compare import compare_outputs
+from lockstep.lab.matrix.outcome import read_cell, read_rows
+from lockstep.lab.matrix.result import read_matrix
 from lockstep.recording import Recording, RecordingWriter
 
 

@@ -21,15 +21,15 @@ from recordings import assert_same, header, run_inputs, write
 
 from lockstep.cli import recording as cli
 from lockstep.errors import RecordingError
-from lockstep.lab.cell import resolve_cell
-from lockstep.lab.losses import token_loss
-from lockstep.lab.replay import ReplayOptions, replay
+from lockstep.lab.replay.cell import resolve_cell
+from lockstep.lab.replay.losses import token_loss
+from lockstep.lab.replay.run import ReplayOptions, replay
 from lockstep.recording import Recording, RecordingWriter
 from lockstep.recording.edit import Selection, merge_recordings, slice_recording
-from lockstep.recording.files import TensorFile, write_signed_json
-from lockstep.recording.format import metadata_digest
 from lockstep.recording.replayable import KERNELS, header_problems, recorded_axes, recorded_model
-from lockstep.recording.weights import save_tensors
+from lockstep.recording.storage.files import TensorFile, write_signed_json
+from lockstep.recording.storage.format import metadata_digest
+from lockstep.recording.storage.weights import save_tensors
 from lockstep.schema.recording import RecordedInput
 
 INPUTS = run_inputs(3)

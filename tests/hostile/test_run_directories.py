@@ -21,7 +21,7 @@ import torch
 from lockstep.config.load import load_resumed, load_run
 from lockstep.config.run import GRPORun
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TrainError
-from lockstep.loop import joining
+from lockstep.loop import distributed as joining
 from lockstep.loop.online import train_online
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session

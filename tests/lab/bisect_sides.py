@@ -11,7 +11,7 @@ import torch
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.lab.sides import Side
+from lockstep.lab.bisect.arms import Side
 from lockstep.models.load import load_model
 from lockstep.packing import pack
 from lockstep.schema.batch import PackedBatch, TrainSample

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from lockstep.lab.matrix_compare import Comparison
-from lockstep.lab.matrix_result import CellResult, MatrixResult, Measures, verdict
+from lockstep.lab.matrix.compare import Comparison
+from lockstep.lab.matrix.result import CellResult, MatrixResult, Measures, verdict
 
 
 def comparison(**changes: Any) -> Comparison:

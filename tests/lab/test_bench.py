@@ -12,10 +12,10 @@ import pytest
 
 from lockstep.cli import bench as command
 from lockstep.errors import ConfigError
-from lockstep.lab import bench as lab
-from lockstep.lab.bench import BenchOptions, run_bench
-from lockstep.lab.bench_report import markdown, write_reports
-from lockstep.lab.bench_result import BenchResult
+from lockstep.lab.step_bench import run as lab
+from lockstep.lab.step_bench.report import markdown, write_reports
+from lockstep.lab.step_bench.result import BenchResult
+from lockstep.lab.step_bench.run import BenchOptions, run_bench
 
 WORKER = Path(__file__).parent / "fake_bench_worker.py"
 SMALL = ["--prompts", "2", "--group", "2", "--longest", "24", "--prompt-tokens", "4", "--dtype", "float32"]
@@ -247,7 +247,7 @@ def test_real_steps_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
 
 def result_tokens(out: Path, name: str) -> tuple[int, int]:
     work = json.loads((out / name.replace("+", "-") / "job.json").read_text())["work"]
-    from lockstep.lab.bench_work import BenchWork
+    from lockstep.lab.step_bench.work import BenchWork
 
     made = BenchWork.model_validate(work)
     return made.completion_tokens, sum(made.lengths())

@@ -15,10 +15,10 @@ import torch
 
 from lockstep.cli import bench as command
 from lockstep.errors import ConfigError, EngineError, ModelError
-from lockstep.lab import bench as lab
-from lockstep.lab.bench import BenchOptions, run_bench
-from lockstep.lab.bench_job import READY, RESULT, BenchJob, BenchOutcome, read_outcome
-from lockstep.lab.bench_worker import _Cell, run_rank
+from lockstep.lab.step_bench import run as lab
+from lockstep.lab.step_bench.job import READY, RESULT, BenchJob, BenchOutcome, read_outcome
+from lockstep.lab.step_bench.run import BenchOptions, run_bench
+from lockstep.lab.step_bench.worker import _Cell, run_rank
 from lockstep.observe.files import write_json
 from lockstep.ranks import context
 from lockstep.ranks.context import RankContext
@@ -27,8 +27,8 @@ SMALL = ["--prompts", "2", "--group", "2", "--longest", "24", "--prompt-tokens",
 WAITS_IN = """
 import sys, time
 from types import SimpleNamespace
-from lockstep.lab import bench_worker
-from lockstep.lab.bench_job import READY, Ready
+from lockstep.lab.step_bench import worker as bench_worker
+from lockstep.lab.step_bench.job import READY, Ready
 from lockstep.observe.files import write_json
 
 def load(cell):
@@ -227,7 +227,7 @@ def test_a_suite_that_is_killed_leaves_no_worker(
     run = job.run.model_copy(update={"train": job.run.train.model_copy(update={"backend": "fsdp2"})})
     changes = {"ranks": ranks} | ({"run": run} if ranks > 1 else {})
     job.model_copy(update=changes).write()
-    worker = ("-m", "lockstep.lab.bench_worker")
+    worker = ("-m", "lockstep.lab.step_bench.worker")
     if ranks == 1:  # in the middle of something, where it does not look for a turn
         worker = ("-c", WAITS_IN.format(method="take_turns"))
     suites.append(start_suite(job.out, *worker))

@@ -10,15 +10,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_sides import batch_of, leak, perturb, scale_gradient, shift_rope, side_of
 
-from lockstep.lab.bisect import bisect
-from lockstep.lab.bisect_cells import OpenCells
-from lockstep.lab.bisect_report import as_dict, lines, markdown, verdict
-from lockstep.lab.capture import Key
-from lockstep.lab.cell import Cell
-from lockstep.lab.documents import reversed_order
-from lockstep.lab.locate import Yardstick
-from lockstep.lab.replay import ReplayOptions
-from lockstep.lab.sides import SideFailed, gradient_parts, run
+from lockstep.lab.bisect.arms import SideFailed, gradient_parts, run
+from lockstep.lab.bisect.capture import Key
+from lockstep.lab.bisect.cells import OpenCells
+from lockstep.lab.bisect.divergence import Yardstick
+from lockstep.lab.bisect.documents import reversed_order
+from lockstep.lab.bisect.report import as_dict, lines, markdown, verdict
+from lockstep.lab.bisect.run import bisect
+from lockstep.lab.replay.cell import Cell
+from lockstep.lab.replay.run import ReplayOptions
 
 INPUTS = [(4, batch_of([6])), (5, batch_of([5, 12, 3], seed=1)), (6, batch_of([7, 2, 9, 4], seed=2))]
 

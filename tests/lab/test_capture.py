@@ -10,9 +10,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_sides import batch_of, side_of
 
-from lockstep.lab.capture import Capture, Key, reverse_documents, sketch, token_rows
-from lockstep.lab.documents import exact, reversed_order, take
-from lockstep.lab.sides import run
+from lockstep.lab.bisect.arms import run
+from lockstep.lab.bisect.capture import Capture, Key, reverse_documents, sketch, token_rows
+from lockstep.lab.bisect.documents import exact, reversed_order, take
 from lockstep.packing import Bucket, repack
 
 BATCH = batch_of([5, 12, 1, 3])

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.cli.replay import cell_fields, parser
 from lockstep.errors import ConfigError, RecordingError
-from lockstep.lab.cell import ALL_OFF, Cell, resolve_cell, train_config
+from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell, train_config
 from lockstep.schema.recording import RecordingHeader
 
 

@@ -10,11 +10,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_disk import write_recording
 
-from lockstep.lab.bisect_report import crash_dict, crash_lines, crash_markdown, crash_verdict
-from lockstep.lab.cell import Cell
-from lockstep.lab.crash import CrashSearch, find_crash
-from lockstep.lab.replay import ReplayOptions
-from lockstep.lab.shrink_worker import crash_of, options_from_json, options_to_json
+from lockstep.lab.bisect.crash import CrashSearch, find_crash
+from lockstep.lab.bisect.report import crash_dict, crash_lines, crash_markdown, crash_verdict
+from lockstep.lab.bisect.shrink_worker import crash_of, options_from_json, options_to_json
+from lockstep.lab.replay.cell import Cell
+from lockstep.lab.replay.run import ReplayOptions
 from lockstep.recording import Recording
 
 PLANTED = """

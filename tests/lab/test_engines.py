@@ -16,13 +16,13 @@ import pytest
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError
-from lockstep.lab import engines as lab
-from lockstep.lab import engines_worker
-from lockstep.lab.engines import EngineChoice, EnginesOptions, run_engines
-from lockstep.lab.engines_prompts import make_prompts, read_data
-from lockstep.lab.engines_report import write_reports
-from lockstep.lab.engines_result import EngineResult, EnginesResult
-from lockstep.lab.matrix_process import Ending, ProcessRunner
+from lockstep.lab.engine_parity import run as lab
+from lockstep.lab.engine_parity import worker as engines_worker
+from lockstep.lab.engine_parity.prompts import make_prompts, read_data
+from lockstep.lab.engine_parity.report import write_reports
+from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
+from lockstep.lab.engine_parity.run import EngineChoice, EnginesOptions, run_engines
+from lockstep.lab.suite.process import Ending, ProcessRunner
 
 MODEL = "shape:tiny-llama"
 HERE = Path(__file__).parent

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.engines_compare import (
+from lockstep.lab.engine_parity.compare import (
     BAR_NAMES,
     EDGES,
     divergence,
@@ -17,7 +17,7 @@ from lockstep.lab.engines_compare import (
     spread,
     tail,
 )
-from lockstep.lab.engines_job import Row
+from lockstep.lab.engine_parity.job import Row
 
 
 def row(token_ids: tuple[int, ...], **changes: Any) -> Row:

@@ -9,7 +9,7 @@ import torch
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.errors import RecordingError
-from lockstep.lab.losses import token_loss
+from lockstep.lab.replay.losses import token_loss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordingHeader
 

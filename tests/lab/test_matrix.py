@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError, RecordingError
-from lockstep.lab import matrix as matrix_module
-from lockstep.lab.matrix import MatrixOptions, run_matrix
-from lockstep.lab.matrix_cells import parse_axes
-from lockstep.lab.matrix_result import MatrixResult, read_matrix
+from lockstep.lab.matrix import run as matrix_module
+from lockstep.lab.matrix.cells import parse_axes
+from lockstep.lab.matrix.result import MatrixResult, read_matrix
+from lockstep.lab.matrix.run import MatrixOptions, run_matrix
 from lockstep.loop.interrupt import Interrupted
 from lockstep.recording import RecordingWriter
 

@@ -1,8 +1,8 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.lab.cell import Cell
-from lockstep.lab.matrix_cells import KINDS, make_cells, parse_axes, reference_cells, refusal, settings
+from lockstep.lab.matrix.cells import KINDS, make_cells, parse_axes, reference_cells, refusal, settings
+from lockstep.lab.replay.cell import Cell
 
 BASE = Cell(attention="sdpa", execution="eager", layout="padded", dtype="float32", device="cpu")
 

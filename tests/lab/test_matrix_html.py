@@ -6,8 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix_html import page, write_html
-from lockstep.lab.matrix_report import markdown
+from lockstep.lab.matrix.html import page, write_html
+from lockstep.lab.matrix.report import markdown
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
 

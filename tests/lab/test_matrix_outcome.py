@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.matrix_outcome import ended
-from lockstep.lab.matrix_process import Ending
-from lockstep.lab.matrix_result import CellResult
+from lockstep.lab.matrix.outcome import ended
+from lockstep.lab.matrix.result import CellResult
+from lockstep.lab.suite.process import Ending
 
 OK: dict[str, Any] = {"index": 0, "status": "ok"}
 SKIPPED: dict[str, Any] = {"index": 1, "status": "skipped", "error": None}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.lab.matrix_process import (
+from lockstep.lab.suite.process import (
     ProcessRunner,
     hung_in,
     line_that_matters,

@@ -7,7 +7,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix_report import brief, markdown, show
+from lockstep.lab.matrix.report import brief, markdown, show
 
 
 def shown(*cells: object) -> str:

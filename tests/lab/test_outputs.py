@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from lockstep.lab.outputs import KeptOutputs, gradient_places
+from lockstep.lab.replay.outputs import KeptOutputs, gradient_places
 from lockstep.schema.batch import PackedBatch
 
 

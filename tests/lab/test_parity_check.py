@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from lockstep.config.model import ModelConfig
-from lockstep.lab import parity_check
-from lockstep.lab.parity_check import (
+from lockstep.lab.train_parity import check as parity_check
+from lockstep.lab.train_parity.check import (
     check_all,
     check_imports,
     check_interfaces,
@@ -14,7 +14,7 @@ from lockstep.lab.parity_check import (
     import_failure,
     interface_problems,
 )
-from lockstep.lab.parity_stacks import parse_stack, parse_stacks
+from lockstep.lab.train_parity.stacks import parse_stack, parse_stacks
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import meta_module
 from lockstep.train.local import LocalBackend

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lockstep.lab.parity_compare import (
+from lockstep.lab.train_parity.compare import (
     compare,
     falls,
     gradient_error,
@@ -14,7 +14,7 @@ from lockstep.lab.parity_compare import (
     relative,
     spread,
 )
-from lockstep.lab.parity_job import StepRow
+from lockstep.lab.train_parity.job import StepRow
 
 
 def row(step: int, loss: float, grad_norm: float = 1.0) -> StepRow:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.lab import curves
-from lockstep.lab.curves import read_losses
-from lockstep.lab.curves_compare import compare_losses, plot
+from lockstep.lab.loss_curves import read as curves
+from lockstep.lab.loss_curves.compare import compare_losses, plot
+from lockstep.lab.loss_curves.read import read_losses
 
 
 def write(path: Path, text: str) -> Path:

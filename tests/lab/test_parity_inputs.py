@@ -9,9 +9,16 @@ import torch
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.lab.losses import token_loss
-from lockstep.lab.parity_inputs import generated_rows, main, make_inputs, random_documents
-from lockstep.lab.parity_job import InputsReport, InputsSpec, ParityJob, read_job, read_outcome, read_rows
+from lockstep.lab.replay.losses import token_loss
+from lockstep.lab.train_parity.inputs import generated_rows, main, make_inputs, random_documents
+from lockstep.lab.train_parity.job import (
+    InputsReport,
+    InputsSpec,
+    ParityJob,
+    read_job,
+    read_outcome,
+    read_rows,
+)
 from lockstep.recording import Recording
 from lockstep.schema.batch import PolicyBatch, PreferenceBatch
 
@@ -82,7 +89,7 @@ def test_grpo_starts_from_the_starting_weights(tmp_path: Path) -> None:
 
 
 def test_recorded_inputs_without_advantages_are_left_out(tmp_path: Path) -> None:
-    from lockstep.lab.parity_inputs import _recorded, model_sizes
+    from lockstep.lab.train_parity.inputs import _recorded, model_sizes
 
     corpus = Recording.open(None)
     sizes = model_sizes(TINY).model_copy(update={"vocab_size": 49152})

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from lockstep.errors import ConfigError
-from lockstep.lab import curves_draw
-from lockstep.lab.curves_draw import Curve, Panel, nice_ticks, svg, write_png
-from lockstep.lab.parity_compare import Comparison, Spread, falls
-from lockstep.lab.parity_job import StepRow
-from lockstep.lab.parity_report import brief, markdown, page, panels, problems, show, write_reports
-from lockstep.lab.parity_result import ParityResult, StackResult, judge, learning
+from lockstep.lab.loss_curves import draw as curves_draw
+from lockstep.lab.loss_curves.draw import Curve, Panel, nice_ticks, svg, write_png
+from lockstep.lab.train_parity.compare import Comparison, Spread, falls
+from lockstep.lab.train_parity.job import StepRow
+from lockstep.lab.train_parity.report import brief, markdown, page, panels, problems, show, write_reports
+from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
 

@@ -1,7 +1,7 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.lab.parity_stacks import (
+from lockstep.lab.train_parity.stacks import (
     DEFAULT_STACKS,
     parse_skip,
     parse_stack,

@@ -297,7 +297,7 @@ def test_another_number_of_ranks_than_the_launchers_is_refused(
 ) -> None:
     from lockstep.cli.replay import parse
     from lockstep.errors import ConfigError
-    from lockstep.lab.rank_replay import rank_options
+    from lockstep.lab.replay.ranks import rank_options
 
     _, options = parse([str(recorded), "--ranks", "3"])
     context: Any = type("Context", (), {"world_size": 2, "device": torch.device("cpu")})()

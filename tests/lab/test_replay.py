@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 
 import lockstep.train.local as local
 from lockstep.errors import ConfigError, RecordingError
-from lockstep.lab import rank_replay
-from lockstep.lab import replay as lab_replay
-from lockstep.lab.cell import Cell
-from lockstep.lab.deadline import Deadline
-from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult, replay
-from lockstep.lab.results import ReplayFiles, ReplayRow
+from lockstep.lab.replay import ranks as rank_replay
+from lockstep.lab.replay import run as lab_replay
+from lockstep.lab.replay.cell import Cell
+from lockstep.lab.replay.deadline import Deadline
+from lockstep.lab.replay.results import ReplayFiles, ReplayRow
+from lockstep.lab.replay.run import Replayer, ReplayOptions, ReplayResult, replay
 from lockstep.packing import Bucket
 from lockstep.schema.recording import RecordedInput
 
@@ -419,7 +419,7 @@ def edited(recorded: RecordedInput, **fields: Any) -> RecordedInput:
 def test_a_smaller_vocabulary_is_refused_before_any_weight_is_loaded(
     recording: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lockstep.lab.policy as policy
+    import lockstep.lab.replay.policy as policy
 
     monkeypatch.setattr(policy, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     ids = recording.inputs[1].batch.token_ids.clone()
@@ -448,7 +448,7 @@ def test_an_id_that_the_header_denies_fails_its_input_only(recording: Any) -> No
 def test_fewer_positions_are_refused_before_any_weight_is_loaded(
     recording: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lockstep.lab.policy as policy
+    import lockstep.lab.replay.policy as policy
     from lockstep.models.shape_table import SHAPES
 
     monkeypatch.setitem(SHAPES, "tiny-short", SHAPES["tiny-llama"] | {"max_position_embeddings": 32})
@@ -458,7 +458,7 @@ def test_fewer_positions_are_refused_before_any_weight_is_loaded(
 
 
 def test_a_recording_cannot_switch_remote_code_on(recording: Any) -> None:
-    from lockstep.lab.policy import model_config
+    from lockstep.lab.replay.policy import model_config
 
     header = dataclasses.replace(
         recording.header, model={**recording.header.model, "trust_remote_code": True}

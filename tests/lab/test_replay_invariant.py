@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.lab.cell import Cell
-from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult, opening, replay
+from lockstep.lab.replay.cell import Cell
+from lockstep.lab.replay.run import Replayer, ReplayOptions, ReplayResult, opening, replay
 from lockstep.schema.contract import KernelContract
 
 

@@ -12,9 +12,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_sides import batch_of, leak, perturb, scale_gradient, shift_rope, side_of
 
-from lockstep.lab.bisect import bisect
-from lockstep.lab.locate import locate
-from lockstep.lab.repro import write_repro
+from lockstep.lab.bisect.divergence import locate
+from lockstep.lab.bisect.repro import write_repro
+from lockstep.lab.bisect.run import bisect
 
 BATCH = batch_of([5, 12, 3])
 PADDED = {"layout": "padded", "padding_side": "left"}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.lab.rank_replay import _rows_of_all
-from lockstep.lab.results import ReplayFiles, ReplayRow, aggregate, row_text
+from lockstep.lab.replay.ranks import _rows_of_all
+from lockstep.lab.replay.results import ReplayFiles, ReplayRow, aggregate, row_text
 from lockstep.observe.text import printable_lines
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.lab.step_plan import PlannedStep, StepPlan, diagnose, plan_steps
+from lockstep.lab.replay.step_plan import PlannedStep, StepPlan, diagnose, plan_steps
 from lockstep.schema.recording import InputMeta
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.algorithms.samples import policy_sample
 from lockstep.config.engine import EngineConfig
 from lockstep.config.train import TrainConfig
-from lockstep.engine.hf import HFEngine
+from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import LoadedModel
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols.engine import EngineStats, OnCompletion

@@ -28,10 +28,10 @@ from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext, init_ranks
-from lockstep.train import files
-from lockstep.train.rng import rng_state
-from lockstep.train.state import load_state, save_state
-from lockstep.train.state_parts import Layout, LiveTensors, Reader, TensorMeta, read_flat
+from lockstep.train.state import files
+from lockstep.train.state.parts import Layout, LiveTensors, Reader, TensorMeta, read_flat
+from lockstep.train.state.rng import rng_state
+from lockstep.train.state.save_load import load_state, save_state
 
 OUT = Path(os.environ["OUT"])
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {

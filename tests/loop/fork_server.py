@@ -24,7 +24,7 @@ PRELOADED = (
     "lockstep.loop.online",
     "lockstep.loop.offline",
     "lockstep.train.local",
-    "lockstep.engine.hf",
+    "lockstep.engine.hf.engine",
     "peft",
 )
 

@@ -55,7 +55,7 @@ def test_a_second_run_into_the_same_folder_is_refused(lockstep: Commands, tiny_t
 def test_more_steps_extend_a_run_as_if_they_had_been_asked_for_at_once(
     lockstep: Commands, straight: Straight, run: Path
 ) -> None:
-    killed = {"target": "lockstep.engine.generation:Generation._step", "call": 2, "step": 5}
+    killed = {"target": "lockstep.engine.hf.generation:Generation._step", "call": 2, "step": 5}
     ended = lockstep(
         "train", "--resume", run, "--steps", "6", cwd=run, signals=[killed | {"send": "SIGKILL"}]
     )

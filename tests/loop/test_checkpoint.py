@@ -19,8 +19,8 @@ from lockstep.loop import checkpoint as module_under_test
 from lockstep.loop.checkpoint import CheckpointManager, verify
 from lockstep.protocols.train import FinishSave
 from lockstep.train.local import LAYOUT
-from lockstep.train.state import load_state, save_state
-from lockstep.train.state_parts import LiveTensors
+from lockstep.train.state.parts import LiveTensors
+from lockstep.train.state.save_load import load_state, save_state
 
 
 class Backend:

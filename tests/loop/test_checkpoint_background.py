@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from loop_runs import Commands, everything
 
-FILE = "lockstep.train.files:_HashingFile.write"
-COPY = "lockstep.train.state:_RankFiles.put"
+FILE = "lockstep.train.state.files:_HashingFile.write"
+COPY = "lockstep.train.state.save_load:_RankFiles.put"
 POLL = "lockstep.loop.checkpoint:CheckpointManager.poll"
 COMMIT = "lockstep.loop.checkpoint:CheckpointManager._commit"
 PUT = "lockstep.loop.checkpoint:CheckpointManager._put"

@@ -19,9 +19,9 @@ from lockstep.config.train import CheckpointConfig, TrainConfig
 from lockstep.loop.checkpoint import CheckpointManager, verify
 from lockstep.models.load import load_model
 from lockstep.ranks.launch import launch_command
-from lockstep.train.files import write_tensors
 from lockstep.train.local import LocalBackend
-from lockstep.train.state_index import rank_file
+from lockstep.train.state.files import write_tensors
+from lockstep.train.state.index import rank_file
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 CASES = [

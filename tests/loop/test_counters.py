@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.execution import CompileReport
-from lockstep.loop.counters import CompileMeter
+from lockstep.loop.compile_meter import CompileMeter
 from lockstep.ranks.context import RankContext
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from loop_runs import Commands, Ended, everything
 
-GENERATE = "lockstep.engine.generation:Generation._step"
+GENERATE = "lockstep.engine.hf.generation:Generation._step"
 FORWARD = "lockstep.train.local:LocalBackend._hidden"
 OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
-FILE = "lockstep.train.files:_HashingFile.write"
+FILE = "lockstep.train.state.files:_HashingFile.write"
 
 Straight = Callable[..., dict[str, Any]]
 

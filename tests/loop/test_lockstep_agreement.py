@@ -10,7 +10,7 @@ import torch
 
 from lockstep.algorithms.samples import rollout_samples
 from lockstep.errors import ConfigError, TrainError
-from lockstep.loop.agreement import Agreement, agreed_contract
+from lockstep.loop.bitwise_check import Agreement, agreed_contract
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup

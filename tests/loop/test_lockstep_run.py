@@ -17,7 +17,7 @@ from lockstep.config.run import GRPORun, SFTRun
 from lockstep.engine.native import NativeEngine
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.loop.axes import resolve_axes
-from lockstep.loop.claim import claim_lines, claim_manifest, contract_change, make_invariant
+from lockstep.loop.batch_invariance import claim_lines, claim_manifest, contract_change, make_invariant
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online
 from lockstep.models.load import load_model

@@ -9,7 +9,7 @@ import pytest
 from loop_runs import Commands, everything, metrics_of
 
 FORWARD = "lockstep.train.local:LocalBackend._hidden"
-FILE = "lockstep.train.files:_HashingFile.write"
+FILE = "lockstep.train.state.files:_HashingFile.write"
 
 
 def moment(target: str, **order: Any) -> dict[str, Any]:

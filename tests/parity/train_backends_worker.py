@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.lab.losses import token_loss
-from lockstep.lab.parity_inputs import make_inputs
-from lockstep.lab.parity_job import InputsSpec
-from lockstep.lab.parity_stacks import parse_stack
+from lockstep.lab.replay.losses import token_loss
+from lockstep.lab.train_parity.inputs import make_inputs
+from lockstep.lab.train_parity.job import InputsSpec
+from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.models.load import load_model
 from lockstep.packing.packs import Bucket, repack
 from lockstep.ranks.context import init_ranks

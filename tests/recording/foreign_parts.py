@@ -16,7 +16,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.recording import Recording
-from lockstep.recording.weights import find_weights, load_weights
+from lockstep.recording.storage.weights import find_weights, load_weights
 from lockstep.schema.recording import RecordedInput
 from lockstep.train.local import LocalBackend
 

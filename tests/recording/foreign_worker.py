@@ -28,7 +28,7 @@ from foreign_parts import VOCAB, tiny_policy, unpadded
 
 import lockstep
 from lockstep.ranks.process_group import ensure_process_group
-from lockstep.train.deepspeed_setup import announced_build
+from lockstep.train.deepspeed.setup import announced_build
 
 STEPS, MICRO_BATCHES, TEMPERATURE = 2, 2, 0.9
 

@@ -21,7 +21,7 @@ from lockstep.errors import RecordingError
 from lockstep.models.load import load_model
 from lockstep.ops.losses import ppo_clip
 from lockstep.recording import Recording
-from lockstep.recording.calls import foreign_call
+from lockstep.recording.hooks.calls import foreign_call
 from lockstep.train.local import LocalBackend
 
 

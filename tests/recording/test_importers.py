@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lockstep.cli.main import main
 from lockstep.errors import RecordingError
 from lockstep.recording import Recording
-from lockstep.recording.importers import import_dump
+from lockstep.recording.importers.dumps import import_dump
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 
 

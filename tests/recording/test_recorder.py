@@ -16,8 +16,8 @@ from lockstep.observe.spans import Spans
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats
 from lockstep.recording import Recording
-from lockstep.recording.fingerprint import fingerprint, module_tensors
 from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings, draws_random_numbers
+from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup

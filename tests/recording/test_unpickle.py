@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.errors import RecordingError
-from lockstep.recording import symbols
-from lockstep.recording.unpickle import load_dump
+from lockstep.recording.importers import symbols
+from lockstep.recording.importers.unpickle import load_dump
 
 VALUE: dict[str, Any] = {
     "ids": torch.arange(12).reshape(3, 4)[:, 1:],

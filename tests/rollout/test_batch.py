@@ -10,7 +10,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.data.prompts import PromptMaker, load_prompts
-from lockstep.engine.hf import HFEngine
+from lockstep.engine.hf.engine import HFEngine
 from lockstep.errors import ConfigError, DataError, EngineError
 from lockstep.models.load import load_model
 from lockstep.rollout.batch import Hooks, SampleWork, check_prompts, generate_rows, prompt_batches

@@ -25,7 +25,7 @@ from lockstep.models.load import LoadedModel, load_model, share_parameters
 from lockstep.models.lora import merged_state_dict
 from lockstep.observe.spans import Spans
 from lockstep.schema.batch import PackedBatch
-from lockstep.train.deepspeed import DeepSpeedBackend
+from lockstep.train.deepspeed.backend import DeepSpeedBackend
 from lockstep.train.local import LocalBackend
 
 _spec = importlib.util.spec_from_file_location("fixtures", Path(__file__).with_name("conftest.py"))
@@ -217,7 +217,7 @@ def made(name: str, case: dict[str, Any], *, seed: int) -> Any:
     if name == "local":
         return LocalBackend(config, model=load(case, seed=seed), total_steps=9)
     if name == "fsdp2":
-        from lockstep.train.fsdp2 import FSDP2Backend
+        from lockstep.train.fsdp2.backend import FSDP2Backend
 
         return FSDP2Backend(config, model=load(case, seed=seed, materialize=False), total_steps=9)
     config = config.model_copy(update={"zero_stage": int(name.removeprefix("zero"))})

@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError, TrainError
 from lockstep.execution.regions import decoder_layers
 from lockstep.packing.packs import empty_batch
 from lockstep.schema.batch import PackedBatch
-from lockstep.train.fsdp2 import FSDP2Backend
+from lockstep.train.fsdp2.backend import FSDP2Backend
 from lockstep.train.local import LocalBackend
 
 

@@ -22,7 +22,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing.packs import Bucket, repack
 from lockstep.schema.batch import PackedBatch
-from lockstep.train.fsdp2 import FSDP2Backend
+from lockstep.train.fsdp2.backend import FSDP2Backend
 from lockstep.train.local import LocalBackend
 
 _spec = importlib.util.spec_from_file_location("fixtures", Path(__file__).with_name("conftest.py"))

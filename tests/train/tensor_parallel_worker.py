@@ -30,7 +30,7 @@ from lockstep.models.shapes import random_model
 from lockstep.models.source import kept_buffers, random_source
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ranks.context import RankContext, init_ranks
-from lockstep.train.tensor_parallel import (
+from lockstep.train.fsdp2.tensor_parallel import (
     TensorParallel,
     apply_tensor_parallel,
     tensor_parallel_plan,

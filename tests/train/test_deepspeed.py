@@ -17,8 +17,8 @@ import torch
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.train.deepspeed import DeepSpeedBackend
-from lockstep.train.deepspeed_setup import announced_build, check_cuda_architectures
+from lockstep.train.deepspeed.backend import DeepSpeedBackend
+from lockstep.train.deepspeed.setup import announced_build, check_cuda_architectures
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
 TIMEOUT = 900  # DeepSpeed compiles its extensions at the first use on a machine: minutes on a busy one

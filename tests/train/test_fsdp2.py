@@ -19,8 +19,8 @@ import torch
 from lockstep.config.model import LoraConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.train.fsdp2 import FSDP2Backend
-from lockstep.train.mesh import mesh_sizes
+from lockstep.train.fsdp2.backend import FSDP2Backend
+from lockstep.train.fsdp2.mesh import mesh_sizes
 
 WORKER = Path(__file__).with_name("fsdp2_worker.py")
 TIMEOUT = 480

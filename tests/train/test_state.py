@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lockstep.config.model import LoraConfig
 from lockstep.errors import CheckpointError
-from lockstep.train.files import write_tensors
 from lockstep.train.local import LocalBackend
-from lockstep.train.rng import restore_rng_state, rng_state
+from lockstep.train.state.files import write_tensors
+from lockstep.train.state.rng import restore_rng_state, rng_state
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.3, target_modules=("q_proj", "v_proj"))
 
@@ -112,7 +112,7 @@ def test_files_are_hashed_and_named(make_backend: Any, tmp_path: Path) -> None:
 
 def rewrite(path: Path, change: Any) -> None:
     """Change a file and make state.json's record of it fit: wrong, but not damaged."""
-    from lockstep.train.files import sha256_of
+    from lockstep.train.state.files import sha256_of
 
     change(path)
     state_path = path.parent / "state.json"

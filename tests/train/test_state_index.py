@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
-from lockstep.train.state import load_state, save_state
-from lockstep.train.state_index import StoredTensors, read_index
-from lockstep.train.state_parts import Layout, LiveTensors, read_flat
+from lockstep.train.state.index import StoredTensors, read_index
+from lockstep.train.state.parts import Layout, LiveTensors, read_flat
+from lockstep.train.state.save_load import load_state, save_state
 
 
 def test_a_checkpoint_with_more_than_the_run_has_is_refused(tmp_path: Path) -> None:

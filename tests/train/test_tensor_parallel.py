@@ -20,7 +20,7 @@ from lockstep.models.load import meta_module
 from lockstep.models.shape_table import SHAPES
 from lockstep.models.shapes import random_model
 from lockstep.ranks.launch import launch_command
-from lockstep.train.tensor_parallel import (
+from lockstep.train.fsdp2.tensor_parallel import (
     Replicated,
     Split,
     check_tensor_parallel_size,

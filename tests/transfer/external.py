@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lockstep.engine.hf import HFEngine
+from lockstep.engine.hf.engine import HFEngine
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel, attention_implementation
 from lockstep.schema.weights import WeightUpdate

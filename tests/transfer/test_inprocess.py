@@ -2,7 +2,7 @@ import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.engine.hf import HFEngine
+from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.schema.weights import WeightUpdate

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import EngineError, RewardError, TrainError
-from lockstep.loop.engines import naming_memory
+from lockstep.loop.engine_report import naming_memory
 from lockstep.transfer.ledger import Ledger, ran_out_of_memory, take
 
 GIB = 1024.0**3

@@ -14,10 +14,10 @@ from holder import Source
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.engine.hf import HFEngine
-from lockstep.engine.place import EnginePlace
+from lockstep.engine.hf.engine import HFEngine
+from lockstep.engine.spec import EngineSpec
 from lockstep.errors import EngineError
-from lockstep.loop.place import write_model_folder
+from lockstep.loop.engine_spec import write_model_folder
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.train.local import LocalBackend
@@ -40,7 +40,7 @@ def policy(*, lora: bool = False, seed: int = 0) -> LoadedModel:
 
 
 def engine_of(model: LoadedModel, tmp_path: Any, **settings: Any) -> ExternalHF:
-    place = EnginePlace(
+    place = EngineSpec(
         folder=write_model_folder(model, tmp_path / "model"),
         weights="pushed",
         model_name=model.name,

@@ -9,9 +9,9 @@ from conformance import EOS, MAX_MODEL_LEN, VOCAB
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.place import EnginePlace
-from lockstep.engine.vllm import VLLMEngine
-from lockstep.loop.place import write_model_folder
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.vllm.engine import VLLMEngine
+from lockstep.loop.engine_spec import write_model_folder
 from lockstep.models.load import LoadedModel
 from lockstep.schema.weights import UpdateSession, WeightBucket
 from lockstep.wire.buckets import Layout, pack
@@ -19,7 +19,7 @@ from lockstep.wire.buckets import Layout, pack
 KV_BYTES = 1 << 26
 
 
-def place_of(model: LoadedModel, work_dir: Path, **changes) -> EnginePlace:
+def place_of(model: LoadedModel, work_dir: Path, **changes) -> EngineSpec:
     fields = {
         "folder": write_model_folder(model, work_dir / "model"),
         "weights": "pushed",
@@ -34,11 +34,11 @@ def place_of(model: LoadedModel, work_dir: Path, **changes) -> EnginePlace:
         "temperatures": frozenset({0.0, 1.0}),
         "work_dir": work_dir,
     }
-    return EnginePlace(**{**fields, **changes})
+    return EngineSpec(**{**fields, **changes})
 
 
 def start(model: LoadedModel, folder: Path, *, place: Mapping = {}, **config) -> VLLMEngine:
-    """An engine without weights; `config` and `place` are fields of EngineConfig and EnginePlace."""
+    """An engine without weights; `config` and `place` are fields of EngineConfig and EngineSpec."""
     options = {"kv_cache_memory_bytes": KV_BYTES, **config.pop("options", {})}
     settings = {"name": "vllm", "eager": True, "max_batch": 64, "options": options, **config}
     return VLLMEngine(EngineConfig(**settings), place=place_of(model, folder, **place))

@@ -128,7 +128,7 @@ def test_only_one_at_a_time(model, tmp_path, started):
 
 def test_another_environment_needs_another_process(model, tmp_path, started, monkeypatch):
     started(weights=False).close()
-    import lockstep.engine.vllm as module
+    import lockstep.engine.vllm.engine as module
 
     def other(config, place, *, in_process):
         return vllm_environment(config, place, in_process=in_process) | {"VLLM_BATCH_INVARIANT": "1"}

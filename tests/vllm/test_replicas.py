@@ -15,7 +15,7 @@ from inprocess import KV_BYTES, place_of
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import make_engine
-from lockstep.engine.dispatch import DispatcherOfOwnWeights
+from lockstep.engine.replicas import DispatcherOfOwnWeights
 from lockstep.schema.weights import WeightUpdate
 from lockstep.transfer.choose import make_transfer
 

@@ -17,8 +17,8 @@ from conformance import LONG, VOCAB, Subject, conformance_model, gaps, prompt, r
 from inprocess import KV_BYTES, place_of
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.http import HttpClient
-from lockstep.engine.vllm_server import VLLMServer
+from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.vllm.server import VLLMServer
 from lockstep.errors import EngineError
 from lockstep.schema.weights import WeightBucket, WeightUpdate
 from lockstep.transfer.choose import make_transfer

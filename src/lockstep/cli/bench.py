@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, unknown_name
-from lockstep.lab.bench_cells import AXES, AXIS_OF, BenchCell, parse_cells, product
+from lockstep.lab.step_bench.cells import AXES, AXIS_OF, BenchCell, parse_cells, product
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.bench import BenchOptions
-    from lockstep.lab.bench_work import BenchWork
+    from lockstep.lab.step_bench.run import BenchOptions
+    from lockstep.lab.step_bench.work import BenchWork
 
 COMMANDS = {"step": "forward, backward, optimizer step and generation of one RL step, cell by cell"}
 FLAG_OF: Mapping[str, str] = {
@@ -169,8 +169,8 @@ def step(argv: Sequence[str]) -> int:
     options = make_options(args, command=shlex.join(["lockstep", "bench", "step", *argv]))
     check_writable(args.json)
     from lockstep.cli.parity import console
-    from lockstep.lab.bench import run_bench
-    from lockstep.lab.bench_report import show, write_reports
+    from lockstep.lab.step_bench.report import show, write_reports
+    from lockstep.lab.step_bench.run import run_bench
 
     result = run_bench(options, progress=arguments.nothing if args.quiet else _say)
     write_reports(result, options.out)
@@ -190,7 +190,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
         ConfigError: a value that cannot be right, named with its flag.
     """
     from lockstep.cli.parity import device_of
-    from lockstep.lab.bench import BenchOptions
+    from lockstep.lab.step_bench.run import BenchOptions
 
     cells = _cells(args)
     if (args.ranks or 1) > 1 and all(cell.backend == "local" for cell in cells):
@@ -237,7 +237,7 @@ def _cells(args: argparse.Namespace) -> list[BenchCell]:
 def _work(args: argparse.Namespace) -> BenchWork:
     from pydantic import ValidationError
 
-    from lockstep.lab.bench_work import BenchWork
+    from lockstep.lab.step_bench.work import BenchWork
 
     if args.prompts * args.group > MOST_SAMPLES:
         raise ConfigError(

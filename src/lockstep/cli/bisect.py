@@ -22,7 +22,7 @@ from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay import ReplayOptions
+    from lockstep.lab.replay.run import ReplayOptions
     from lockstep.recording import Recording
 
 _TEXTS = ("--a", "--b")
@@ -139,12 +139,12 @@ def _fresh(out: Path | None) -> Path:
 def _bisect(
     recording: Recording, options: dict[str, ReplayOptions], out: Path, args: argparse.Namespace
 ) -> int:
-    from lockstep.lab import bisect_report as report
-    from lockstep.lab.bisect import bisect
-    from lockstep.lab.bisect_cells import OpenCells
-    from lockstep.lab.documents import exact
-    from lockstep.lab.repro import write_repro
-    from lockstep.lab.sides import InputDifference, SideFailed
+    from lockstep.lab.bisect import report
+    from lockstep.lab.bisect.arms import InputDifference, SideFailed
+    from lockstep.lab.bisect.cells import OpenCells
+    from lockstep.lab.bisect.documents import exact
+    from lockstep.lab.bisect.repro import write_repro
+    from lockstep.lab.bisect.run import bisect
 
     say = _say(args)
     cells = OpenCells(recording, options["a"], options["b"])
@@ -181,8 +181,8 @@ def _crash(
 ) -> int:
     import dataclasses
 
-    from lockstep.lab import bisect_report as report
-    from lockstep.lab.crash import CrashSearch, find_crash
+    from lockstep.lab.bisect import report
+    from lockstep.lab.bisect.crash import CrashSearch, find_crash
 
     if index is not None:
         options = dataclasses.replace(options, inputs=(index,), steps=None, max_inputs=None, shuffle=False)

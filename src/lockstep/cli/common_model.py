@@ -18,7 +18,7 @@ from lockstep.observe.files import read_json
 
 if TYPE_CHECKING:
     from lockstep.data.chat import ChatFormat
-    from lockstep.engine.hf import HFEngine
+    from lockstep.engine.hf.engine import HFEngine
     from lockstep.models.load import LoadedModel
 
 _COMPLETE = "complete.json"
@@ -73,7 +73,7 @@ def open_model(where: str, *, checkpoint: str | None, max_batch: int = 64) -> Op
     import torch
 
     from lockstep.engine.admission import admit_decoding
-    from lockstep.engine.hf import HFEngine
+    from lockstep.engine.hf.engine import HFEngine
     from lockstep.models.load import load_model
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,7 +141,7 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
     """
     import torch
 
-    from lockstep.train.state_index import StoredTensors, read_index
+    from lockstep.train.state.index import StoredTensors, read_index
 
     own = dict(model.module.named_parameters())
     trained = {n for n, p in own.items() if p.requires_grad}

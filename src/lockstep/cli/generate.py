@@ -197,7 +197,7 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
 
 def with_engine(command: Command, weights: Weights) -> Command:
     """The same with the engine that "auto" is here."""
-    from lockstep.loop.serving import served_engine
+    from lockstep.loop.standalone_engine import served_engine
 
     engine = served_engine(command.config.engine, weights.model)
     return replace(command, config=command.config.model_copy(update={"engine": engine}))
@@ -253,7 +253,7 @@ def _result(rows: RowFile, totals: Totals, *, before: int, seconds: float) -> di
 
 def _open(command: Command, weights: Weights, run: _Run) -> Any:
     from lockstep.cli.common_model import read_checkpoint
-    from lockstep.loop.serving import ServeRequest, open_engine
+    from lockstep.loop.standalone_engine import ServeRequest, open_engine
 
     assert command.out is not None
     checkpoint = weights.checkpoint

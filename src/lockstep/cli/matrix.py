@@ -20,7 +20,7 @@ from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.matrix import MatrixOptions
+    from lockstep.lab.matrix.run import MatrixOptions
     from lockstep.observe.console import PlainConsole
 
 _SWITCH = argparse.BooleanOptionalAction
@@ -130,8 +130,8 @@ def main(argv: Sequence[str]) -> int:
     _check(args, argv)
     if "list" in args.axis:
         return _list_axes()
-    from lockstep.lab.matrix import run_matrix
-    from lockstep.lab.matrix_report import brief, show
+    from lockstep.lab.matrix.report import brief, show
+    from lockstep.lab.matrix.run import run_matrix
     from lockstep.loop.interrupt import Interrupted
 
     options = make_options(args, argv)
@@ -155,8 +155,8 @@ def main(argv: Sequence[str]) -> int:
 
 def make_options(args: argparse.Namespace, argv: Sequence[str]) -> MatrixOptions:
     """The options of the flags. Raises ConfigError."""
-    from lockstep.lab.matrix import MatrixOptions
-    from lockstep.lab.matrix_cells import parse_axes
+    from lockstep.lab.matrix.cells import parse_axes
+    from lockstep.lab.matrix.run import MatrixOptions
 
     names = [name.strip() for name in args.axes.split(",")] if args.axes else []
     return MatrixOptions(
@@ -201,7 +201,7 @@ def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def _list_axes() -> int:
-    from lockstep.lab.matrix_cells import KINDS
+    from lockstep.lab.matrix.cells import KINDS
 
     width = max(map(len, KINDS))
     for name, kind in KINDS.items():
@@ -238,8 +238,8 @@ def _diff(argv: Sequence[str]) -> int:
     made.add_argument("--json", type=Path, metavar="FILE", help="write the changes to this file")
     args = made.parse_args(list(argv))
     check_writable(args.json)
-    from lockstep.lab.matrix_diff import diff_matrices, show_diff
-    from lockstep.lab.matrix_result import read_matrix
+    from lockstep.lab.matrix.diff import diff_matrices, show_diff
+    from lockstep.lab.matrix.result import read_matrix
 
     found = diff_matrices(
         read_matrix(args.a), read_matrix(args.b), speed_threshold=args.threshold, grew=args.grew
@@ -258,7 +258,7 @@ def _go_on(argv: Sequence[str], out: Path) -> str:
 
 
 def _console() -> PlainConsole:
-    from lockstep.lab.matrix_report import WIDTH
+    from lockstep.lab.matrix.report import WIDTH
     from lockstep.observe.console import PlainConsole
 
     return PlainConsole(width=WIDTH)

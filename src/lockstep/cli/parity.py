@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, unknown_name
-from lockstep.lab.parity_stacks import DEFAULT_STACKS, OPTIONS, parse_skip, parse_stack, parse_stacks
+from lockstep.lab.train_parity.stacks import DEFAULT_STACKS, OPTIONS, parse_skip, parse_stack, parse_stacks
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.parity import ParityOptions
+    from lockstep.lab.train_parity.run import ParityOptions
     from lockstep.observe.console import PlainConsole
 
 COMMANDS = {
@@ -172,8 +172,8 @@ def train(argv: Sequence[str]) -> int:
     command = shlex.join(["lockstep", "parity", "train", *argv])
     options = make_options(args, os.environ, command=command)
     check_writable(args.json)
-    from lockstep.lab.parity import run_parity
-    from lockstep.lab.parity_report import brief, show, write_reports
+    from lockstep.lab.train_parity.report import brief, show, write_reports
+    from lockstep.lab.train_parity.run import run_parity
 
     say = arguments.nothing if args.quiet else _say
     for note in options.notes:
@@ -197,7 +197,7 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
         ConfigError: a value that cannot be right, named with its flag or variable.
     """
     from lockstep.config.model import ModelConfig
-    from lockstep.lab.parity import ParityOptions
+    from lockstep.lab.train_parity.run import ParityOptions
 
     notes = take_environment(args, environ)
     device, gpus = device_of(args.device)
@@ -348,7 +348,7 @@ def _data(args: argparse.Namespace) -> Any:
 
 def console() -> PlainConsole:
     """As wide as the terminal, or as a page."""
-    from lockstep.lab.parity_report import WIDTH
+    from lockstep.lab.train_parity.report import WIDTH
     from lockstep.observe.console import PlainConsole
 
     return PlainConsole(width=WIDTH)

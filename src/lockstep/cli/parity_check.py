@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
 from lockstep.cli.parity import console
-from lockstep.lab.parity_stacks import DEFAULT_STACKS, parse_stacks
+from lockstep.lab.train_parity.stacks import DEFAULT_STACKS, parse_stacks
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.parity_check import Finding
+    from lockstep.lab.train_parity.check import Finding
 
 USUAL = ("local", *DEFAULT_STACKS, "deepspeed:zero3", "deepspeed:zero3+deepcompile")
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from lockstep.config.model import ModelConfig
-    from lockstep.lab.parity_check import check_all
+    from lockstep.lab.train_parity.check import check_all
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = check_all(stacks, model=ModelConfig(name=args.model), gpus=args.gpus, device_count=count)

@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
         check_writable(path, flag=flag)
-    from lockstep.lab.curves import read_losses
-    from lockstep.lab.curves_compare import compare_losses, plot, show
+    from lockstep.lab.loss_curves.compare import compare_losses, plot, show
+    from lockstep.lab.loss_curves.read import read_losses
 
     a = read_losses(args.a, key=args.key)
     b = read_losses(args.b, key=args.key_b or args.key)

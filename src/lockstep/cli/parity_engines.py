@@ -17,7 +17,7 @@ from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.config.engine import EngineConfig
-    from lockstep.lab.engines import EngineChoice, EnginesOptions
+    from lockstep.lab.engine_parity.run import EngineChoice, EnginesOptions
 
 DEFAULT_ENGINES = "hf,vllm"
 
@@ -146,8 +146,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
     check_writable(args.json)
-    from lockstep.lab.engines import run_engines
-    from lockstep.lab.engines_report import brief, show, write_reports
+    from lockstep.lab.engine_parity.report import brief, show, write_reports
+    from lockstep.lab.engine_parity.run import run_engines
 
     say = arguments.nothing if args.quiet else _say
     say(f"parity engines: {options.out}")
@@ -169,9 +169,9 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
         ConfigError, DataError, ModelError: a value that cannot be right.
     """
     from lockstep.config.model import ModelConfig
-    from lockstep.lab.engines import EnginesOptions
-    from lockstep.lab.engines_judge import default_threshold
-    from lockstep.lab.engines_prompts import make_prompts, read_data
+    from lockstep.lab.engine_parity.judge import default_threshold
+    from lockstep.lab.engine_parity.prompts import make_prompts, read_data
+    from lockstep.lab.engine_parity.run import EnginesOptions
 
     engines = parse_engines(args.engines, python=args.python, url=args.url, option=args.option)
     if args.max_prompts < 2:
@@ -217,7 +217,7 @@ def parse_engines(
         ConfigError: an engine or a setting that cannot be, named with its flag.
     """
     from lockstep.engine import ENGINES
-    from lockstep.lab.engines import EngineChoice
+    from lockstep.lab.engine_parity.run import EngineChoice
 
     settings: dict[str, dict[str, Any]] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):

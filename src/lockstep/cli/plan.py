@@ -184,7 +184,7 @@ def _check_heads(run: RunConfig) -> None:
 
     from lockstep.models.causal_lm import text_config
     from lockstep.models.load import meta_module
-    from lockstep.train.tensor_parallel import check_tensor_parallel_size
+    from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
 
     check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
 

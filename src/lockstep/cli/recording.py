@@ -453,7 +453,7 @@ def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:
 def import_inputs(args: Import) -> Result:
     """A dump of another framework as a recording."""
     from lockstep.recording import Recording
-    from lockstep.recording.importers import Pace, import_dump
+    from lockstep.recording.importers.dumps import Pace, import_dump
 
     if not args.timeout > 0:
         raise ConfigError(f"--timeout {args.timeout} must be above 0 seconds")

@@ -21,8 +21,8 @@ from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay import Replayer, ReplayOptions, ReplayResult
-    from lockstep.lab.results import ReplayFiles, ReplayRow
+    from lockstep.lab.replay.results import ReplayFiles, ReplayRow
+    from lockstep.lab.replay.run import Replayer, ReplayOptions, ReplayResult
     from lockstep.recording import Recording
 
 INTERRUPTED = 130
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, RecordingError, ModelError: before the first forward.
     """
     args = parser().parse_args(list(argv))
-    from lockstep.lab.results import ReplayFiles, check_fresh
+    from lockstep.lab.replay.results import ReplayFiles, check_fresh
     from lockstep.models.quiet import quiet_transformers
 
     check_writable(args.json)
@@ -171,7 +171,7 @@ def main(argv: Sequence[str]) -> int:
         from lockstep.cli import replay_ranks
 
         return replay_ranks.main(args, argv, recording, options, out)
-    from lockstep.lab.replay import replay
+    from lockstep.lab.replay.run import replay
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
@@ -203,7 +203,7 @@ def open_options(args: argparse.Namespace) -> tuple[Recording, ReplayOptions]:
 
 def conclude(result: ReplayResult, files: ReplayFiles, *, copy: Path | None, quiet: bool) -> int:
     """Print what came of it; the exit status."""
-    from lockstep.lab.summary import closing
+    from lockstep.lab.replay.summary import closing
 
     if copy is not None:
         files.summary(result.summary, copy=copy)
@@ -240,7 +240,7 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--optimizer-step needs gradients; leave --no-backward out")
     given: dict[str, Any] = {}
     if args.preset == "all-off":
-        from lockstep.lab.cell import ALL_OFF
+        from lockstep.lab.replay.cell import ALL_OFF
 
         given |= ALL_OFF
     for name in (
@@ -271,8 +271,8 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 def make_options(args: argparse.Namespace, recording: Recording, given: Mapping[str, Any]) -> ReplayOptions:
     """The options of the flags, for this recording. Raises ConfigError, RecordingError."""
-    from lockstep.lab.cell import resolve_cell
-    from lockstep.lab.replay import ReplayOptions
+    from lockstep.lab.replay.cell import resolve_cell
+    from lockstep.lab.replay.run import ReplayOptions
 
     cell, notes = resolve_cell(recording.header, device=args.device, given=given)
     if args.capacity is not None and (cell.execution == "eager" or cell.layout == "padded"):
@@ -347,7 +347,7 @@ class Progress:
 
     def row(self, row: ReplayRow, done: int, total: int) -> None:
         """An input is done."""
-        from lockstep.lab.results import row_text
+        from lockstep.lab.replay.results import row_text
 
         if self._quiet:
             return

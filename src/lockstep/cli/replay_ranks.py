@@ -11,7 +11,7 @@ from lockstep.cli import arguments
 from lockstep.ranks.launch import in_launcher, launch_ranks
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay import ReplayOptions
+    from lockstep.lab.replay.run import ReplayOptions
     from lockstep.ranks.context import RankContext
     from lockstep.recording import Recording
 
@@ -26,8 +26,8 @@ def main(
         command = ["replay", *argv, "--out", str(out)]
         return launch_ranks(command, ranks=options.cell.ranks, timeout=None, log_dir=out / "logs")
     from lockstep.cli.replay import Progress, conclude
-    from lockstep.lab.rank_replay import replay_simulated
-    from lockstep.lab.results import ReplayFiles
+    from lockstep.lab.replay.ranks import replay_simulated
+    from lockstep.lab.replay.results import ReplayFiles
     from lockstep.models.quiet import quiet_transformers
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
@@ -40,7 +40,7 @@ def main(
 
 
 def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
-    from lockstep.lab.rank_replay import RankPlace, agree_on_directory, replay_ranks, waiting_seconds
+    from lockstep.lab.replay.ranks import RankPlace, agree_on_directory, replay_ranks, waiting_seconds
     from lockstep.models.quiet import quiet_transformers
     from lockstep.ranks.context import init_ranks
 
@@ -59,8 +59,8 @@ def _as_first(
 ) -> int:
     """Rank 0 shows what happens, and concludes for all."""
     from lockstep.cli.replay import Progress, conclude
-    from lockstep.lab.rank_replay import RankPlace, replay_ranks
-    from lockstep.lab.results import ReplayFiles
+    from lockstep.lab.replay.ranks import RankPlace, replay_ranks
+    from lockstep.lab.replay.results import ReplayFiles
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:

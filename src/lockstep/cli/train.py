@@ -191,7 +191,7 @@ def _check_heads(run: RunConfig) -> None:
 
     from lockstep.models.causal_lm import text_config
     from lockstep.models.load import meta_module
-    from lockstep.train.tensor_parallel import check_tensor_parallel_size
+    from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
 
     with contextlib.suppress(ModelError):
         check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
@@ -224,7 +224,7 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         if os.environ.get("RANK", "0") == "0":
             echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
-    from lockstep.loop.joining import joined
+    from lockstep.loop.distributed import joined
 
     try:
         with joined(command.run, seconds=command.rank_timeout) as ranks:

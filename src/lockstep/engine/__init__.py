@@ -6,10 +6,10 @@ ENGINES = Registry(
     "inference engine",
     {
         "native": "lockstep.engine.native:NativeEngine",
-        "hf": "lockstep.engine.hf:HFEngine",
-        "vllm": "lockstep.engine.vllm_choice:VLLM",
-        "sglang": "lockstep.engine.sglang:SGLangServer",
+        "hf": "lockstep.engine.hf.engine:HFEngine",
+        "vllm": "lockstep.engine.vllm.choice:VLLM",
+        "sglang": "lockstep.engine.sglang.engine:SGLangServer",
     },
 )
 """EngineConfig.name -> a class called as Engine(config, model=LoadedModel), or, with `external = True`, as
-Engine(config, place=EnginePlace). `lockstep.engine.build.make_engine` calls it."""
+Engine(config, place=EngineSpec). `lockstep.engine.build.make_engine` calls it."""

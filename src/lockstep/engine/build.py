@@ -10,8 +10,8 @@ from typing import cast
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import ENGINES
 from lockstep.engine.admission import admit_decoding
-from lockstep.engine.dispatch import Dispatcher, DispatcherOfOwnWeights
-from lockstep.engine.place import EnginePlace
+from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights
+from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWeights
@@ -23,7 +23,7 @@ def is_external(name: str) -> bool:
 
 
 def make_engine(
-    config: EngineConfig, *, model: LoadedModel | None = None, place: EnginePlace | None = None
+    config: EngineConfig, *, model: LoadedModel | None = None, place: EngineSpec | None = None
 ) -> InferenceEngine:
     """The engine that `config` names; a Dispatcher when `config.replicas` is above 1.
 
@@ -62,7 +62,7 @@ def one_of(config: EngineConfig, index: int) -> EngineConfig:
     return config.model_copy(update={"replicas": 1, "cuda_devices": devices})
 
 
-def place_of(config: EngineConfig, place: EnginePlace, index: int) -> EnginePlace:
+def place_of(config: EngineConfig, place: EngineSpec, index: int) -> EngineSpec:
     """The place of one replica: a folder of its own, and whether the trainer has its GPU."""
     devices = one_of(config, index).cuda_devices
     shares = place.shares_device and (not devices or cuda_index(place.device) in devices)
@@ -75,7 +75,7 @@ def cuda_index(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
-def _check_devices(config: EngineConfig, place: EnginePlace) -> None:
+def _check_devices(config: EngineConfig, place: EngineSpec) -> None:
     if place.device == "cpu" and config.cuda_devices:
         raise ConfigError(
             f"engine.cuda_devices = {list(config.cuda_devices)} with a model on the CPU; leave it out, or "

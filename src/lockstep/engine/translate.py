@@ -4,13 +4,13 @@ Every field is either sent under the engine's name for it or refused with what t
 to an engine's default. docs/reference/engines.md is written from these functions.
 """
 
-from lockstep.engine.translate_sglang import (
+from lockstep.engine.sglang.translate import (
     sglang_constructor,
     sglang_environment,
     sglang_sampling,
     sglang_server_command,
 )
-from lockstep.engine.translate_vllm import (
+from lockstep.engine.vllm.translate import (
     LogprobsMode,
     vllm_completion_body,
     vllm_constructor,

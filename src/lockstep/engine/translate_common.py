@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.place import EnginePlace
+from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
@@ -14,7 +14,7 @@ SHARED_MEMORY_FRACTION = 0.45
 """Of a GPU that a trainer uses too: the rest is for weights, gradients and optimizer state."""
 
 
-def memory_fraction(config: EngineConfig, place: EnginePlace) -> float | None:
+def memory_fraction(config: EngineConfig, place: EngineSpec) -> float | None:
     """What the engine may take of its GPU; None: its own default."""
     if config.memory_fraction is not None:
         return config.memory_fraction

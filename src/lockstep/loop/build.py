@@ -28,16 +28,16 @@ from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError
-from lockstep.loop.agreement import Agreement, agreed_contract
 from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train
-from lockstep.loop.claim import (
+from lockstep.loop.batch_invariance import (
     Claim,
     converted,
     make_invariant,
     prepare_kernels,
 )
-from lockstep.loop.joining import mesh_place
-from lockstep.loop.place import engine_place
+from lockstep.loop.bitwise_check import Agreement, agreed_contract
+from lockstep.loop.distributed import mesh_coordinates
+from lockstep.loop.engine_spec import engine_place
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
@@ -273,7 +273,7 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
     """
     random.seed(run.seed)
     np.random.seed(run.seed % 2**32)
-    torch.manual_seed(run.seed + (0 if ranks is None else mesh_place(run, ranks).stream))
+    torch.manual_seed(run.seed + (0 if ranks is None else mesh_coordinates(run, ranks).stream))
     axes = resolve_axes(run, engine=engine, ranks=ranks)
     device = torch.device(axes.device)
     if device.type == "cuda" and device.index is not None:
@@ -312,7 +312,7 @@ def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainB
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:
     """How many ranks get micro-batches of their own."""
-    return mesh_place(run, ranks).sizes["dp"]
+    return mesh_coordinates(run, ranks).sizes["dp"]
 
 
 def build_backend(

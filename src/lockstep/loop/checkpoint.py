@@ -36,7 +36,7 @@ from lockstep.observe.files import check_inside, file_errors, jsonable, sync_fol
 from lockstep.observe.text import printable
 from lockstep.protocols.train import FinishSave, TrainBackend
 from lockstep.ranks.context import RankContext
-from lockstep.train.files import (
+from lockstep.train.state.files import (
     FileRecord,
     check_record,
     is_count,
@@ -46,8 +46,8 @@ from lockstep.train.files import (
     sha256_of,
     write_json,
 )
-from lockstep.train.state import share_out
-from lockstep.train.state_index import STATE, StateIndex, rank_file, read_index
+from lockstep.train.state.index import STATE, StateIndex, rank_file, read_index
+from lockstep.train.state.save_load import share_out
 
 COMPLETE = "complete.json"
 RUN_STATE = "run_state.json"

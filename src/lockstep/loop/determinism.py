@@ -16,7 +16,7 @@ import torch._inductor.config as inductor
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.protocols import TrainBackend
-from lockstep.recording.fingerprint import fingerprint, module_tensors
+from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_VALUES = (":16:8", ":4096:8")
@@ -72,8 +72,8 @@ def prepare_cublas() -> None:
 
 
 def weights_hash(backend: TrainBackend) -> str:
-    """lockstep.recording.fingerprint of the policy's weights in the compute dtype. Collective where ranks
-    have parts of them."""
+    """lockstep.recording.storage.fingerprint of the policy's weights in the compute dtype. Collective where
+    ranks have parts of them."""
     update = backend.weights(policy_version=0)
     if update.shared_module is not None:
         return fingerprint(module_tensors(update.shared_module).items())

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.config.run import OfflineRun
 from lockstep.loop.axes import Axes
+from lockstep.loop.batch_invariance import claim_manifest
 from lockstep.loop.build import (
     Planner,
     build_backend,
@@ -18,10 +19,9 @@ from lockstep.loop.build import (
     load_policy,
     recording_header,
 )
-from lockstep.loop.claim import claim_manifest
-from lockstep.loop.counters import CompileMeter
+from lockstep.loop.compile_meter import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
-from lockstep.loop.joining import joined
+from lockstep.loop.distributed import joined
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session

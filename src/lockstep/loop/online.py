@@ -23,13 +23,13 @@ from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import evaluates
 from lockstep.errors import ConfigError
+from lockstep.loop.batch_invariance import claim_lines, claim_manifest, contract_change
 from lockstep.loop.build import OnlineParts, build_online, recording_header
-from lockstep.loop.claim import claim_lines, claim_manifest, contract_change
-from lockstep.loop.counters import CompileMeter
+from lockstep.loop.compile_meter import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
-from lockstep.loop.engines import EngineMeter, engine_report, naming_memory, report_lines
+from lockstep.loop.distributed import joined
+from lockstep.loop.engine_report import EngineMeter, engine_report, naming_memory, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
-from lockstep.loop.joining import joined
 from lockstep.loop.metrics import rollout_metrics, shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session, rollout_rows

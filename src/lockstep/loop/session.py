@@ -19,8 +19,14 @@ from lockstep.config.run import GRPORun, RunConfig
 from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
 from lockstep.loop.axes import Axes
 from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.distributed import (
+    compare_settings,
+    manifest,
+    mesh_coordinates,
+    open_run_dir,
+    resume_command,
+)
 from lockstep.loop.interrupt import Interrupt, Interrupted
-from lockstep.loop.joining import compare_settings, manifest, mesh_place, open_run_dir, resume_command
 from lockstep.loop.metrics import gap_complaint
 from lockstep.models.load import LoadedModel
 from lockstep.observe.display import Display
@@ -295,7 +301,7 @@ class Session:
 
     def _spread(self) -> dict[str, Any]:
         """Over what the run is spread."""
-        place = mesh_place(self.run, self.ranks)
+        place = mesh_coordinates(self.run, self.ranks)
         return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **place.sizes}
 
     def restore(self, backend: TrainBackend) -> int:
@@ -341,7 +347,7 @@ class Session:
         """What records the inputs of the run, if it is to: goes on behind the first `first_step` steps. Every
         rank records the micro-batches that it is dealt; of ranks that share them, the first."""
         if self.run.record.enabled:
-            place = mesh_place(self.run, self.ranks)
+            place = mesh_coordinates(self.run, self.ranks)
             settings = RecorderSettings(
                 config=self.run.record,
                 header=dataclasses.replace(

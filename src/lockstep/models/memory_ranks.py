@@ -1,7 +1,7 @@
 """How much memory one rank needs when a model is trained by several: fsdp2 and deepspeed.
 
-Counted as train/fsdp2.py and train/deepspeed.py hold things; P is the number of Parameters, W = dp * ring the
-ranks that shard them (all ranks under deepspeed), t = tp, b the bytes of the compute dtype:
+Counted as train/fsdp2/backend.py and train/deepspeed/backend.py hold things; P is the number of Parameters,
+W = dp * ring the ranks that shard them (all ranks under deepspeed), t = tp, b the bytes of the compute dtype:
 
                           fsdp2                                  deepspeed 0      1        2        3
     weights               4 P / (t W), float32: the masters      b P              b P      b P      b P / W
@@ -26,7 +26,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.models.memory_shape import MemoryPart, ModelShape, Phase, either, forward_sizes, joint_gradients
 
 _DEEPSPEED_BUCKET = 2**28
-"""Elements of reduce_bucket_size, at most (train/deepspeed_setup.py)."""
+"""Elements of reduce_bucket_size, at most (train/deepspeed/setup.py)."""
 _MORE_RANKS = "more ranks (--ranks)"
 
 

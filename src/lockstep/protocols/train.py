@@ -84,9 +84,9 @@ class TrainBackend(Protocol):
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Weights, master weights, optimizer, schedule and RNG into an existing empty directory, in the one
-        format that every backend loads (lockstep.train.state). Collective; each rank writes files of its
-        own. With `background` what the files will hold is copied now, and training may go on before the
-        returned function is called, in any thread. Raises CheckpointError when it does not fit on the disk.
+        format that every backend loads (lockstep.train.state.save_load). Collective; each rank writes files
+        of its own. With `background` what the files will hold is copied now, and training may go on before
+        the returned function is called, in any thread. Raises CheckpointError when the disk has no room.
         """
         ...
 

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.recording.corpus import corpus_path as corpus_path
-    from lockstep.recording.fingerprint import fingerprint as fingerprint
-    from lockstep.recording.hooks import record as record
+    from lockstep.recording.hooks.record import record as record
     from lockstep.recording.reader import Recording as Recording
+    from lockstep.recording.storage.fingerprint import fingerprint as fingerprint
     from lockstep.recording.writer import RecordingWriter as RecordingWriter
 
 _HOMES = {
     "Recording": "lockstep.recording.reader",
     "RecordingWriter": "lockstep.recording.writer",
     "corpus_path": "lockstep.recording.corpus",
-    "fingerprint": "lockstep.recording.fingerprint",
-    "record": "lockstep.recording.hooks",
+    "fingerprint": "lockstep.recording.storage.fingerprint",
+    "record": "lockstep.recording.hooks.record",
 }
 """Public name -> the module that defines it; imported at first use."""
 

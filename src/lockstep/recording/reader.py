@@ -10,9 +10,9 @@ from typing import Any
 
 from lockstep.errors import RecordingError
 from lockstep.recording.corpus import corpus_path
-from lockstep.recording.entries import Count, HeaderEntry, checked
-from lockstep.recording.files import read_signed_json
-from lockstep.recording.shards import RankFiles, Shard, check_version, read_rank
+from lockstep.recording.storage.entries import Count, HeaderEntry, checked
+from lockstep.recording.storage.files import read_signed_json
+from lockstep.recording.storage.shards import RankFiles, Shard, check_version, read_rank
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
 
 HEADER = "recording.json"

@@ -27,8 +27,8 @@ from lockstep.errors import RecordingError
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss, TrainBackend
 from lockstep.ranks.context import RankContext
-from lockstep.recording.fingerprint import fingerprint, module_tensors
-from lockstep.recording.weights import FILE, save_tensors, save_weights, stored_fingerprint
+from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
+from lockstep.recording.storage.weights import FILE, save_tensors, save_weights, stored_fingerprint
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
@@ -59,7 +59,7 @@ class RecorderSettings:
     """Mesh axis -> coordinate of this rank."""
     dealt: bool = True
     """The batches of a call are this rank's own. False: they are those of all ranks, and batch i is the
-    business of rank i % world_size (as `lockstep.train.dealing.deal` deals)."""
+    business of rank i % world_size (as `lockstep.train.micro_batch_assignment.deal` deals)."""
     writes: bool = True
     """False: another process records the same rank (they share its matrices or tokens)."""
 

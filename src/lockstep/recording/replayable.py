@@ -16,7 +16,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.support import TABLE
 from lockstep.errors import RecordingError, unknown_name
 from lockstep.observe.text import printable
-from lockstep.recording.weights import find_weights, verified
+from lockstep.recording.storage.weights import find_weights, verified
 from lockstep.schema.recording import InputMeta, RecordingHeader
 
 if TYPE_CHECKING:

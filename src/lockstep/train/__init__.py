@@ -6,8 +6,8 @@ BACKENDS = Registry(
     "train backend",
     {
         "local": "lockstep.train.local:LocalBackend",
-        "fsdp2": "lockstep.train.fsdp2:FSDP2Backend",
-        "deepspeed": "lockstep.train.deepspeed:DeepSpeedBackend",
+        "fsdp2": "lockstep.train.fsdp2.backend:FSDP2Backend",
+        "deepspeed": "lockstep.train.deepspeed.backend:DeepSpeedBackend",
     },
 )
 """The classes behind `train.backend`: Backend(config, model=, total_steps=, temperature=, ref=)."""

@@ -36,8 +36,8 @@ from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_pa
 from lockstep.train.rows import Rows, head_rows, part, scatter
 from lockstep.train.schedule import lr_at
 from lockstep.train.single_samples import joined, single_samples
-from lockstep.train.state import load_state, save_state
-from lockstep.train.state_parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
+from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
+from lockstep.train.state.save_load import load_state, save_state
 
 LAYOUT = Layout(backend="local", mesh={})
 
@@ -365,8 +365,8 @@ class LocalBackend:
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Everything that decides how training goes on, into an existing empty directory (see
-        train/state.py). With `background` it is copied into host memory now, all of it, and written by the
-        function that is returned.
+        train/state/save_load.py). With `background` it is copied into host memory now, all of it, and written
+        by the function that is returned.
 
         Returns:
             What ends the save; sha256 of each file written, by name.

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.place import EnginePlace
-from lockstep.engine.sglang import SGLangServer
+from lockstep.engine.sglang.engine import SGLangServer
+from lockstep.engine.spec import EngineSpec
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 from lockstep.schema.weights import UpdateSession, WeightBucket
 from lockstep.wire.buckets import Layout
@@ -87,7 +87,7 @@ def place_in(folder, **settings):
         "temperatures": frozenset({1.0}),
         "work_dir": Path(folder) / "engine",
     }
-    return EnginePlace(**values | settings)
+    return EngineSpec(**values | settings)
 
 
 def engine_in(folder, *starts, place=None, **config):

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.sglang_package import SGLangPackage, check_version
-from lockstep.engine.sglang_samples import NOT_FINITE, request_body
-from lockstep.engine.sglang_weights import tensor_payload
+from lockstep.engine.sglang.package import SGLangPackage, check_version
+from lockstep.engine.sglang.samples import NOT_FINITE, request_body
+from lockstep.engine.sglang.weights import tensor_payload
 from lockstep.engine.translate import sglang_constructor, sglang_sampling, sglang_server_command
 from lockstep.schema.rollout import SamplingParams
 
@@ -182,7 +182,7 @@ def test_a_session_of_updates_is_there_exactly_where_it_is_asked_for(wheel):
 
 
 def test_what_we_send_is_what_the_tables_say(fake):
-    from lockstep.engine.driver import Job
+    from lockstep.engine.remote.driver import Job
     from lockstep.schema.rollout import GenerationRequest
 
     request = GenerationRequest(prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=4), seeds=(5,))

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from lockstep.engine.sglang import SGLangServer
+from lockstep.engine.sglang.engine import SGLangServer
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.engine.sglang_weights import Expected, check_no_padding, tensor_payload
+from lockstep.engine.sglang.weights import Expected, check_no_padding, tensor_payload
 from lockstep.errors import EngineError
 from lockstep.schema.weights import WeightBucket, WeightUpdate
 from lockstep.transfer import make_transfer

@@ -1,0 +1,1 @@
+"""Engine `hf`: a decode loop of ours over the trainer's own transformers model."""

@@ -1,0 +1,200 @@
+"""Engine `hf`: a decode loop of ours over a transformers model that shares the trainer's Parameters.
+
+requests ──► prefill (packed, once per prompt) ──► running samples ──► one forward per token ──► completions
+                                                         ▲                      │
+                                                         └── gaps are closed ◄──┘ when 1/8 have finished
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.hf.generation import Generation, Limits, Listeners, OnToken, Row
+from lockstep.engine.hf.kv_cache import SampleCache
+from lockstep.engine.hf.skeleton import Skeleton
+from lockstep.engine.requests import check_requests
+from lockstep.engine.sampling import Sampler
+from lockstep.engine.stop import completion_text
+from lockstep.engine.weights import copy_weights
+from lockstep.errors import EngineError
+from lockstep.models.load import LoadedModel
+from lockstep.observe.memory import is_out_of_memory
+from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
+from lockstep.schema.weights import WeightUpdate
+
+NAME = "hf"
+
+
+class HFEngine:
+    """Implements lockstep.protocols.InferenceEngine over the module of `model`, whose Parameters it shares.
+
+    A sample does not depend on its batch but for rounding: in float32 on CPU tokens are equal alone and in a
+    batch. `generate` runs in the calling thread; only `abort` may be called from another one.
+    """
+
+    def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
+        self._config = config
+        self._model = model
+        self._skeleton = Skeleton(model.module)
+        self._cache = SampleCache()
+        self._sampler = Sampler()
+        self._abort = threading.Event()
+        self._policy_version = 0
+        self._state = "awake"
+        self._requests = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._seconds = 0.0
+        self._peak_bytes = 0
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        on_completion: OnCompletion | None = None,
+        on_token: OnToken | None = None,
+    ) -> list[list[Completion]]:
+        """Sample every request; one list per request, in request order, its samples in seed order.
+
+        Args:
+            on_completion: called in this thread as soon as a sample finishes.
+            on_token: called in this thread after each token with (request index, sample index, token ids so
+                far).
+
+        Raises:
+            EngineError: a request is impossible, the engine sleeps or is closed, memory ran out, or logits
+                are not finite.
+        """
+        if self._state != "awake":
+            raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
+        model = self._model
+        check_requests(
+            requests,
+            vocab_size=self._skeleton.vocab_size,
+            max_positions=model.max_positions,
+            tokenizer=model.tokenizer,
+        )
+        results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
+
+        def finish(row: Row, reason: FinishReason, stop: int | str | None) -> None:
+            completion = self._completion(row, reason, stop)
+            results[row.group.index][row.sample] = completion
+            if on_completion is not None:
+                on_completion(row.group.index, row.sample, completion)
+
+        self._abort.clear()
+        started = time.perf_counter()
+        generation = Generation(
+            self._skeleton,
+            self._cache,
+            sampler=self._sampler,
+            limits=Limits(
+                eos_token_ids=model.eos_token_ids,
+                max_positions=model.max_positions,
+                max_batch=self._config.max_batch,
+            ),
+            tokenizer=model.tokenizer,
+            listeners=Listeners(on_finish=finish, on_token=on_token),
+        )
+        try:
+            with torch.inference_mode():
+                self._skeleton.linears.refresh()
+                generation.run(requests, abort=self._abort)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise EngineError(
+                f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes "
+                f"(engine.max_batch = {self._config.max_batch}); lower engine.max_batch or "
+                "sampling.max_tokens"
+            ) from error
+        finally:
+            self._peak_bytes = max(self._peak_bytes, self._cache.num_bytes)
+            self._cache.clear()
+            self._seconds += time.perf_counter() - started
+        self._requests += len(requests)
+        return [[c for c in row if c is not None] for row in results]
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Sample from this version from now on.
+
+        Raises:
+            EngineError: the update is not for this module, or its tensors do not fit; nothing was changed.
+        """
+        self._require_open()
+        if update.shared_module is None:
+            copy_weights(self._skeleton.module, update.tensors, engine=NAME)
+        elif update.shared_module is not self._model.module:
+            raise EngineError(
+                f"engine {NAME} reads the Parameters of the module it was built with, and the update names "
+                "another module; build the engine with the trainer's model, or send tensors"
+            )
+        self._cache.clear()
+        self._skeleton.linears.clear()
+        self._policy_version = update.policy_version
+
+    def sleep(self) -> None:
+        """Give the KV cache and scratch memory back. The Parameters are the trainer's and stay."""
+        self._require_open()
+        self._cache.clear()
+        self._skeleton.linears.clear()
+        self._sampler = Sampler()
+        self._state = "asleep"
+
+    def wake(self) -> None:
+        self._require_open()
+        self._state = "awake"
+
+    def abort(self) -> None:
+        """Running samples end at their next token, waiting ones without any; no effect when nothing runs."""
+        self._abort.set()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            policy_version=self._policy_version,
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            generate_seconds=self._seconds,
+            kv_cache_bytes=self._peak_bytes,
+        )
+
+    def close(self) -> None:
+        """Idempotent; every other call but `stats` is an error afterwards."""
+        self._cache.clear()
+        self._skeleton.linears.clear()
+        self._state = "closed"
+
+    def _require_open(self) -> None:
+        if self._state == "closed":
+            raise EngineError(f"engine {NAME} is closed; build a new one")
+
+    def _completion(self, row: Row, reason: FinishReason, stop: int | str | None) -> Completion:
+        state, request = row.state, row.group.request
+        prompt_tokens = len(request.prompt_token_ids)
+        cached = 0 if row.sample == 0 else prompt_tokens
+        self._prompt_tokens += prompt_tokens
+        self._cached_tokens += cached
+        self._completion_tokens += len(state.token_ids)
+        return Completion(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(state.token_ids),
+            logprobs=tuple(row.logprobs),
+            finish_reason=reason,
+            stop_reason=stop,
+            text=completion_text(
+                self._model.tokenizer,
+                state.token_ids,
+                stop=stop if isinstance(stop, str) else None,
+                keep=request.sampling.keep_stop,
+            ),
+            seed=state.seed,
+            engine=NAME,
+            policy_version=self._policy_version,
+            cached_tokens=cached,
+        )

@@ -1,0 +1,352 @@
+"""One call of `generate`: who runs, who waits, who has finished."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache
+from lockstep.engine.hf.skeleton import Skeleton
+from lockstep.engine.sampling import Sampler, SampleState
+from lockstep.engine.stop import StopStrings
+from lockstep.errors import EngineError
+from lockstep.schema.rollout import FinishReason, GenerationRequest
+
+_PREFILL_TOKENS = 8192
+"""Prompt tokens of one prefill forward: bounds its activations."""
+_COMPACT_SHARE = 8
+"""Gaps are closed, and waiting samples enter, when one in this many rows has finished."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Group:
+    """A prompt in use, with those of its samples that wait for a row."""
+
+    index: int
+    request: GenerationRequest
+    waiting: deque[int]
+    running: int = 0
+    hidden: Tensor | None = None
+    """[C]: the last hidden state of the prompt."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    """One running sample."""
+
+    group: Group
+    sample: int
+    state: SampleState
+    stops: StopStrings | None
+    logprobs: list[float] = field(default_factory=list)
+    done: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What bounds every sample."""
+
+    eos_token_ids: tuple[int, ...]
+    max_positions: int
+    max_batch: int
+
+
+OnToken = Callable[[int, int, Sequence[int]], None]
+"""Called after each token with (request index, sample index, token ids so far)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listeners:
+    """Who hears of progress, in the thread that generates."""
+
+    on_finish: Callable[[Row, FinishReason, int | str | None], None]
+    """Called once per sample with its row, the reason, and the stop token or string that ended it."""
+    on_token: OnToken | None = None
+
+
+class Generation:
+    """Runs a list of requests to the end, or to the abort.
+
+    Rows are dense: row r of the cache is `self._rows[r]`. A finished row goes on computing, unread, until
+    enough have finished for the gaps to be closed; its place is then taken by the last row.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        cache: SampleCache,
+        *,
+        sampler: Sampler,
+        limits: Limits,
+        tokenizer: Any | None,
+        listeners: Listeners,
+    ) -> None:
+        self._skeleton = skeleton
+        self._cache = cache
+        self._sampler = sampler
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._listeners = listeners
+        self._queue: deque[Group] = deque()
+        self._groups: list[Group] = []
+        self._rows: list[Row] = []
+        self._counts: list[int] = []
+        self._last: Tensor = torch.empty(0, dtype=torch.int64, device=skeleton.device)
+        self._plan: Decode | None = None
+
+    def run(self, requests: Sequence[GenerationRequest], *, abort: threading.Event) -> None:
+        """Every sample of every request is reported to `listeners.on_finish` once."""
+        self._queue.extend(
+            Group(index=i, request=r, waiting=deque(range(len(r.seeds))))
+            for i, r in enumerate(requests)
+            if r.seeds
+        )
+        while self._queue or self._rows:
+            if abort.is_set():
+                self._abort_all()
+                return
+            if self._gaps_are_due():
+                self._close_gaps()
+                self._admit()
+            if self._rows:
+                self._step()
+
+    def _gaps_are_due(self) -> bool:
+        done = sum(row.done for row in self._rows)
+        if done == len(self._rows):
+            return True
+        free = self._limits.max_batch - len(self._rows) + done
+        if self._waiting() and free * _COMPACT_SHARE >= self._limits.max_batch:
+            return True
+        return done * _COMPACT_SHARE >= len(self._rows)
+
+    def _waiting(self) -> bool:
+        return bool(self._queue) or any(group.waiting for group in self._groups)
+
+    # admission
+
+    def _admit(self) -> None:
+        """Fill the free rows: first with waiting samples of prompts in use, then with new prompts."""
+        free = self._limits.max_batch - len(self._rows)
+        admitted: list[Row] = []
+        new: list[Group] = []
+        for group in self._groups:
+            admitted += self._take(group, free - len(admitted))
+        while self._queue and len(admitted) < free:
+            group = self._queue.popleft()
+            new.append(group)
+            admitted += self._take(group, free - len(admitted))
+        if not admitted:
+            return
+        self._reserve(admitted, new)
+        self._prefill(new)
+        self._groups += new
+        hidden = torch.stack([_required(row.group.hidden) for row in admitted])
+        self._rows += admitted
+        self._counts += [0] * len(admitted)
+        for group in self._groups:
+            if not group.waiting:
+                group.hidden = None
+        self._plan = None
+        tokens, logprobs = self._sample(hidden, admitted)
+        self._last = torch.cat([self._last, tokens])
+        self._record(admitted, tokens, logprobs)
+
+    def _take(self, group: Group, count: int) -> list[Row]:
+        taken = [group.waiting.popleft() for _ in range(min(count, len(group.waiting)))]
+        group.running += len(taken)
+        request, sampling = group.request, group.request.sampling
+        ends = (() if sampling.ignore_eos else self._limits.eos_token_ids) + sampling.stop_token_ids
+        return [
+            Row(
+                group=group,
+                sample=i,
+                state=SampleState(
+                    params=sampling,
+                    seed=request.seeds[i],
+                    prompt_token_ids=request.prompt_token_ids,
+                    end_ids=ends,
+                ),
+                stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
+            )
+            for i in taken
+        ]
+
+    def _reserve(self, admitted: Sequence[Row], new: Sequence[Group]) -> None:
+        groups = [*self._groups, *new]
+        self._cache.reserve(
+            prompts=len(groups),
+            prompt_length=max(g.length for g in groups),
+            rows=len(self._rows) + len(admitted),
+            length=max(self._counts, default=0) + 1,
+        )
+
+    def _prefill(self, new: Sequence[Group]) -> None:
+        """Compute the prompts, a bounded number of tokens at a time, and keep each one's last hidden
+        state."""
+        first_slot, start = len(self._groups), 0
+        while start < len(new):
+            stop, tokens = start + 1, new[start].length
+            while stop < len(new) and tokens + new[stop].length <= _PREFILL_TOKENS:
+                tokens += new[stop].length
+                stop += 1
+            self._prefill_pack(new[start:stop], first_slot + start)
+            start = stop
+
+    def _prefill_pack(self, groups: Sequence[Group], slot: int) -> None:
+        device = self._skeleton.device
+        lengths = tuple(g.length for g in groups)
+        token_ids = torch.tensor([i for g in groups for i in g.request.prompt_token_ids], device=device)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self._cache.plan = Prefill(lengths=lengths, slots=tuple(range(slot, slot + len(groups))))
+        hidden = self._skeleton.hidden_states(token_ids, positions, self._cache)
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        for group, last in zip(groups, hidden[ends.to(device)], strict=True):
+            group.hidden = last
+
+    # decoding
+
+    def _step(self) -> None:
+        """One token for every row."""
+        plan = self._decode_plan()
+        self._cache.reserve(prompts=0, prompt_length=0, rows=0, length=plan.max_count + 1)
+        self._cache.plan = plan
+        positions = plan.prompt_lengths[plan.prompt_of] + plan.counts
+        hidden = self._skeleton.hidden_states(self._last, positions, self._cache)
+        self._counts = [count + 1 for count in self._counts]
+        self._last, logprobs = self._sample(hidden, self._rows)
+        self._record(self._rows, self._last, logprobs)
+
+    def _decode_plan(self) -> Decode:
+        if self._plan is None:
+            self._plan = make_plan(self._groups, self._rows, self._counts, self._skeleton.device)
+        else:
+            plan = self._plan
+            plan.counts = plan.counts + 1
+            plan.max_count += 1
+            plan.masks = {}
+        return self._plan
+
+    def _sample(self, hidden: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        return self._sampler.sample(self._skeleton.logits(hidden), [row.state for row in rows])
+
+    def _record(self, rows: Sequence[Row], tokens: Tensor, logprobs: Tensor) -> None:
+        """Append each row's new token; rows that it ends are reported and marked done."""
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            if row.done:
+                continue
+            if logprob != logprob:
+                raise EngineError(
+                    f"request {row.group.index}: the logits of token {len(row.state.token_ids)} of sample "
+                    f"{row.sample} are not finite; the weights have diverged or the compute dtype overflows "
+                    "(model.dtype)"
+                )
+            row.state.token_ids.append(token)
+            row.logprobs.append(logprob)
+            if self._listeners.on_token is not None:
+                self._listeners.on_token(row.group.index, row.sample, row.state.token_ids)
+            ended = self._ending(row, token)
+            if ended is not None:
+                self._finish(row, *ended)
+
+    def _ending(self, row: Row, token: int) -> tuple[FinishReason, int | str | None] | None:
+        state, params = row.state, row.state.params
+        if token in state.end_ids:
+            return "stop", token
+        if row.stops is not None:
+            found = row.stops.find(state.token_ids)
+            if found is not None and len(state.token_ids) >= params.min_tokens:
+                return "stop", found
+        if len(state.token_ids) >= params.max_tokens or state.position >= self._limits.max_positions:
+            return "length", None
+        return None
+
+    def _finish(self, row: Row, reason: FinishReason, stop: int | str | None) -> None:
+        row.done = True
+        row.group.running -= 1
+        self._listeners.on_finish(row, reason, stop)
+
+    def _abort_all(self) -> None:
+        for row in self._rows:
+            if not row.done:
+                self._finish(row, "abort", None)
+        for group in (*self._groups, *self._queue):
+            for row in self._take(group, len(group.waiting)):
+                self._finish(row, "abort", None)
+
+    # compaction
+
+    def _close_gaps(self) -> None:
+        """Move the last rows, and the last prompts, over those that are finished."""
+        moves, kept = _closing_moves([row.done for row in self._rows])
+        if kept < len(self._rows):
+            used = max(self._counts, default=0)
+            self._cache.move_rows([m[0] for m in moves], [m[1] for m in moves], used=used)
+            for source, target in moves:
+                self._rows[target], self._counts[target] = self._rows[source], self._counts[source]
+                self._last[target] = self._last[source]
+            del self._rows[kept:], self._counts[kept:]
+            self._last = self._last[:kept].clone()
+            self._plan = None
+        moves, kept = _closing_moves([not group.running and not group.waiting for group in self._groups])
+        if kept < len(self._groups):
+            used = max((self._groups[m[0]].length for m in moves), default=0)
+            self._cache.move_prompts([m[0] for m in moves], [m[1] for m in moves], used=used)
+            for source, target in moves:
+                self._groups[target] = self._groups[source]
+            del self._groups[kept:]
+
+
+def make_plan(
+    groups: Sequence[Group], rows: Sequence[Row], counts: Sequence[int], device: torch.device
+) -> Decode:
+    """The plan of the next step: `counts[r]` completion tokens of row r are stored."""
+    slot_of = {id(group): slot for slot, group in enumerate(groups)}
+    prompt_of = [slot_of[id(row.group)] for row in rows]
+    members: list[list[int]] = [[] for _ in groups]
+    for r, slot in enumerate(prompt_of):
+        members[slot].append(r)
+    most = max(len(m) for m in members)
+    gather = [r for m in members for r in (m + [0] * (most - len(m)))]
+    scatter = [0] * len(rows)
+    for slot, m in enumerate(members):
+        for j, r in enumerate(m):
+            scatter[r] = slot * most + j
+    lengths = [g.length for g in groups]
+    return Decode(
+        prompt_of=torch.tensor(prompt_of, device=device),
+        prompt_lengths=torch.tensor(lengths, device=device),
+        max_prompt=max(lengths),
+        uniform_prompts=len(set(lengths)) == 1,
+        gather=torch.tensor(gather, device=device),
+        scatter=torch.tensor(scatter, device=device),
+        identity=gather == list(range(len(rows))),
+        counts=torch.tensor(counts, device=device),
+        max_count=max(counts),
+        uniform_counts=len(set(counts)) == 1,
+        masks={},
+    )
+
+
+def _closing_moves(gone: Sequence[bool]) -> tuple[list[tuple[int, int]], int]:
+    """(source, target) moves that fill gaps from the end, and how many entries are left."""
+    kept = len(gone) - sum(gone)
+    targets = [i for i in range(kept) if gone[i]]
+    sources = [i for i in range(kept, len(gone)) if not gone[i]]
+    return list(zip(sources, targets, strict=True)), kept
+
+
+def _required(hidden: Tensor | None) -> Tensor:
+    assert hidden is not None, "a prompt lost its last hidden state while samples waited for it"
+    return hidden

@@ -1,0 +1,1 @@
+"""What engines behind an HTTP server share: the client, the process, its supervisor, the stall detector."""

@@ -1,0 +1,502 @@
+"""An engine that is another process: what does not depend on which one.
+
+    generate:  check ──► one POST per sample, many at once ──► completions as they come
+                    connection lost, process gone ──► start again ──► recover (weights) ──► ask for the rest
+    update:    begin ──► receive, n times ──► finish;  else: fail, and dirty until a whole session
+
+`RemoteEngine` implements lockstep.protocols.ReceivesWeights with the help of a `Driver`, which knows one
+engine's HTTP interface. A server is started from a `ServerProcess`, or used at a url and then never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.remote.driver import Driver, Job, Sample, check_sample
+from lockstep.engine.remote.http import BadReply, HttpBatch, HttpClient, HttpError, Reply, Unreachable
+from lockstep.engine.remote.server import ServerProcess
+from lockstep.engine.remote.stall import Silence
+from lockstep.engine.requests import check_requests
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.stop import completion_text
+from lockstep.errors import EngineError
+from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.schema.weights import UpdateSession, WeightBucket
+
+_POLL_SECONDS = 0.1
+_DEATH_SECONDS = 10.0
+"""A broken connection is the first sign of a death; the process may need so long to be gone."""
+_ABORT_SECONDS = 1.0
+_TRIES = 3
+
+
+class ServerDied(EngineError):
+    """The server's process is gone."""
+
+
+class RemoteEngine:
+    """Implements lockstep.protocols.ReceivesWeights over a server.
+
+    One thread generates or updates; `abort`, `stats` and a second `generate` or `begin_update`, which is
+    refused or waits, may come from others.
+    """
+
+    external = True
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        place: EngineSpec,
+        client: HttpClient,
+        driver: Driver,
+        server: ServerProcess | None,
+    ) -> None:
+        """Starts the server, or connects to it.
+
+        Args:
+            server: not started yet; None: the one at engine.url.
+
+        Raises:
+            EngineError: it does not start, or is not the server that this run needs.
+        """
+        self.name = driver.name
+        self.transports = driver.transports
+        self.dirty = place.weights == "pushed"
+        self.recover: Callable[[], None] | None = None
+        """Sends the current weights to a server that was started again; set by whoever sent them before."""
+        self._config, self._place = config, place
+        self._client, self._driver, self._server = client, driver, server
+        self._state = "awake"
+        self._turn = threading.Condition()
+        self._generating: int | None = None
+        self._session: UpdateSession | None = None
+        self._abort = threading.Event()
+        self._policy_version = 0
+        self._pushed = False
+        self._restarts = 0
+        self._open_jobs = 0
+        self._count = dict.fromkeys(("requests", "prompt", "cached", "completion"), 0)
+        self._seconds = 0.0
+        self._kv_use: float | None = None
+        self._kv_bytes, self._kv_peak = 0, 0.0
+        self.request_seconds = config.request_seconds
+        self.max_model_len = place.max_model_len
+        self.receivers = config.tp
+        """Workers that each receive every bucket."""
+        self._start()
+
+    # generation
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Sample every request; `on_completion` is called in this thread.
+
+        Raises:
+            EngineError: a request is impossible, the engine sleeps, is closed, dirty or being updated, the
+                server died more than max_restarts times, or nothing new came for request_seconds.
+        """
+        place = self._place
+        check_requests(
+            requests,
+            vocab_size=place.vocab_size,
+            max_positions=place.max_model_len,
+            tokenizer=place.tokenizer,
+        )
+        prefix = uuid.uuid4().hex
+        jobs = {
+            f"{prefix}-{i}-{k}": Job(id=f"{prefix}-{i}-{k}", request=r, index=i, sample=k)
+            for i, r in enumerate(requests)
+            for k in range(len(r.seeds))
+        }
+        bodies = {id: self._driver.body(job) for id, job in jobs.items()}  # refuses before anything runs
+        results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
+
+        def finish(job: Job, completion: Completion) -> None:
+            del jobs[job.id]
+            self._open_jobs = len(jobs)
+            results[job.index][job.sample] = completion
+            if on_completion is not None:
+                on_completion(job.index, job.sample, completion)
+
+        self._enter_generate()
+        started = time.perf_counter()
+        try:
+            self._open_jobs = len(jobs)
+            self._revive()
+            self._require_clean()
+            while jobs:
+                try:
+                    self._run(jobs, bodies, finish)
+                except ServerDied as death:
+                    self._restart(death)
+        finally:
+            self._seconds += time.perf_counter() - started
+            self._open_jobs = 0
+            with self._turn:
+                self._generating = None
+                self._turn.notify_all()
+        self._count["requests"] += len(requests)
+        return [[c for c in row if c is not None] for row in results]
+
+    def abort(self) -> None:
+        """Safe from any thread; no effect when nothing runs."""
+        self._abort.set()
+
+    def _enter_generate(self) -> None:
+        with self._turn:
+            self._require_awake("generate")
+            if self._session is not None:
+                raise EngineError(
+                    f"engine {self.name} is being updated to policy version "
+                    f"{self._session.policy_version}; generate after finish_update"
+                )
+            if self._generating is not None:
+                raise EngineError(
+                    f"engine {self.name} generates already, in another thread; send all requests in one call"
+                )
+            self._generating = threading.get_ident()
+            self._abort.clear()
+
+    def _require_clean(self) -> None:
+        if self.dirty:
+            raise EngineError(
+                f"engine {self.name} is dirty: it holds no whole version of the policy (no update yet, or "
+                "the last one failed, or its server was started again); send it a whole update first"
+            )
+
+    def _run(
+        self,
+        jobs: Mapping[str, Job],
+        bodies: Mapping[str, dict[str, Any]],
+        finish: Callable[[Job, Completion], None],
+    ) -> None:
+        """Ask for all of `jobs`, until each has finished."""
+        watch = Silence(self)
+        tries: dict[str, int] = {}
+        abort_again = 0.0
+        with self._client.batch(limit=_open_limit(self._config.max_batch)) as batch:
+            for id in jobs:
+                batch.submit(id, self._driver.generate_path, bodies[id])
+            while jobs:
+                for key, reply in batch.poll(_POLL_SECONDS):
+                    job = jobs[str(key)]
+                    completion = self._completion(job, reply)
+                    if completion is not None:
+                        watch.news()
+                        finish(job, completion)
+                        continue
+                    tries[job.id] = tries.get(job.id, 0) + 1
+                    if tries[job.id] == _TRIES:
+                        raise EngineError(
+                            f"engine {self.name} lives but broke the connection of one sample {_TRIES} times"
+                            f"{self._log_text()}"
+                        )
+                    batch.submit(job.id, self._driver.generate_path, bodies[job.id])
+                if jobs and self._abort.is_set() and time.monotonic() > abort_again:
+                    self._abort_jobs(batch, jobs, finish)
+                    abort_again = time.monotonic() + _ABORT_SECONDS
+                if jobs:
+                    watch.check(len(jobs))
+
+    def _abort_jobs(
+        self, batch: HttpBatch, jobs: Mapping[str, Job], finish: Callable[[Job, Completion], None]
+    ) -> None:
+        for key in batch.drop_unsent():
+            nothing = Sample(
+                token_ids=[], logprobs=[], finish_reason="abort", stop_reason=None, cached_tokens=0
+            )
+            finish(jobs[str(key)], self._checked(jobs[str(key)], nothing))
+        if jobs:
+            self._driver.abort(list(jobs))
+
+    def _completion(self, job: Job, reply: Reply | HttpError) -> Completion | None:
+        """None: ask again, the connection broke though the server lives."""
+        if isinstance(reply, HttpError):
+            if not isinstance(reply, Unreachable):
+                raise reply
+            self._raise_if_dead(reply)
+            return None
+        if reply.status >= 500:
+            self._raise_if_dead(BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}"))
+            raise EngineError(
+                f"engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}"
+            )
+        return self._checked(job, self._driver.read(job, reply.object()))
+
+    def _checked(self, job: Job, sample: Sample) -> Completion:
+        place, request = self._place, job.request
+        stop = check_sample(sample, request, place, engine=self.name)
+        count = self._count
+        count["prompt"] += len(request.prompt_token_ids)
+        count["cached"] += sample.cached_tokens
+        count["completion"] += len(sample.token_ids)
+        return Completion(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=tuple(sample.token_ids),
+            logprobs=tuple(sample.logprobs),
+            finish_reason="stop" if stop is not None else sample.finish_reason,
+            stop_reason=stop,
+            text=completion_text(
+                place.tokenizer,
+                sample.token_ids,
+                stop=stop if isinstance(stop, str) else None,
+                keep=request.sampling.keep_stop,
+            ),
+            seed=job.seed,
+            engine=self.name,
+            policy_version=self._policy_version,
+            cached_tokens=sample.cached_tokens,
+        )
+
+    # life and death
+
+    def _start(self) -> None:
+        """Until the server answers and is the right one."""
+        if self._server is not None:
+            self._server.start(self._driver.ready)
+            try:
+                self._driver.check()
+                self._kv_bytes = self._driver.memory().get("kv_cache_bytes", 0)
+            except BaseException:
+                self._server.stop()
+                raise
+            return
+        waiting = self._driver.ready()
+        if waiting is not None:
+            instead = "start the server before, or set engine.python and it is started for you"
+            if waiting.endswith(" answered 401"):
+                instead = "export the server's token and name the variable by engine.token_env"
+            raise EngineError(
+                f"engine {self.name}: engine.url = {self._client.url} cannot be used: {waiting}; {instead}"
+            )
+        self._driver.check()
+
+    def _raise_if_dead(self, sign: HttpError, *, when: str = "while it generated") -> None:
+        """Raises ServerDied when the server's process is gone or about to be."""
+        if self._server is None:
+            if isinstance(sign, Unreachable) and self._driver.ready() is not None:
+                raise EngineError(f"the {self.name} server at engine.url went away: {sign}") from sign
+            return
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while time.monotonic() < deadline:
+            ended = self._server.wait_ended(0.2)
+            if ended is not None:
+                raise ServerDied(f"the {self.name} server {ended} {when}") from sign
+            if self._driver.ready() is None:
+                return
+        # Its HTTP side lives on without the engine behind it: as good as dead.
+        self._server.stop()
+        raise ServerDied(f"the {self.name} server stopped answering ({sign})") from sign
+
+    def _revive(self) -> None:
+        """Starts a server again that died while nothing was asked of it."""
+        if self._server is not None and (ended := self._server.ended()) is not None:
+            self._restart(ServerDied(f"the {self.name} server {ended}"))
+
+    def _restart(self, death: ServerDied) -> None:
+        """Until a server runs with the weights that it must have, at most max_restarts times in one run."""
+        while True:
+            try:
+                return self._restart_once(death)
+            except ServerDied as again:
+                death = again
+
+    def _restart_once(self, death: ServerDied) -> None:
+        assert self._server is not None
+        if self._restarts >= self._config.max_restarts:
+            raise EngineError(
+                f"{death}, and it was started again {self._restarts} times already (engine.max_restarts = "
+                f"{self._config.max_restarts}). {self._server.log_text()}"
+            ) from death
+        self._restarts += 1
+        self.dirty = self._pushed or self._place.weights == "pushed"
+        self._start()
+        if not self.dirty:
+            return
+        if self.recover is None:
+            raise EngineError(
+                f"{death}; it was started again, without the trained weights, and nobody can send them now "
+                "(sharded weights are only whole in a regular update). Resume the run from its last "
+                f"checkpoint. {self._server.log_text()}"
+            ) from death
+        self.recover()
+        self._require_clean()
+
+    def _log_text(self) -> str:
+        return f". {self._server.log_text()}" if self._server is not None else ""
+
+    def hung(self, text: str) -> EngineError:
+        """Ends a server of ours that does not answer: the next call starts another."""
+        log = self._log_text()
+        if self._server is not None:
+            self._server.stop()
+        return EngineError(text + log)
+
+    # weights
+
+    def begin_update(self, session: UpdateSession) -> None:
+        with self._turn:
+            self._require_awake("update")
+            if self._session is not None:
+                raise EngineError(f"engine {self.name} is being updated already; finish or fail that first")
+            mine = self._generating == threading.get_ident()  # recovery, in the middle of `generate`
+            while self._generating is not None and not mine:
+                if not self._turn.wait(session.deadline - time.monotonic()):
+                    raise EngineError(
+                        f"engine {self.name}: {self._open_jobs} samples were still running when the deadline "
+                        "of the update came; update after generate has returned, or abort it"
+                    )
+            self._session = session
+        try:
+            if not mine:
+                self._revive_for_update()
+            self.dirty = True
+            self._begin(session, recovering=mine)
+        except BaseException as error:
+            self.fail_update(str(error))
+            raise
+
+    def _begin(self, session: UpdateSession, *, recovering: bool) -> None:
+        """A server may be about to die of what came before, and say so only now."""
+        while True:
+            try:
+                return self._driver.begin(session)
+            except HttpError as sign:
+                try:
+                    self._raise_if_dead(sign, when="before the update")
+                except ServerDied:
+                    if recovering:  # `_restart` goes on
+                        raise
+                else:
+                    raise
+                self._revive_for_update()
+
+    def _revive_for_update(self) -> None:
+        """A dead server needs no recovery when all weights are about to come."""
+        recover, self.recover = self.recover, lambda: setattr(self, "dirty", False)
+        try:
+            self._revive()
+        finally:
+            self.recover = recover
+
+    def receive(self, bucket: WeightBucket) -> None:
+        session = self._open_session()
+        if bucket.transport not in self.transports:
+            raise EngineError(
+                f"engine {self.name} receives by {', '.join(self.transports)}, not by {bucket.transport}"
+            )
+        self._driver.receive(bucket, self._left(session))
+
+    def finish_update(self, session: UpdateSession) -> None:
+        if self._open_session() != session:
+            raise EngineError(f"engine {self.name}: finish_update of another session than the open one")
+        self._left(session)
+        self._driver.finish(session)
+        self._policy_version, self._pushed = session.policy_version, True
+        self.dirty = False
+        self._session = None
+
+    def fail_update(self, reason: str) -> None:
+        """Leaves the engine dirty; of an open session the server is told, if it still listens."""
+        self.dirty = True
+        if self._session is not None:
+            with contextlib.suppress(EngineError):  # the failure may be that it does not answer
+                self._driver.fail(reason)
+            self._session = None
+
+    def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        self._require_open()
+        return self._driver.read_back(names)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for, as the engine's workers count them."""
+        self._require_open()
+        return self._driver.memory()
+
+    def _open_session(self) -> UpdateSession:
+        if self._session is None:
+            raise EngineError(f"engine {self.name}: no update is open; call begin_update first")
+        return self._session
+
+    def _left(self, session: UpdateSession) -> float:
+        left = session.deadline - time.monotonic()
+        if left <= 0:
+            raise EngineError(
+                f"engine {self.name}: the update to policy version {session.policy_version} did not end "
+                f"within engine.update_seconds = {self._config.update_seconds:g}"
+            )
+        return left
+
+    # the rest
+
+    def sleep(self) -> None:
+        self._require_open()
+        if self._state == "awake":
+            self._driver.sleep()
+        self._state = "asleep"
+
+    def wake(self) -> None:
+        self._require_open()
+        if self._state == "asleep":
+            self._driver.wake()
+        self._state = "awake"
+
+    def stats(self) -> EngineStats:
+        """Totals; of a server that does not answer, without the KV cache's use."""
+        count = self._count
+        return EngineStats(
+            policy_version=self._policy_version,
+            requests=count["requests"],
+            prompt_tokens=count["prompt"],
+            cached_tokens=count["cached"],
+            completion_tokens=count["completion"],
+            generate_seconds=self._seconds,
+            kv_cache_bytes=int(self._kv_bytes * self._kv_peak),
+            queued=self._open_jobs,
+            kv_cache_use=self._kv_use,
+            restarts=self._restarts,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest: what answers, and with which command and environment it was started."""
+        return self._driver.describe()
+
+    def close(self) -> None:
+        """Idempotent; stops a server of ours, and leaves one at a url as it is."""
+        if self._server is not None:
+            self._server.stop()
+        self._state = "closed"
+
+    def note_load(self, *, seconds: float) -> float | None:
+        """Ask the server how it is doing; its count of tokens, see `Load`."""
+        load = self._driver.load(seconds)
+        self._kv_use = load.kv_cache_use
+        self._kv_peak = max(self._kv_peak, load.kv_cache_use or 0.0)
+        return load.progress
+
+    def _require_open(self) -> None:
+        if self._state == "closed":
+            raise EngineError(f"engine {self.name} is closed; build a new one")
+
+    def _require_awake(self, what: str) -> None:
+        self._require_open()
+        if self._state != "awake":
+            raise EngineError(f"engine {self.name} is {self._state}; call wake() before {what}")
+
+
+def _open_limit(max_batch: int) -> int:
+    """Connections at a time: what the engine decodes together, as far as our file descriptors go."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max_batch if soft == resource.RLIM_INFINITY else max(1, min(max_batch, soft // 2))

@@ -1,0 +1,1 @@
+"""Engine `sglang`: SGLang's own server."""

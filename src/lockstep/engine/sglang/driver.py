@@ -1,0 +1,457 @@
+"""SGLang's HTTP interface, as of 0.5.16 to 0.5.23.
+
+What these versions do that their answers do not say:
+
+    a failed update                    answers success = false, with status 400 or 200; nothing raises
+    an unknown weight                  answers success, and is left out: names are checked before
+    a wrong shape                      stops the scheduler at an assertion, and the server with it: checked
+    flush_cache of an update request   stops the scheduler when a sample runs: false, and flushed apart
+    /flush_cache                       may say no: checked; with `timeout` it waits for an idle engine
+    /update_weights_from_tensor        answers before the GPU has copied: a weight is read, which waits for it
+    released weights                   come back as anything: the engine is dirty then
+    /release_memory_occupation         stops the scheduler unless it is idle: a flush waits for that first
+    /health                            generates a token, on released memory too: /model_info is asked instead
+    context_length                     is reached by no sample: 8 more positions than samples need
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, read_load
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Silent
+from lockstep.engine.remote.reply_fields import number, whole
+from lockstep.engine.remote.server import ServerProcess, masked
+from lockstep.engine.sglang.package import check_version
+from lockstep.engine.sglang.samples import Partial
+from lockstep.engine.sglang.translate import SPARE_CONTEXT
+from lockstep.engine.sglang.weights import (
+    LOAD_FORMAT,
+    READ_VALUES,
+    Expected,
+    check_no_padding,
+    tensor_payload,
+)
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.translate import sglang_sampling
+from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.files import read_json
+from lockstep.observe.text import printable
+from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
+from lockstep.wire.groups import GroupError, announce
+
+NAME = "sglang"
+_GB = 1 << 30
+_MEMORY_SECONDS = 60.0
+_DRAIN_SECONDS = 30.0
+
+
+class SGLangDriver:
+    """Implements lockstep.engine.remote.driver.Driver. One thread at a time, but `abort` and `load`."""
+
+    name = NAME
+    generate_path = "/generate"
+
+    def __init__(
+        self, config: EngineConfig, place: EngineSpec, *, client: HttpClient, server: ServerProcess | None
+    ) -> None:
+        self._config, self._place = config, place
+        self._client, self._server = client, server
+        self.transports = _transports(config, place, started=server is not None)
+        self.incremental = False
+        self.weight_version: str | None = None
+        """What the server says that it samples with."""
+        self.stuck = False
+        """It did not answer an update in time, and may wait for us for ever."""
+        self.dropped_weights = False
+        self._version = ""
+        self._expected: Expected | None = None
+        self._sessions: bool | None = None
+        self._in_session = False
+        self._group: str | None = None
+        self._reads = True
+
+    # start
+
+    def ready(self) -> str | None:
+        try:
+            reply = self._client.get("/model_info", seconds=2.0)
+        except HttpError as error:
+            return str(error)
+        return None if reply.status == 200 else f"{reply.what} answered {reply.status}"
+
+    def check(self) -> None:
+        info = self._client.get("/server_info", seconds=_MEMORY_SECONDS).object()
+        model = self._client.get("/model_info", seconds=SHORT_SECONDS).object()
+        where = f"the server at {self._client.url}"
+        self._version = str(info.get("version"))
+        try:
+            check_version(self._version)
+        except ConfigError as error:
+            raise EngineError(f"{where}: {error}") from error
+        check_served(info, model, config=self._config, place=self._place, where=where)
+        self.incremental = info.get("incremental_streaming_output") is True
+        self.weight_version = model.get("weight_version")
+        self._sessions, self._in_session, self._group, self.stuck = None, False, None, False
+        self.dropped_weights = False
+
+    def describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
+        if self._server is not None:
+            spec = self._server.spec
+            found |= {
+                "command": list(spec.command),
+                "environment": masked(spec.environment),
+                "log": str(spec.log),
+                "pid": self._server.pid,
+            }
+        return found
+
+    # samples
+
+    def body(self, job: Job) -> dict[str, Any]:
+        """The sampling parameters; `sglang_samples.request_body` puts many samples into one request."""
+        request, place = job.request, self._place
+        sampling = sglang_sampling(
+            request.sampling,
+            seed=job.seed,
+            eos_token_ids=place.eos_token_ids,
+            seeded=self._config.batch_invariant,
+        )
+        # More than fits is an error to SGLang; to us the context is one of a sample's two ends.
+        room = place.max_model_len - len(request.prompt_token_ids)
+        return sampling | {"max_new_tokens": min(request.sampling.max_tokens, room)}
+
+    def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
+        """A sample that was answered whole."""
+        sample = Partial(job=job, incremental=False).add(
+            reply, aborting=True, weight_version=self.weight_version
+        )
+        if sample is None:
+            raise BadReply(f"engine {NAME} answered a sample that has not ended")
+        return sample
+
+    def load(self, seconds: float) -> Load:
+        """Read from memory that the scheduler writes: costs it nothing."""
+        loads = self._client.get("/v1/loads?include=core", seconds=seconds).object().get("loads")
+        first = loads[0] if isinstance(loads, list) and loads and isinstance(loads[0], dict) else {}
+        return read_load(first.get("num_used_tokens"), first.get("token_usage"))
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Ends samples by our ids; a server of our own ends everything that it has."""
+        if self._server is not None:
+            self._ok("/abort_request", {"rid": "", "abort_all": True}, seconds=SHORT_SECONDS)
+            return
+        self.abort_each([f"{id}." for id in ids])
+
+    def abort_each(self, rids: Sequence[str]) -> None:
+        """Ends samples by the server's ids. Raises EngineError."""
+        deadline = time.monotonic() + SHORT_SECONDS
+        with self._client.batch(limit=32) as batch:
+            for one in rids:
+                batch.submit(one, "/abort_request", {"rid": one, "abort_all": False})
+            while batch.waiting and time.monotonic() < deadline:
+                for _, reply in batch.poll(0.1):
+                    if isinstance(reply, HttpError):
+                        raise reply
+                    if reply.status != 200:
+                        raise EngineError(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+
+    # sleep
+
+    def sleep(self) -> None:
+        if not self._config.sleep:
+            return
+        self.flush(_DRAIN_SECONDS)
+        tags = self._sleeping_tags()
+        self._ok("/release_memory_occupation", {"tags": tags}, seconds=_MEMORY_SECONDS)
+        self.dropped_weights = "weights" in tags
+
+    def wake(self) -> None:
+        if self._config.sleep:
+            self._ok("/resume_memory_occupation", {"tags": self._sleeping_tags()}, seconds=_MEMORY_SECONDS)
+        self.flush(_DRAIN_SECONDS)
+
+    def _sleeping_tags(self) -> list[str]:
+        """Weights are given back when they will be sent again anyway."""
+        return ["kv_cache", "weights"] if self._place.weights == "pushed" else ["kv_cache"]
+
+    def flush(self, seconds: float) -> None:
+        """Empties the prefix cache, as soon as nothing runs. Raises EngineError when it is not emptied."""
+        seconds = max(seconds, 0.1)
+        path = f"/flush_cache?timeout={quote(f'{seconds:.1f}')}"
+        reply = self._client.post(path, seconds=seconds + SHORT_SECONDS)
+        if reply.status != 200:
+            raise EngineError(
+                f"engine {NAME} did not flush its prefix cache ({reply.error_text().strip()}): samples still "
+                "run, perhaps somebody else's; keys and values of the old weights would go on being used"
+            )
+
+    # weights
+
+    def begin(self, session: UpdateSession) -> None:
+        if self._expected is None:
+            self._expected = Expected(self._place.folder)
+        self._expected.begin()
+        seconds = session.deadline - time.monotonic()
+        if self._sessions is not False:
+            reply = self._client.post("/begin_weight_update", {}, seconds=seconds)
+            self._sessions = reply.status != 404
+            if self._sessions:
+                if reply.status == 400 and "already open" in reply.error_text():
+                    self._done("/end_weight_update", {}, seconds=seconds)  # of a run that died in the middle
+                    reply = self._client.post("/begin_weight_update", {}, seconds=seconds)
+                _check_done(reply)
+                self._in_session = True
+
+    def receive(self, bucket: WeightBucket, seconds: float) -> None:
+        expected = self._require_expected()
+        expected.check(bucket.specs)  # before anything is sent
+        deadline = time.monotonic() + seconds
+        try:
+            if bucket.transport == "ipc":
+                self._receive_ipc(bucket, deadline)
+            elif bucket.transport == "collective":
+                self._receive_collective(bucket, deadline)
+            else:
+                self._receive_file(bucket, deadline)
+        except Silent:
+            self.stuck = True
+            raise
+        except GroupError as error:
+            raise EngineError(f"engine {NAME}: {error}") from error
+
+    def finish(self, session: UpdateSession) -> None:
+        self._require_expected().check_complete()
+        if self._in_session:
+            self._done("/end_weight_update", {}, seconds=session.deadline - time.monotonic())
+            self._in_session = False
+        self.flush(session.deadline - time.monotonic())
+        version = f"{session.run_id}/{session.policy_version}"
+        self._done(
+            "/update_weight_version",
+            {"new_version": version, "abort_all_requests": False},
+            seconds=SHORT_SECONDS,
+        )
+        self.weight_version, self.dropped_weights = version, False
+
+    def fail(self, reason: str) -> None:
+        if self._in_session and not self.stuck:
+            self._in_session = False
+            self._done("/end_weight_update", {}, seconds=SHORT_SECONDS)
+
+    def _receive_ipc(self, bucket: WeightBucket, deadline: float) -> None:
+        payload = tensor_payload(bucket)
+        body = {
+            "serialized_named_tensors": [payload] * self._config.tp,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+        }
+        self._done("/update_weights_from_tensor", body, seconds=deadline - time.monotonic())
+        self._wait_for_copies(deadline)
+
+    def _wait_for_copies(self, deadline: float) -> None:
+        """Until the GPU has copied what the last request gave it: reading a weight to the host waits for the
+        stream on which that happens. A model that cannot read weights samples one token instead."""
+        if self._reads:
+            reply = self._read(
+                self._require_expected().smallest(), rows=1, seconds=deadline - time.monotonic()
+            )
+            self._reads = reply.status == 200
+        if not self._reads:
+            body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "stream": False}
+            self._client.post("/generate", body, seconds=deadline - time.monotonic()).object()
+
+    def _receive_collective(self, bucket: WeightBucket, deadline: float) -> None:
+        check_no_padding(bucket)
+        handle = bucket.handle or {}
+        if handle["group"] != self._group:
+            self._join(handle, deadline)
+        # SGLang's own code receives, and knows nothing of the marks that our trainer waits for.
+        announce(handle, receivers=self._config.tp)
+        body = {
+            "names": [spec.name for spec in bucket.specs],
+            "dtypes": [spec.dtype for spec in bucket.specs],
+            "shapes": [list(spec.shape) for spec in bucket.specs],
+            "group_name": handle["group"],
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+        }
+        self._done("/update_weights_from_distributed", body, seconds=deadline - time.monotonic())
+
+    def _join(self, handle: Mapping[str, Any], deadline: float) -> None:
+        """By nccl this returns at once; ranks connect in the first broadcast."""
+        if self._group is not None:  # of an earlier trainer; SGLang keeps what it is not told to leave
+            self._client.post(
+                "/destroy_weights_update_group", {"group_name": self._group}, seconds=SHORT_SECONDS
+            )
+        body = {
+            "master_address": handle["address"],
+            "master_port": handle["port"],
+            "rank_offset": handle["first_rank"],
+            "world_size": handle["world_size"],
+            "group_name": handle["group"],
+            "backend": handle["backend"],
+        }
+        self._done("/init_weights_update_group", body, seconds=deadline - time.monotonic())
+        self._group = handle["group"]
+
+    def _receive_file(self, bucket: WeightBucket, deadline: float) -> None:
+        """SGLang reads folders, all of whose *.safetensors it loads."""
+        path = Path((bucket.handle or {})["path"]).resolve()
+        with tempfile.TemporaryDirectory(prefix="sglang-", dir=path.parent) as folder:
+            (Path(folder) / "model.safetensors").symlink_to(path)
+            body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
+            self._done("/update_weights_from_disk", body, seconds=deadline - time.monotonic())
+
+    def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        """By name the first values, in float32, of those weights that can be read within seconds; None for a
+        model that SGLang cannot read weights of."""
+        if self._expected is None:
+            self._expected = Expected(self._place.folder)
+        found: dict[str, Tensor] = {}
+        for name in self._expected.readable(names) if self._reads else ():
+            reply = self._read(name, rows=self._expected.rows_to_read(name), seconds=_MEMORY_SECONDS)
+            if reply.status != 200:
+                self._reads = False
+                break
+            found[name] = _values(reply)
+        return found if self._reads else None
+
+    def _read(self, name: str, *, rows: int, seconds: float) -> Reply:
+        return self._client.post(
+            "/get_weights_by_name", {"name": name, "truncate_size": rows}, seconds=seconds
+        )
+
+    def memory(self) -> dict[str, int]:
+        reply = self._client.get("/server_info", seconds=SHORT_SECONDS)
+        states = reply.object().get("internal_states")
+        usage = states[0].get("memory_usage") if isinstance(states, list) and _object(states[:1]) else None
+        known = {"weight": "weights", "kvcache": "kv_cache"}
+        try:
+            return {
+                ours: int(number(usage[theirs], theirs) * _GB)
+                for theirs, ours in known.items()
+                if isinstance(usage, dict) and usage.get(theirs) is not None
+            }
+        except (ValueError, OverflowError) as error:
+            raise BadReply(f"{reply.what} does not say its use of memory: {error}") from error
+
+    # requests
+
+    def _require_expected(self) -> Expected:
+        assert self._expected is not None, "begin comes first"
+        return self._expected
+
+    def _ok(self, path: str, body: Any, *, seconds: float) -> Reply:
+        """Raises EngineError unless the status is 200."""
+        reply = self._client.post(path, body, seconds=seconds)
+        if reply.status != 200:
+            raise EngineError(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+        return reply
+
+    def _done(self, path: str, body: Any, *, seconds: float) -> None:
+        """Raises EngineError unless the server says that it did it."""
+        _check_done(self._client.post(path, body, seconds=max(seconds, 0.1)))
+
+
+def _said(value: Any) -> str:
+    return printable(str(value)[:200])
+
+
+def _object(values: Sequence[Any]) -> bool:
+    return len(values) == 1 and isinstance(values[0], dict)
+
+
+def _values(reply: Reply) -> Tensor:
+    """Return the first values of a weight that was read back, in float32."""
+    try:
+        return torch.tensor(reply.json(), dtype=torch.float32).flatten()[:READ_VALUES]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise BadReply(f"{reply.what} did not answer with a weight's values: {error}") from error
+
+
+def _check_done(reply: Reply) -> None:
+    """SGLang reports a failure in the body, and not always in the status."""
+    try:
+        said = json.loads(reply.body)
+    except (ValueError, RecursionError):
+        said = None
+    if reply.status == 200 and isinstance(said, dict) and said.get("success") is True:
+        return
+    named = isinstance(said, dict) and "message" in said
+    text = printable(str(said["message"])[:400]) if named else reply.error_text()
+    raise EngineError(f"{reply.what} failed (status {reply.status}): {text}")
+
+
+def _transports(config: EngineConfig, place: EngineSpec, *, started: bool) -> tuple[Transport, ...]:
+    """Best first. Of a server at a url nobody knows which GPUs it has: files always work."""
+    if not started:
+        return ("disk", "collective", "ipc")
+    if not place.device.startswith("cuda"):
+        return ("disk",)
+    return ("ipc", "disk") if place.shares_device else ("collective", "disk")
+
+
+def check_served(
+    info: Mapping[str, Any],
+    model: Mapping[str, Any],
+    *,
+    config: EngineConfig,
+    place: EngineSpec,
+    where: str,
+) -> None:
+    """Raises EngineError for a server that does not serve this model in the way that this run needs."""
+    ours = read_json(place.folder / "config.json", EngineError)
+    try:
+        room = info.get("max_req_input_len")
+        tokens = None if room is None else whole(room, "max_req_input_len") + 6
+        parts = info.get("dp_size")
+        parts = 1 if parts is None else whole(parts, "dp_size")
+    except ValueError as error:
+        raise EngineError(f"engine {NAME}: {where} says of itself that {error}") from error
+    wrong = [
+        (
+            model.get("architectures") != ours.get("architectures"),
+            f"serves {_said(model.get('model_path'))} ({_said(model.get('architectures'))}), and this run "
+            f"needs {place.model_name} ({ours.get('architectures')})",
+        ),
+        (
+            info.get("dtype") != place.dtype,
+            f"has dtype {_said(info.get('dtype'))}; start it with {place.dtype}",
+        ),
+        (
+            tokens is None or tokens < place.max_model_len + SPARE_CONTEXT,
+            f"takes {tokens} tokens of prompt and completion, and needs "
+            f"{place.max_model_len + SPARE_CONTEXT} for samples of {place.max_model_len}; raise its "
+            "context_length and its KV cache (engine.memory_fraction), or lower engine.max_model_len",
+        ),
+        (
+            bool(info.get("enable_deterministic_inference")) != config.batch_invariant,
+            f"has enable_deterministic_inference = {_said(info.get('enable_deterministic_inference'))}, and "
+            f"engine.batch_invariant = {config.batch_invariant}; make them equal",
+        ),
+        (bool(info.get("allow_auto_truncate")), "has allow_auto_truncate, which cuts prompts without a word"),
+        (
+            bool(info.get("speculative_algorithm")),
+            "decodes speculatively, with logprobs of another meaning; start it without",
+        ),
+        (parts not in (0, 1), "has dp_size > 1; set engine.replicas instead"),
+        (
+            bool(info.get("preferred_sampling_params")),
+            "has preferred_sampling_params, which change requests; start it without",
+        ),
+    ]
+    for failed, text in wrong:
+        if failed:
+            raise EngineError(f"engine {NAME}: {where} {text}")

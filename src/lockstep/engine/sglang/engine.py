@@ -1,0 +1,307 @@
+"""Engine `sglang`: SGLang's own server, started from its own environment (engine.python), or running already
+(engine.url). Its scheduler kills its parent when it fails, so it never lives in the trainer's process.
+
+    generate ──► waves of samples, one streamed POST each ──► chunks ──► finished samples
+                 room for more ◄──────────────────────────────────────┘
+
+A wave asks for up to 64 samples over one connection. The client reads their chunks while the GPU makes the
+next ones: after the last token there is little left to do. One request for everything would cost the server
+time that grows with the square of the number of samples; one for each sample would make it parse and answer
+hundreds of requests at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.remote.driver import Job, Sample
+from lockstep.engine.remote.engine import RemoteEngine
+from lockstep.engine.remote.http import BadReply, HttpError, Reply
+from lockstep.engine.remote.server import (
+    ServerProcess,
+    ServerSpec,
+    check_interpreter,
+    free_port,
+    new_token,
+    server_client,
+    server_environment,
+    server_gpus,
+)
+from lockstep.engine.remote.stall import Silence
+from lockstep.engine.sglang.driver import NAME, SGLangDriver
+from lockstep.engine.sglang.package import find_package
+from lockstep.engine.sglang.samples import Partial, read_event, request_body, rid
+from lockstep.engine.sglang.stream import EventStreams
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.stop import StopStrings
+from lockstep.engine.translate import sglang_environment, sglang_server_command
+from lockstep.errors import ConfigError, EngineError
+from lockstep.schema.rollout import Completion
+
+WAVE = 64
+"""Samples of one request: the server's cost of a chunk grows with it."""
+ORIGINAL_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+_POLL_SECONDS = 0.1
+_ABORT_SECONDS = 1.0
+_ABORT_LIMIT_SECONDS = 10.0
+_TRIES = 3
+
+Finish = Callable[[Job, Completion], None]
+
+
+class SGLangServer(RemoteEngine):
+    """Implements lockstep.protocols.ReceivesWeights. See RemoteEngine for what can be called when."""
+
+    def __init__(self, config: EngineConfig, *, place: EngineSpec) -> None:
+        """Starts a server, or connects to the one at engine.url.
+
+        Raises:
+            ConfigError: a setting that SGLang cannot honour, or no SGLang of a known version.
+            EngineError: it does not start in time, or is not the server that this run needs.
+        """
+        server = None if config.url else make_server(config, place)
+        client = server_client(config, server)
+        self._sglang = SGLangDriver(config, place, client=client, server=server)
+        self.receivers = config.tp
+        """Processes that join a collective."""
+        super().__init__(config, place=place, client=client, driver=self._sglang, server=server)
+
+    def sleep(self) -> None:
+        """Give memory back: the KV cache, and the weights when they are the trainer's and come again."""
+        self._require_open()
+        with self._turn:
+            if self._generating is not None or self._session is not None:
+                raise EngineError(f"engine {NAME} cannot sleep while it generates or is updated")
+        super().sleep()
+
+    def wake(self) -> None:
+        """Dirty afterwards if the weights were given back: their memory holds anything now."""
+        super().wake()
+        if self._sglang.dropped_weights:
+            self.dirty = True
+
+    def fail_update(self, reason: str) -> None:
+        """A server that waits for weights that will not come any more is ended; the next call starts it."""
+        super().fail_update(reason)
+        if self._sglang.stuck and self._server is not None:
+            self._server.stop()
+
+    def _run(self, jobs: Mapping[str, Job], bodies: Mapping[str, dict[str, Any]], finish: Finish) -> None:
+        """Ask for all of `jobs`, until each has finished."""
+        with EventStreams(self._client) as streams:
+            flow = _Flow(self, jobs, bodies, finish, streams)
+            while jobs:
+                flow.step()
+                if self._abort.is_set():
+                    flow.abort()
+
+    # what a flow needs of the engine
+
+    def finished(self, job: Job, sample: Sample, finish: Finish) -> None:
+        finish(job, self._checked(job, sample))
+
+    def broken(self, sign: HttpError) -> None:
+        """Raises ServerDied if the server is gone."""
+        self._raise_if_dead(sign)
+
+    @property
+    def log_text(self) -> str:
+        return self._log_text()
+
+    @property
+    def in_flight_limit(self) -> int:
+        """Samples at the server at a time: a server of our own keeps a wave waiting behind those that run."""
+        return self._config.max_batch + (WAVE if self._server is not None else 0)
+
+    def tokenizer(self) -> Any:
+        return self._place.tokenizer
+
+
+class _Flow:
+    """One call of `generate`: which samples wait, which are at the server, and how far those have come."""
+
+    def __init__(
+        self,
+        engine: SGLangServer,
+        jobs: Mapping[str, Job],
+        bodies: Mapping[str, dict[str, Any]],
+        finish: Finish,
+        streams: EventStreams,
+    ) -> None:
+        self._engine, self._jobs, self._bodies, self._streams = engine, jobs, bodies, streams
+        self._finish = finish
+        self._waiting = deque(jobs.values())
+        self._waves: dict[int, dict[str, Partial]] = {}
+        """Samples at the server, by wave and by id there."""
+        self._opened = 0
+        self._tries: dict[str, int] = {}
+        self._watch = Silence(engine)
+        self._abort_began: float | None = None
+        self._abort_again = 0.0
+
+    def step(self) -> None:
+        self._open_waves()
+        for key, event in self._streams.poll(_POLL_SECONDS):
+            assert isinstance(key, int)
+            if isinstance(event, bytes):
+                self._chunk(key, event)
+            elif event is not None:
+                self._ended_badly(key, event)
+            elif left := self._waves.pop(key, None):
+                raise BadReply(f"engine {NAME} ended its answer without {len(left)} of its samples")
+        if self._jobs:
+            self._watch.check(len(self._jobs))
+
+    def abort(self) -> None:
+        """What was not asked for ends at once, the rest when the server says so, or soon."""
+        for job in self._waiting:
+            self._end(job, _nothing())
+        self._waiting.clear()
+        now = time.monotonic()
+        self._abort_began = self._abort_began or now
+        if now > self._abort_again and self._jobs:
+            self._abort_again = now + _ABORT_SECONDS
+            self._engine._driver.abort(list(self._jobs))
+        if now - self._abort_began > _ABORT_LIMIT_SECONDS:
+            for wave in self._waves.values():
+                for partial in wave.values():
+                    self._end(partial.job, partial.sample("abort", None))
+            self._waves.clear()
+
+    def _open_waves(self) -> None:
+        if self._abort_began is not None:
+            return
+        limit = self._engine.in_flight_limit
+        free = limit - sum(len(wave) for wave in self._waves.values())
+        # A request for each sample that leaves would be many small ones.
+        while self._waiting and free >= min(len(self._waiting), max(1, limit // 8)):
+            size = min(WAVE, free, len(self._waiting))
+            free -= size
+            self._open_wave([self._waiting.popleft() for _ in range(size)])
+
+    def _open_wave(self, jobs: list[Job]) -> None:
+        driver = self._engine._sglang
+        body = request_body(jobs, [self._bodies[j.id] for j in jobs], incremental=driver.incremental)
+        tokenizer = self._engine.tokenizer()
+        self._waves[self._opened] = {
+            rid(job): Partial(
+                job=job,
+                incremental=driver.incremental,
+                stops=StopStrings(tokenizer, job.request.sampling.stop)
+                if job.request.sampling.stop
+                else None,
+            )
+            for job in jobs
+        }
+        self._streams.open(self._opened, driver.generate_path, body)
+        self._opened += 1
+
+    def _chunk(self, key: int, text: bytes) -> None:
+        event = read_event(text, f"engine {NAME}")
+        meta = event.get("meta_info")
+        name = meta.get("id") if isinstance(meta, dict) else None
+        wave = self._waves.get(key, {})
+        partial = wave.get(str(name))
+        if partial is None:
+            return  # it ended here already, by a stop string
+        driver = self._engine._sglang
+        had = len(partial.token_ids)
+        sample = partial.add(
+            event, aborting=self._abort_began is not None, weight_version=driver.weight_version
+        )
+        if sample is None:
+            if len(partial.token_ids) > had:  # an event without tokens is no progress
+                self._watch.news()
+            return
+        self._watch.news()
+        del wave[str(name)]
+        if meta is not None and meta["finish_reason"] is None:
+            with contextlib.suppress(HttpError):  # it would go on to its end, unread
+                driver.abort_each([str(name)])
+        self._end(partial.job, sample)
+
+    def _ended_badly(self, key: int, event: Reply | HttpError) -> None:
+        """The server died, refused, or broke one connection: then the wave's samples are asked for again."""
+        wave = self._waves.pop(key, {})
+        if isinstance(event, Reply):
+            said = f"{event.what} answered {event.status}: {event.error_text()}"
+            if event.status >= 500:
+                self._engine.broken(BadReply(said))
+            raise EngineError(f"engine {NAME} refused: {said}{self._engine.log_text}")
+        if isinstance(event, BadReply):
+            raise event
+        if not wave:
+            return
+        self._engine.broken(event)
+        for partial in wave.values():
+            job = partial.job
+            self._tries[job.id] = self._tries.get(job.id, 0) + 1
+            if self._tries[job.id] == _TRIES:
+                raise EngineError(
+                    f"engine {NAME} lives but broke the connection of one sample {_TRIES} times: {event}"
+                    f"{self._engine.log_text}"
+                )
+            self._waiting.append(job)
+
+    def _end(self, job: Job, sample: Sample) -> None:
+        self._engine.finished(job, sample, self._finish)
+
+
+def _nothing() -> Sample:
+    return Sample(token_ids=[], logprobs=[], finish_reason="abort", stop_reason=None, cached_tokens=0)
+
+
+def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
+    """A server that is not started yet.
+
+    Raises:
+        ConfigError: no SGLang there, one of an unknown version, or a setting that it cannot honour.
+    """
+    python = Path(config.python or sys.executable)
+    check_interpreter(python)
+    needed = sglang_environment(config, place) | {
+        "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
+        "CUDA_VISIBLE_DEVICES": server_gpus(
+            config.cuda_devices, device=place.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+        ),
+    }
+    environment = server_environment(needed=needed, extra=config.env)
+    if environment.get(ORIGINAL_LOGPROBS, "0").lower() in ("1", "true", "yes", "y", "on"):
+        raise ConfigError(
+            f"{ORIGINAL_LOGPROBS} = {environment[ORIGINAL_LOGPROBS]} makes SGLang give logprobs before the "
+            "temperature, which cannot be compared with the trainer's; take it out of engine.env"
+        )
+    package = find_package(python, environment)
+    port, token = free_port(), new_token()
+    command = sglang_server_command(config, place, port=port, flags=package.flags)
+    command += ["--config", str(_token_file(place.work_dir, token))]
+    return ServerProcess(
+        ServerSpec(
+            name=NAME,
+            command=(str(python), *command),
+            environment=environment,
+            port=port,
+            log=place.work_dir / "sglang.log",
+            start_seconds=config.start_seconds,
+            token=token,
+        )
+    )
+
+
+def _token_file(folder: Path, token: str) -> Path:
+    """A config file for SGLang that only we can read: everybody can read arguments, and SGLang takes its key
+    from no variable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / "sglang-token.yaml"
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(f'api-key: "{token}"\n')
+    return path

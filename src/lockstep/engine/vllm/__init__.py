@@ -1,0 +1,1 @@
+"""Engine `vllm`: in this process, or vLLM's own server."""

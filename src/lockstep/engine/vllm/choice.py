@@ -1,0 +1,26 @@
+"""`engine.name = "vllm"`: in this process, or as a server in an environment of its own."""
+
+from __future__ import annotations
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.spec import EngineSpec
+from lockstep.protocols.engine import ReceivesWeights
+
+
+class VLLMFactory:
+    """Called as the engines are: picks one of two and imports only that."""
+
+    external = True
+
+    def __call__(self, config: EngineConfig, *, place: EngineSpec) -> ReceivesWeights:
+        """In process unless `python` starts a server or `url` names one."""
+        if config.python is None and config.url is None:
+            from lockstep.engine.vllm.engine import VLLMEngine
+
+            return VLLMEngine(config, place=place)
+        from lockstep.engine.vllm.server import VLLMServer
+
+        return VLLMServer(config, place=place)
+
+
+VLLM = VLLMFactory()

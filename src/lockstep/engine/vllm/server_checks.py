@@ -1,0 +1,172 @@
+"""Is the vLLM server at a url the one that this run needs?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.engine.remote.driver import SHORT_SECONDS
+from lockstep.engine.remote.http import BadReply, HttpClient, Reply
+from lockstep.engine.spec import EngineSpec
+from lockstep.engine.translate import LogprobsMode, vllm_logprobs_mode
+from lockstep.errors import EngineError
+from lockstep.observe.files import read_json
+
+log = logging.getLogger(__name__)
+
+WORKER = "lockstep.wire.vllm_worker.LockstepWorker"
+_INFO_SECONDS = 60.0
+"""vLLM asks pip, the compiler and the driver for their versions before it answers."""
+_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What a server says about itself."""
+
+    model: str
+    """Its name for the model, to be sent with each request."""
+    logprobs_mode: LogprobsMode
+    can_update: bool
+
+
+def served_name(client: HttpClient) -> str:
+    return str(_model_card(client)["id"])
+
+
+def check_served(client: HttpClient, place: EngineSpec) -> Served:
+    """Raises EngineError naming what differs: model, length, dtype, vocabulary, kind of logprobs."""
+    where = f"the vLLM server at engine.url = {client.url}"
+    card = _model_card(client)
+    _check_model(card, place, where=where)
+    longest = card.get("max_model_len")
+    if type(longest) is not int or longest < place.max_model_len:
+        raise EngineError(
+            f"{where} takes prompts and completions of {longest} tokens together, and this run has up to "
+            f"{place.max_model_len}; start it with --max-model-len {place.max_model_len}"
+        )
+    name = str(card["id"])
+    info = _server_info(client)
+    if info is None:
+        log.warning(
+            "%s does not say its dtype (VLLM_SERVER_DEV_MODE is off there); this run computes in %s",
+            where,
+            place.dtype,
+        )
+        info = {}
+    else:
+        dtype = str(info.get("dtype", "")).removeprefix("torch.")
+        if dtype != place.dtype:
+            raise EngineError(
+                f"{where} computes in {dtype}, and this run in {place.dtype}; start it with --dtype "
+                f"{place.dtype}"
+            )
+    _check_vocabulary(client, name, place, where=where)
+    mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), place, where=where)
+    return Served(model=name, logprobs_mode=mode, can_update=info.get("worker_extension_cls") == WORKER)
+
+
+def _usable_mode(found: str, place: EngineSpec, *, where: str) -> LogprobsMode:
+    """Processed logprobs are right at every temperature, raw ones at 0 and 1."""
+    needed = vllm_logprobs_mode(place.temperatures)
+    if found == "processed_logprobs":
+        return "processed_logprobs"
+    if found == needed:
+        return needed
+    raise EngineError(
+        f"{where} gives {found}, and temperatures {sorted(place.temperatures)} need {needed}; start it with "
+        f"--logprobs-mode {needed}"
+    )
+
+
+def _model_card(client: HttpClient) -> Mapping[str, Any]:
+    cards = client.get("/v1/models", seconds=SHORT_SECONDS).object().get("data")
+    if not isinstance(cards, list) or not cards or not isinstance(cards[0], dict) or "id" not in cards[0]:
+        raise EngineError(f"{client.url}/v1/models names no model; is that a vLLM server?")
+    return cards[0]
+
+
+def _check_model(card: Mapping[str, Any], place: EngineSpec, *, where: str) -> None:
+    root = str(card.get("root") or card["id"])
+    if root in (str(place.folder), place.model_name) or Path(root) == place.folder.resolve():
+        return
+    theirs, ours = _config(Path(root)), _config(place.folder)
+    if theirs is None:
+        raise EngineError(
+            f"{where} serves {root!r}, and this run's model is {place.model_name!r} ({place.folder}); start "
+            "one that serves it, or set model.name"
+        )
+    different = sorted(
+        k for k in (theirs.keys() | (ours or {}).keys()) if theirs.get(k) != (ours or {}).get(k)
+    )
+    if different:
+        raise EngineError(
+            f"{where} serves {root!r}, another model than this run's {place.model_name!r} ({place.folder}): "
+            f"their config.json differ in {', '.join(different[:8])}"
+        )
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """What a model is, without where and by what it was written; None: not a folder that we can read."""
+    try:
+        value = read_json(folder / "config.json", EngineError)
+    except EngineError:
+        return None
+    return {k: v for k, v in value.items() if k not in _VOLATILE} if isinstance(value, dict) else None
+
+
+def _server_info(client: HttpClient) -> dict[str, Any] | None:
+    """None: the server has no such route, because it is not in dev mode."""
+    reply = client.get("/server_info?config_format=json", seconds=_INFO_SECONDS)
+    if reply.status == 404:
+        return None
+    config = reply.object().get("vllm_config")
+    if not isinstance(config, dict) or not isinstance(config.get("model_config"), dict):
+        raise EngineError(f"{reply.what} answered without its configuration")
+    parallel = config.get("parallel_config")
+    worker = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
+    return dict(config["model_config"]) | {"worker_extension_cls": worker}
+
+
+def _check_vocabulary(client: HttpClient, name: str, place: EngineSpec, *, where: str) -> None:
+    """The largest id is accepted and the next one is not."""
+    size = max(place.vocab_size, len(place.tokenizer) if place.tokenizer is not None else 0)
+    last, beyond = _one_token(client, name, place.vocab_size - 1), _one_token(client, name, size)
+    if last.status == 403:
+        raise EngineError(f"{where} has its token route switched off; start it with --enable-scale-out")
+    if last.status == 404:
+        raise EngineError(f"{where} has no /inference/v1/generate, which vLLM has since 0.26")
+    if last.status != 200 or beyond.status == 200:
+        raise EngineError(
+            f"{where} has {'a smaller' if last.status != 200 else 'a larger'} vocabulary than this run's "
+            f"model, {place.vocab_size} entries: it {'refuses' if last.status != 200 else 'takes'} token id "
+            f"{place.vocab_size - 1 if last.status != 200 else size}; it serves another model"
+            + (f" ({last.error_text()})" if last.status != 200 else "")
+        )
+
+
+def _find_mode(client: HttpClient, name: str) -> str:
+    """With one candidate left, processed logprobs are 0 and raw ones are not."""
+    reply = _one_token(client, name, 0).object()
+    try:
+        value = float(reply["choices"][0]["logprobs"]["content"][0]["logprob"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise BadReply(f"{client.url} answered a sample without its logprob") from error
+    return "processed_logprobs" if value == 0.0 else "raw_logprobs"
+
+
+def _one_token(client: HttpClient, name: str, prompt_id: int) -> Reply:
+    sampling = {
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "top_k": 1,
+        "logprobs": 0,
+        "seed": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    body = {"model": name, "token_ids": [prompt_id], "sampling_params": sampling, "stream": False}
+    return client.post("/inference/v1/generate", body, seconds=_INFO_SECONDS)

@@ -1,0 +1,209 @@
+"""A cell that is ready to run, what it makes of an input, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import invariant
+from lockstep.errors import LockstepError, ParityError, TrainError
+from lockstep.lab.bisect.capture import Capture, Key, Seen, reverse_documents, token_rows
+from lockstep.lab.bisect.documents import exact, reversed_order
+from lockstep.protocols.train import TokenLoss
+from lockstep.schema.batch import PackedBatch
+from lockstep.train.local import LocalBackend
+
+NOISE_FACTOR = 4.0
+FLOORS: Mapping[torch.dtype, tuple[float, float, float]] = {
+    torch.float64: (1e-9, 1e-12, 1e-10),
+    torch.float32: (1e-4, 1e-5, 2e-4),
+    torch.float16: (3e-2, 4e-3, 5e-2),
+    torch.bfloat16: (2e-1, 2e-2, 2e-1),
+}
+"""dtype -> (nats of a token's logprob, relative difference of a tensor in the first layer, relative
+difference of a parameter's gradient) that rounding alone explains."""
+_SMALL_GRADIENT = 1e-4
+"""A parameter whose gradient is this much smaller than all of them together is measured against that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One cell, ready to run."""
+
+    name: str
+    """a, b, a-eager or b-eager."""
+    label: str
+    """The cell in words: "varlen + compile + packed"."""
+    backend: LocalBackend
+    loss: TokenLoss
+    fit: Callable[[PackedBatch], PackedBatch] = exact
+    """Gives an exact pack the tail that the cell runs with."""
+    backward: bool = True
+    settings_apply: bool = False
+    """It runs under CUDA's settings of batch-invariance (lockstep.invariant.configured)."""
+    eager: Callable[[], Side] | None = None
+    """The same cell on the same weights without the compiler; None: it is eager."""
+
+    @property
+    def module(self) -> nn.Module:
+        return self.backend.module
+
+
+class SideFailed(LockstepError):
+    """A side raised; what it raised is the cause."""
+
+    def __init__(self, side: str, index: int) -> None:
+        super().__init__(f"cell {side} fails on input {index}")
+        self.side, self.index = side, index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one side made of one input, in the order of the input's documents."""
+
+    logprobs: Tensor
+    """[trained tokens] float32, on the host."""
+    gradients: Mapping[str, Tensor]
+    seen: Mapping[Key, Seen]
+    capture: Capture | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputDifference:
+    """Two sides on one input."""
+
+    logprob: float
+    """Largest difference of a token's logprob, nats."""
+    gradient: float
+    """Largest relative difference of a parameter's gradient; 0 without backward."""
+    parameter: str
+    """Whose gradient that is."""
+
+
+def run(
+    side: Side,
+    batch: PackedBatch,
+    *,
+    whole: Callable[[Key], bool] | None = None,
+    calls: frozenset[str] = frozenset(),
+    capture: bool = False,
+    backwards: bool = False,
+) -> Outcome:
+    """One forward, and backward if the side has one.
+
+    Args:
+        batch: an exact pack on the host.
+        capture: look into the modules; `whole` and `calls`: see Capture.
+        backwards: `batch` is a pack's `reversed_order`; what comes out is in the order of the original.
+    """
+    fitted = side.fit(batch)
+    config = side.backend.config
+    lengths = batch.lengths
+    rows, shape = token_rows(fitted, layout=config.layout, padding_side=config.padding_side)
+    rows = reverse_documents(rows, lengths) if backwards else rows
+    eye = Capture(side.module, rows=rows, shape=shape, whole=whole, calls=calls) if capture else None
+    if eye is not None:
+        with eye:
+            logprobs, gradients = _step(side, fitted)
+    else:
+        logprobs, gradients = _step(side, fitted)
+    order = torch.arange(fitted.num_tokens)
+    order = reverse_documents(order, lengths) if backwards else order
+    kept = order[fitted.loss_mask[order]]
+    return Outcome(
+        logprobs=logprobs.cpu()[kept], gradients=gradients, seen=eye.seen if eye else {}, capture=eye
+    )
+
+
+def _step(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    with invariant.configured(side.settings_apply):
+        return _computed(side, batch)
+
+
+def _computed(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    backend = side.backend
+    if not side.backward:
+        return backend.logprobs([batch], model="policy")[0], {}
+    backend.drop_gradients()
+    try:
+        stats = backend.forward_backward([batch], side.loss)
+        gradients = {name: g.detach().clone() for name, g in backend.live_gradients().items()}
+    except TrainError:
+        logprobs = backend.logprobs([batch], model="policy")[0]
+        if bool(torch.isfinite(logprobs).all()):
+            raise
+        return logprobs, {}  # a loss that is not finite stops a step; here it is what is looked for
+    finally:
+        backend.drop_gradients()
+    return stats.logprobs[0], gradients
+
+
+def compare(x: Outcome, y: Outcome) -> InputDifference:
+    """Raises ParityError when the two do not have the same tokens."""
+    if x.logprobs.shape != y.logprobs.shape:
+        raise ParityError(
+            f"one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of the same input"
+        )
+    parts = gradient_parts(x.gradients, y.gradients)
+    worst = max(parts, key=lambda n: _rank(parts[n]), default="")
+    return InputDifference(
+        logprob=largest_gap(x.logprobs.double() - y.logprobs.double()),
+        gradient=parts.get(worst, 0.0),
+        parameter=worst,
+    )
+
+
+def gradient_parts(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative difference of every parameter's gradient; a missing gradient counts as zero."""
+    total = total_norm(x.values())
+    parts = {}
+    for name in dict.fromkeys([*x, *y]):
+        one, other = x.get(name), y.get(name)
+        one = torch.zeros_like(other) if one is None and other is not None else one
+        other = torch.zeros_like(one) if other is None and one is not None else other
+        assert one is not None and other is not None
+        other = other.to(one.device)
+        scale = max(total_norm([one]), total_norm([other]), _SMALL_GRADIENT * total)
+        gap = total_norm([one.float() - other.float()])
+        parts[name] = gap / scale if scale > 0 else gap
+    return parts
+
+
+def differs(a: Side, b: Side, batch: PackedBatch, found: InputDifference, *, tolerance: float | None) -> bool:
+    """Whether an input is beyond tolerance. Documents are reordered only where a floor is exceeded."""
+    nats, _, gradient = floors(a, b, tolerance)
+    if found.logprob <= nats and found.gradient <= gradient:
+        return False
+    if tolerance is not None:
+        return True
+    noise = _input_noise(a, batch)
+    allowed_nats = max(nats, NOISE_FACTOR * noise.logprob)
+    allowed_gradient = max(gradient, NOISE_FACTOR * noise.gradient)
+    return not (found.logprob <= allowed_nats and found.gradient <= allowed_gradient)
+
+
+def _input_noise(a: Side, batch: PackedBatch) -> InputDifference:
+    return compare(run(a, batch), run(a, reversed_order(batch), backwards=True))
+
+
+def floors(a: Side, b: Side, tolerance: float | None) -> tuple[float, float, float]:
+    if tolerance is not None:
+        return tolerance, tolerance, tolerance
+    dtypes = (a.backend.model.dtype, b.backend.model.dtype)
+    return max((FLOORS[dtype] for dtype in dtypes), key=lambda f: f[0])
+
+
+def largest_gap(gap: Tensor) -> float:
+    return float(gap.detach().abs().nan_to_num(nan=torch.inf).max()) if gap.numel() else 0.0
+
+
+def total_norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(t.float().norm()) ** 2 for t in tensors))
+
+
+def _rank(value: float) -> float:
+    return value if value == value else float("inf")

@@ -1,0 +1,99 @@
+"""Cells of a recording as sides of a bisection, and the inputs that both see."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lockstep import invariant
+from lockstep.errors import ConfigError
+from lockstep.lab.bisect.arms import Side
+from lockstep.lab.replay.policy import check_usable
+from lockstep.lab.replay.run import Replayer, ReplayOptions
+from lockstep.models.load import share_parameters
+from lockstep.schema.batch import PackedBatch
+from lockstep.train.local import LocalBackend
+
+if TYPE_CHECKING:
+    from lockstep.recording import Recording
+
+
+class OpenCells:
+    """Both cells, loaded.
+
+    Raises:
+        ConfigError, RecordingError, ModelError: before the first forward.
+    """
+
+    def __init__(self, recording: Recording, options_a: ReplayOptions, options_b: ReplayOptions) -> None:
+        for name, options in (("a", options_a), ("b", options_b)):
+            check_bisectable(name, options)
+        self.recording = recording
+        self._replayers = tuple(Replayer(recording, options) for options in (options_a, options_b))
+        for replayer in self._replayers:
+            replayer.policy.take_back_settings()  # each side asks for its own when it runs
+        self.order = self._replayers[0].order
+        self.a, self.b = (_side(name, one) for name, one in zip("ab", self._replayers, strict=True))
+        if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
+            raise ConfigError(
+                "the cells have different numbers of layers; give --num-layers once, outside of --a and --b"
+            )
+
+    def inputs(self) -> Iterator[tuple[int, PackedBatch]]:
+        """(index, batch), with the weights in place that saw it."""
+        for index in self.order:
+            recorded = self.recording[index]
+            check_usable(recorded.meta, index=index)
+            for replayer in self._replayers:
+                replayer.policy.use(recorded.meta)
+            yield index, recorded.batch
+
+    def statements(self) -> tuple[str, str]:
+        """Whose weights each cell has."""
+        return self._replayers[0].statement, self._replayers[1].statement
+
+
+def check_bisectable(name: str, options: ReplayOptions) -> None:
+    """Raises ConfigError for what runs in several processes, or inside another compiler's graph."""
+    cell = options.cell
+    if cell.deepspeed or cell.ranks > 1 or options.simulate:
+        raise ConfigError(
+            f"--{name}: bisect looks into the modules of one process; leave --zero-stage, --deepcompile, "
+            "--ranks and --simulate out (`lockstep matrix` compares such cells from outside)"
+        )
+    if options.optimizer_step:
+        raise ConfigError(f"--{name}: --optimizer-step moves the weights apart; leave it out")
+
+
+def _side(name: str, replayer: Replayer) -> Side:
+    backend = replayer.policy.backend
+    assert isinstance(backend, LocalBackend)
+    side = Side(
+        name=name,
+        label=replayer.options.cell.label(),
+        backend=backend,
+        loss=replayer.loss,
+        fit=replayer.capacities.fit,
+        backward=replayer.options.backward,
+        settings_apply=replayer.policy.settings_apply,
+    )
+    if backend.config.execution == "eager":
+        return side
+
+    def eager() -> Side:
+        """Over the same Parameters, with the same padded tail."""
+        config = backend.config.model_copy(update={"execution": "eager"})
+        module = share_parameters(backend.module, attention=replayer.options.cell.attention)
+        if config.batch_invariant:
+            invariant.convert(module)
+        twin = LocalBackend(
+            config,
+            model=dataclasses.replace(backend.model, module=module),
+            total_steps=0,
+            temperature=backend.temperature,
+        )
+        label = dataclasses.replace(replayer.options.cell, execution="eager").label()
+        return dataclasses.replace(side, name=f"{name}-eager", label=label, backend=twin, eager=None)
+
+    return dataclasses.replace(side, eager=eager)

@@ -1,0 +1,338 @@
+"""A process that runs trials of a cell, one after the other, and may die of it.
+
+`TrialRunner` is the parent's side: a trial that raises, hangs, is killed by a signal or runs out of memory is
+a Crash. The worker lives on over trials that go well, so the model is loaded once per number of layers. One
+line of JSON goes in per trial, and one comes back, on a pipe of its own: what libraries print is the log's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from lockstep.errors import LockstepError
+from lockstep.lab.bisect.shrink import Crash, Trial
+from lockstep.lab.replay.results import is_out_of_memory
+
+if TYPE_CHECKING:
+    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.recording import Recording
+    from lockstep.schema.batch import PackedBatch
+
+TRIAL_SECONDS = 300.0
+_START_SECONDS = 300.0
+
+
+class TrialRunner:
+    """Call it with a trial; a context manager that ends the worker.
+
+    Args:
+        recording: a directory, or None: the shipped corpus.
+        options: of the cell that crashes.
+        num_layers: of the whole model, which a trial with that many is left as it is.
+        log: what the worker prints goes there.
+        seconds: a trial that takes longer hangs; loading the model is not counted.
+    """
+
+    def __init__(
+        self,
+        recording: Path | None,
+        options: ReplayOptions,
+        *,
+        num_layers: int,
+        log: Path,
+        seconds: float = TRIAL_SECONDS,
+    ) -> None:
+        self._setup = {
+            "recording": None if recording is None else str(recording),
+            "num_layers": num_layers,
+            "options": options_to_json(options),
+        }
+        self.index = 0
+        """The input that trials are parts of."""
+        self._log, self._seconds = log, seconds
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: int = -1
+        self._said = 0
+        self._pending = b""
+        self.starts = 0
+        """Workers that were started."""
+
+    def __enter__(self) -> TrialRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def __call__(self, trial: Trial) -> Crash | None:
+        """Run one trial.
+
+        Raises:
+            LockstepError: the worker cannot be set up: no trial was run.
+        """
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        self._said = self._log.stat().st_size
+        request = {"index": self.index, "parts": trial.parts, "num_layers": trial.num_layers}
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._died()
+        loaded = self._answer(_START_SECONDS)
+        if isinstance(loaded, Crash):
+            return loaded
+        answer = loaded if "crash" in loaded else self._answer(self._seconds)
+        if isinstance(answer, Crash):
+            return answer
+        if answer["crash"] is None:
+            return None
+        if answer["broken"]:
+            self._end()
+        return Crash(**answer["crash"])
+
+    def _start(self) -> None:
+        read, write = os.pipe()
+        with self._log.open("a", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep.lab.bisect.shrink_worker", str(write)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write,),
+                text=True,
+            )
+        os.close(write)
+        self._answers, self._pending = read, b""
+        self.starts += 1
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._setup) + "\n")
+        self._process.stdin.flush()
+        ready = self._answer(_START_SECONDS)
+        if isinstance(ready, Crash) or "ready" not in ready:
+            self._end()
+            what = ready if isinstance(ready, Crash) else ready.get("failed")
+            raise LockstepError(f"the worker of the trials cannot start: {what}; see {self._log}")
+
+    def _answer(self, seconds: float) -> dict[str, Any] | Crash:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._pending:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+                stack = self._stack()
+                self._end()
+                said = f"no answer within {seconds:.0f} s"
+                return Crash(type="timeout", line="", message=said, traceback=stack)
+            read = os.read(self._answers, 1 << 16)
+            if not read:
+                return self._died()
+            self._pending += read
+        line, _, self._pending = self._pending.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _died(self) -> Crash:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=30)
+        status = self._process.returncode
+        self._end()
+        if status is not None and status < 0:
+            name, said = signal.Signals(-status).name, f"killed by signal {-status}"
+            return Crash(type=name, line="", message=said, traceback=self._printed())
+        return Crash(type=f"exit status {status}", line="", message="the process ended")
+
+    def _stack(self) -> str:
+        """Where a worker hangs, as it says itself."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 5
+        while "most recent call first" not in self._printed() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self._printed()
+
+    def _printed(self) -> str:
+        """What the worker printed since the trial began; faulthandler's stack is in it."""
+        with self._log.open("rb") as log:
+            log.seek(self._said)
+            return log.read(1 << 16).decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        os.close(self._answers)
+
+
+def options_to_json(options: ReplayOptions) -> dict[str, Any]:
+    """Only what differs from the defaults is a plain value, so it survives JSON."""
+    return dataclasses.asdict(options)
+
+
+def options_from_json(values: Mapping[str, Any]) -> ReplayOptions:
+    """The inverse; lists become tuples again."""
+    from lockstep.lab.replay.cell import Cell
+    from lockstep.lab.replay.run import ReplayOptions
+
+    fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+    return ReplayOptions(**{**fields, "cell": Cell(**values["cell"])})
+
+
+def crash_of(error: BaseException) -> Crash:
+    """Class and innermost line of what was raised first."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    frames = traceback.extract_tb(first.__traceback__)
+    kind = type(first)
+    plain = kind.__module__ in ("builtins", "lockstep.errors")
+    name = kind.__name__ if plain else f"{kind.__module__}.{kind.__name__}"
+    if is_out_of_memory(error):
+        name = "out of memory"
+    return Crash(
+        type=name,
+        line=f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "",
+        message=str(first).strip().partition("\n")[0][:500],
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+# --- the worker ---------------------------------------------------------------------------------------------
+
+
+class Cut:
+    """A recording of one input that was made smaller: what a Policy and its capacities ask a Recording."""
+
+    def __init__(self, recording: Recording, index: int, batch: PackedBatch) -> None:
+        self.path, self.header = recording.path, recording.header
+        self.metas = (recording.metas[index],)
+        self._input = dataclasses.replace(recording[index], batch=batch, outputs=None)
+        self.lengths = (batch.lengths[: len(batch.sample_ids)],)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self._input
+
+
+class _Worker:
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        from lockstep.recording import Recording
+
+        self._recording = Recording.open(setup["recording"])
+        self._options = options_from_json(setup["options"])
+        self._whole_layers = setup["num_layers"]
+        self._index, self._layers = -1, -1
+        self._policy: Any = None
+
+    def load(self, index: int, num_layers: int) -> None:
+        """The input, and the model with so many layers, unless they are there."""
+        from lockstep.lab.bisect.documents import exact
+
+        if index != self._index:
+            self._index, self._batch = index, exact(self._recording[index].batch)
+        if num_layers == self._layers:
+            return
+        from lockstep.lab.replay.buckets import plan_capacities
+        from lockstep.lab.replay.policy import Policy
+        from lockstep.observe.spans import Spans
+
+        cell = self._options.cell
+        self._policy = None
+        if num_layers != self._whole_layers:
+            cell = dataclasses.replace(cell, num_layers=num_layers)
+        options = dataclasses.replace(self._options, cell=cell)
+        cut: Any = Cut(self._recording, self._index, self._batch)
+        capacities = plan_capacities(cut, [0], options, max_positions=1 << 20)
+        self._policy = Policy(cut, options, order=[0], capacities=capacities, spans=Spans())
+        self._layers = num_layers
+
+    def run(self, parts: list[list[int]]) -> None:
+        """One trial, as a replay of a recording of this one input would run it."""
+        import torch
+
+        from lockstep.lab.bisect.documents import take
+        from lockstep.lab.replay.buckets import plan_capacities
+        from lockstep.lab.replay.losses import token_loss
+
+        batch = take(self._batch, [(i, n) for i, n in parts])
+        cut: Any = Cut(self._recording, self._index, batch)
+        options = self._options
+        capacities = plan_capacities(cut, [0], options, max_positions=self._policy.model.max_positions)
+        if options.cell.execution != "eager":
+            torch._dynamo.reset()  # many shapes would run into torch's limit of graphs, which is no crash
+        fitted = capacities.fit(batch)
+        backend = self._policy.backend
+        backend.drop_gradients()
+        if options.backward:
+            backend.forward_backward([fitted], token_loss(self._recording.header, options.loss))
+        else:
+            backend.logprobs([fitted], model="policy")
+        backend.drop_gradients()
+        if options.cell.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def _listen(lines: queue.Queue[str]) -> None:
+    """When the parent has gone, a trial that hangs must not stay."""
+    for line in sys.stdin:
+        lines.put(line)
+    os._exit(1)
+
+
+def _serve(lines: queue.Queue[str], answers: TextIO) -> None:
+    def answer(value: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    try:
+        worker = _Worker(json.loads(lines.get()))
+    except LockstepError as error:
+        answer({"failed": f"{type(error).__name__}: {error}"})
+        return
+    answer({"ready": True})
+    while True:
+        request = json.loads(lines.get())
+        try:
+            worker.load(request["index"], request["num_layers"])
+            answer({"loaded": True})
+            worker.run(request["parts"])
+        except Exception as error:  # whatever it is: it is the answer
+            crash = dataclasses.asdict(crash_of(error))
+            # A CUDA context does not survive most errors.
+            answer({"crash": crash, "broken": worker._options.cell.device != "cpu"})
+        else:
+            answer({"crash": None, "broken": False})
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    waiting: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_listen, args=(waiting,), daemon=True).start()
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
+        _serve(waiting, pipe)

@@ -1,0 +1,1 @@
+"""`lockstep parity engines`: inference engines side by side, on the same requests."""

@@ -1,0 +1,187 @@
+"""A comparison of engines as one page: no script, no style sheet and no image from elsewhere.
+
+Completions are text that a model wrote: everything passes through `_text` on its way into the page, and the
+page's policy lets nothing be loaded or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from lockstep.lab.engine_parity.compare import BAR_NAMES
+from lockstep.lab.engine_parity.phase import PhaseReport
+from lockstep.lab.engine_parity.report import (
+    COLUMNS,
+    DIVERGENCE_HEADS,
+    EXAMPLE_HEADS,
+    NOTHING,
+    PARTS,
+    cell,
+    divergences,
+    example_cells,
+    explanation,
+    lines_of,
+    problems,
+    versions_of,
+)
+from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
+from lockstep.lab.matrix.html import STYLE as TABLE_STYLE
+from lockstep.observe.text import printable_lines
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = """
+.bars { display: flex; align-items: flex-end; gap: 3px; height: 7rem; margin: .5rem 0 1.6rem; }
+.bars div { flex: 1; max-width: 4.5rem; display: flex; flex-direction: column; justify-content: flex-end;
+  height: 100%; text-align: center; font-size: .72rem; color: var(--dim); }
+.bars i { display: block; background: var(--bar); border-radius: 2px 2px 0 0; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); gap: 0 2rem; }
+.figures h3 { font-size: .9rem; margin: .6rem 0 0; }
+td.answer { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; }
+td.ids { white-space: normal; min-width: 12rem; font-family: ui-monospace, monospace; font-size: .8rem; }
+"""
+
+
+def page(result: EnginesResult) -> str:
+    """The whole document."""
+    title = _text(f"Engines: {result.settings.get('model', '')}")
+    tone = "good" if result.ok else "bad"
+    told = [*result.settings.items(), *result.machine.items(), *versions_of(result)]
+    notes = "".join(f'<p class="dim">{_text(note)}</p>' for note in (*result.notes, explanation(result)))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{TABLE_STYLE}{_STYLE}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="verdict {tone}">{_text(result.verdict)}</p>
+{"".join(_figures(result, part) for part in PARTS)}
+{_problems(result)}
+{_histograms(result)}
+{_divergences(result)}
+{_examples(result)}
+{notes}
+<h2>Made with</h2>
+<dl>{"".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in told)}</dl>
+<pre>{_text(result.command)}</pre>
+</body>
+</html>
+"""
+
+
+def _figures(result: EnginesResult, part: str) -> str:
+    shown = [column for column in COLUMNS if column.part == part]
+    heads = ("engine", "verdict", "phase", *(column.head for column in shown))
+    rows = []
+    for engine, phase in lines_of(result):
+        words = (engine.verdict, NOTHING if phase is None else phase.phase)
+        figures = "".join(f'<td class="n">{_text(cell(column, engine, phase))}</td>' for column in shown)
+        rows.append(
+            _row(
+                engine,
+                f'<td class="{_tone(engine)}">{_text(words[0])}</td><td>{_text(words[1])}</td>{figures}',
+            )
+        )
+    return _table(heads, rows, words=3) + "<p></p>"
+
+
+def _row(engine: EngineResult, cells: str) -> str:
+    broken = "" if engine.ok else " class=broken"
+    return f'<tr{broken}><td class="name">{_text(engine.name)}</td>{cells}</tr>'
+
+
+def _tone(engine: EngineResult) -> str:
+    return "good" if engine.ok else "bad" if engine.status == "ok" else "warn"
+
+
+def _table(heads: Sequence[str], rows: Sequence[str], *, words: int) -> str:
+    """The first `words` columns hold words, the others figures."""
+    cells = "".join(
+        f"<th{' class=n' if index >= words else ''}>{_text(head)}</th>" for index, head in enumerate(heads)
+    )
+    body = "\n".join(rows)
+    return f"""<div class="scroll"><table>
+<thead><tr>{cells}</tr></thead>
+<tbody>
+{body}
+</tbody></table></div>"""
+
+
+def _problems(result: EnginesResult) -> str:
+    blocks = "".join(
+        f'<div class="problem"><p><strong>{_text(name)}</strong></p><p>{_text(why)}</p></div>'
+        for name, why in problems(result)
+    )
+    return f"<h2>What did not pass</h2>{blocks}" if blocks else ""
+
+
+def _histograms(result: EnginesResult) -> str:
+    figures = "".join(
+        f"<div><h3>{_text(engine.name)}, {_text(phase.phase)}</h3>{_bars(phase)}</div>"
+        for engine, phase in lines_of(result)
+        if phase is not None and phase.gap is not None
+    )
+    if not figures:
+        return ""
+    return (
+        "<h2>Sizes of the logprob gaps: tokens with a gap from so many nats on</h2>"
+        f'<div class="figures">{figures}</div>'
+    )
+
+
+def _bars(phase: PhaseReport) -> str:
+    assert phase.gap is not None
+    most = max(phase.gap.histogram) or 1
+    return '<div class="bars">{}</div>'.format(
+        "".join(
+            f'<div title="{count} tokens">{count or ""}<i style="height:{4.5 * count / most:.2f}rem"></i>'
+            f"{_text(name)}</div>"
+            for name, count in zip(BAR_NAMES, phase.gap.histogram, strict=True)
+        )
+    )
+
+
+def _divergences(result: EnginesResult) -> str:
+    found = divergences(result)
+    if not found:
+        return ""
+    rows = [
+        "<tr>"
+        + "".join(
+            f"<td{' class=n' if index > 1 else ''}>{_text(text)}</td>" for index, text in enumerate(row)
+        )
+        + "</tr>"
+        for row in found
+    ]
+    return "<h2>Where greedy completions part</h2>" + _table(DIVERGENCE_HEADS, rows, words=2)
+
+
+def _examples(result: EnginesResult) -> str:
+    rows = []
+    for engine, phase in lines_of(result):
+        for example in () if phase is None else phase.examples:
+            assert phase is not None
+            _, when, prompt, read, answered, finish = example_cells(engine, phase, example)
+            text = NOTHING if example.text is None else example.text
+            rows.append(
+                _row(
+                    engine,
+                    f"<td>{_text(when)}</td><td>{_text(prompt)}</td>"
+                    f'<td class="ids">{_text(read)}</td><td class="ids">{_text(answered)}</td>'
+                    f'<td>{_text(finish)}</td><td class="answer">{_text(text)}</td>',
+                )
+            )
+    if not rows:
+        return ""
+    heads = (*EXAMPLE_HEADS, "text")
+    table = _table(heads, rows, words=len(heads))
+    return f"<details><summary>Ids and texts of greedy completions</summary>{table}</details>"
+
+
+def _text(value: object) -> str:
+    return escape(printable_lines(str(value)), quote=True)

@@ -1,0 +1,135 @@
+"""The prompts that engines are compared on: from data, and long ones made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.data import DataConfig
+from lockstep.config.load import find, load_run, recipes
+from lockstep.config.model import ModelConfig
+from lockstep.errors import ConfigError
+from lockstep.lab.engine_parity.phase import CACHE_BLOCK
+
+if TYPE_CHECKING:
+    from lockstep.data.prompts import PromptSet
+
+LONG_TOKENS = 2 * CACHE_BLOCK + 44
+"""Of a long prompt: two whole cache blocks and a part of a third."""
+_SHARED = CACHE_BLOCK + 32
+"""Tokens that all long prompts begin with, as a system prompt does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts:
+    """What every engine is asked."""
+
+    ids: tuple[tuple[int, ...], ...]
+    """Short ones first."""
+    source: str
+    """In words."""
+    notes: tuple[str, ...] = ()
+
+
+def read_data(name: str | None, *, model: str) -> DataConfig:
+    """What `--data` means: a recipe or TOML file whose [data] is taken, or a data.source.
+
+    Raises:
+        ConfigError: the file is no run.
+    """
+    if name is None:
+        return DataConfig(source="ids") if model.startswith("shape:") else DataConfig()
+    if name in recipes() or name.endswith(".toml"):
+        run = load_run(find(name))
+        data = getattr(run, "data", None)
+        if not isinstance(data, DataConfig):
+            raise ConfigError(f"--data {name}: the recipe has no [data]; name one that has, or a file")
+        return data
+    return DataConfig(source=name)
+
+
+def make_prompts(
+    model: ModelConfig, data: DataConfig, *, max_prompts: int, max_tokens: int, seed: int
+) -> Prompts:
+    """`max_prompts` prompts, the second half of them longer than a cache block.
+
+    Raises:
+        ConfigError: the model has no room for a long prompt and max_tokens.
+        DataError, ModelError: the data or the tokenizer cannot be read.
+    """
+    from lockstep.data.prompts import load_prompts
+    from lockstep.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    vocab_size, positions = _size(model)
+    room = positions - max_tokens
+    if room <= CACHE_BLOCK:
+        raise ConfigError(
+            f"{model.name} has {positions} positions: with --max-tokens {max_tokens} a prompt longer than a "
+            f"cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens"
+        )
+    prompts = load_prompts(data, tokenizer=tokenizer, vocab_size=vocab_size)
+    taken = _take(prompts, max_prompts, seed=seed)
+    short = [ids for ids in taken if len(ids) <= room]
+    if not short:
+        raise ConfigError(
+            f"every prompt of {data.source} is longer than the {room} tokens that {model.name} has room for"
+        )
+    notes = [] if len(short) == len(taken) else [f"{len(taken) - len(short)} prompts were too long"]
+    count = max_prompts // 2
+    kept = short[: max_prompts - count]
+    if len(kept) < max_prompts - count:
+        notes.append(f"{data.source} has {len(kept)} different prompts only")
+    length = min(LONG_TOKENS, room)
+    made = long_prompts(short, count, length=length)
+    return Prompts(
+        ids=tuple(kept) + tuple(made),
+        source=f"{data.source}, {len(kept)} prompts as they are and {count} of {length} tokens",
+        notes=tuple(notes),
+    )
+
+
+def long_prompts(prompts: Sequence[tuple[int, ...]], count: int, *, length: int) -> list[tuple[int, ...]]:
+    """Prompts of `length` tokens: all begin with the same tokens, then each goes its own way.
+
+    Each is made of whole prompts in a row, so that its text is one that the model may have seen.
+    """
+    shared = _repeat(prompts, min(_SHARED, length // 2))
+    made = []
+    for index in range(count):
+        turned = [*prompts[index % len(prompts) :], *prompts[: index % len(prompts)]]
+        # where there are few prompts, a later round of them is moved on by one token
+        own = _repeat(turned, length + index)[index // len(prompts) :]
+        made.append((*shared, *own)[:length])
+    return made
+
+
+def _repeat(prompts: Sequence[tuple[int, ...]], length: int) -> tuple[int, ...]:
+    found: list[int] = []
+    while len(found) < length:
+        for ids in prompts:
+            found += ids
+    return tuple(found[:length])
+
+
+def _take(prompts: PromptSet, count: int, *, seed: int) -> list[tuple[int, ...]]:
+    """Different ones, at most `count`."""
+    size = prompts.size
+    wanted = count if size is None else min(count, size)
+    found = [prompt.token_ids for prompt in prompts.batch(0, wanted, seed)]
+    return list(dict.fromkeys(found))
+
+
+def _size(model: ModelConfig) -> tuple[int, int]:
+    """(vocabulary, positions)."""
+    from lockstep.models import shapes
+    from lockstep.models.load import model_folder, read_config
+
+    config: Any
+    if model.name.startswith(shapes.PREFIX):
+        config = shapes.shape_config(model.name.removeprefix(shapes.PREFIX))
+    else:
+        config = read_config(model_folder(model), model)
+    text = config.get_text_config()
+    return int(text.vocab_size), int(text.max_position_embeddings)

@@ -1,0 +1,146 @@
+"""What a comparison of engines found: a row per engine, the verdict, engines.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.lab.engine_parity.job import Outcome, Phase
+from lockstep.lab.engine_parity.judge import Problem
+from lockstep.lab.engine_parity.phase import PhaseReport
+
+Status = Literal["ok", "refused", "failed", "oom", "hung"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineResult:
+    """One engine."""
+
+    name: str
+    engine: str
+    """EngineConfig.name."""
+    status: Status
+    """hung: it did not end in time."""
+    reason: str = ""
+    is_reference: bool = False
+    phases: tuple[PhaseReport, ...] = ()
+    """Those that it came to: before the update of weights, after it."""
+    problems: tuple[tuple[Phase, Problem], ...] = ()
+    outcome: Outcome | None = None
+    seconds: float = 0.0
+    """Of the whole process."""
+    folder: str = ""
+    """Below OUT; empty: nothing was started."""
+    log: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of its EngineConfig, where they are not the defaults."""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok" and not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """One word."""
+        if self.status != "ok":
+            return self.status
+        return "differs" if self.problems else "reference" if self.is_reference else "agrees"
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Names of what is wrong, each once."""
+        return tuple(dict.fromkeys(problem.fault for _, problem in self.problems))
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """Why it does not pass, in sentences; empty: it does."""
+        found = [self.reason or self.status] if self.status != "ok" else []
+        return (*found, *(f"{phase}: {problem.text}" for phase, problem in self.problems))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginesResult:
+    """The whole run."""
+
+    engines: tuple[EngineResult, ...]
+    reference: str
+    threshold: float
+    """Largest mean gap, nats."""
+    settings: Mapping[str, Any]
+    """What was asked of them: for people, in order."""
+    notes: tuple[str, ...] = ()
+    command: str = ""
+    complete: bool = True
+    """False: interrupted."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.complete and bool(self.engines) and all(engine.ok for engine in self.engines)
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        good = [engine for engine in self.engines if engine.ok]
+        head = f"parity engines: {len(good)} of {len(self.engines)} engines agree with the trainer"
+        if len(self.engines) > 1:
+            head += f" and with the greedy tokens of {self.reference}"
+        gaps = [phase.gap for engine in good for phase in engine.phases if phase.gap is not None]
+        if gaps:
+            worst = max(gaps, key=lambda gap: gap.mean)
+            head += (
+                f" (largest logprob gap: mean {number(worst.mean)}, max {number(max(g.max for g in gaps))})"
+            )
+        bad = [engine for engine in self.engines if not engine.ok]
+        tail = "".join(
+            f"; {engine.name}: {', '.join(engine.faults) if engine.status == 'ok' else engine.status}"
+            for engine in bad
+        )
+        return head + tail + ("" if self.complete else "; interrupted")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "reference": self.reference,
+            "threshold": self.threshold,
+            "complete": self.complete,
+            "command": self.command,
+            "settings": dict(self.settings),
+            "notes": list(self.notes),
+            "machine": dict(self.machine),
+            "engines": [_as_dict(engine) for engine in self.engines],
+        }
+
+
+def number(value: float | None) -> str:
+    """Nats, as tables show them."""
+    if value is None:
+        return "-"
+    return "NaN" if math.isnan(value) else f"{value:.1e}" if value < 0.01 else f"{value:.3g}"
+
+
+def _as_dict(engine: EngineResult) -> dict[str, Any]:
+    bare = dataclasses.replace(engine, phases=(), problems=(), outcome=None, settings={})
+    found = dataclasses.asdict(bare)
+    return found | {
+        "verdict": engine.verdict,
+        "settings": dict(engine.settings),
+        "outcome": None if engine.outcome is None else engine.outcome.model_dump(),
+        "problems": [
+            {"phase": phase, "fault": problem.fault, "text": problem.text}
+            for phase, problem in engine.problems
+        ],
+        "phases": {phase.phase: _phase(phase) for phase in engine.phases},
+    }
+
+
+def _phase(phase: PhaseReport) -> dict[str, Any]:
+    found = dataclasses.asdict(phase)
+    if phase.matrix is not None:
+        found["matrix"]["fill"] = phase.matrix.fill
+    return found

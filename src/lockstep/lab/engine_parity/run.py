@@ -1,0 +1,304 @@
+"""`lockstep parity engines`: the same requests to several engines, each in a process of its own.
+
+prompts ─► job.json per engine ─► worker: trainer + engine ─► rows.jsonl ─► figures ─► verdict
+
+A worker that crashes, hangs or cannot start is a row with its reason; the others go on.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.engine import EngineConfig
+from lockstep.config.model import ModelConfig
+from lockstep.errors import ConfigError
+from lockstep.lab.engine_parity.job import (
+    EnginesJob,
+    Outcome,
+    Phase,
+    Row,
+    Weights,
+    read_outcome,
+    read_passes,
+    read_rows,
+)
+from lockstep.lab.engine_parity.judge import Limits, Problem, judge
+from lockstep.lab.engine_parity.phase import PhaseReport, report
+from lockstep.lab.engine_parity.prompts import Prompts
+from lockstep.lab.engine_parity.result import EngineResult, EnginesResult, Status
+from lockstep.lab.suite.process import (
+    Ending,
+    ProcessRunner,
+    hung_in,
+    line_that_matters,
+    looks_out_of_memory,
+    read_tail,
+    signal_name,
+)
+from lockstep.observe.files import write_json
+from lockstep.ranks.launch import in_launcher
+
+WORKER = ("-m", "lockstep.lab.engine_parity.worker")
+"""What runs a job file: arguments of the interpreter."""
+PHASES: tuple[Phase, ...] = ("before", "after")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """One engine to compare."""
+
+    name: str
+    """For people, files and flags."""
+    config: EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnginesOptions:
+    """What to compare, and on what."""
+
+    engines: Sequence[EngineChoice]
+    """The first is the reference."""
+    prompts: Prompts
+    model: ModelConfig
+    """dtype is one of a device, not "auto"."""
+    out: Path
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention: str = "auto"
+    temperature: float = 0.7
+    max_tokens: int = 32
+    num_samples: int = 4
+    ignore_eos: bool = False
+    seed: int = 0
+    weights: Weights = "pushed"
+    update: bool = True
+    update_scale: float = 0.1
+    threshold: float = 1e-4
+    timeout: float = 900.0
+    command: str = ""
+
+
+@dataclass
+class _Suite:
+    """The run under way."""
+
+    options: EnginesOptions
+    progress: Callable[[EngineResult, int, int], None]
+    runner: ProcessRunner = field(default_factory=ProcessRunner)
+    results: list[EngineResult] = field(default_factory=list)
+    reference_rows: tuple[Row, ...] = ()
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.out = self.options.out.resolve()
+
+    # --- one engine -----------------------------------------------------------------------------------------
+
+    def run(self, choice: EngineChoice) -> EngineResult:
+        """Its worker, from start to end, and what came of it."""
+        options = self.options
+        folder = self.out / file_stem(choice.name)
+        log = self.out / "logs" / f"{file_stem(choice.name)}.log"
+        folder.mkdir()
+        job = EnginesJob(
+            name=choice.name,
+            engine=choice.config,
+            model=options.model,
+            device=options.device,
+            attention=options.attention,
+            prompts=options.prompts.ids,
+            temperature=options.temperature,
+            max_tokens=options.max_tokens,
+            num_samples=options.num_samples,
+            ignore_eos=options.ignore_eos,
+            seed=options.seed,
+            weights=options.weights,
+            update=options.update,
+            update_scale=options.update_scale,
+            out=folder,
+            timeout=options.timeout,
+        )
+        argv = [sys.executable, "-u", *WORKER, str(job.write())]
+        ending = self.runner.run(argv, log=log, timeout=options.timeout)
+        return self._result(choice, folder=folder, log=log, ending=ending)
+
+    def _result(self, choice: EngineChoice, *, folder: Path, log: Path, ending: Ending) -> EngineResult:
+        outcome, rows, passes = read_outcome(folder), read_rows(folder), read_passes(folder)
+        is_reference = not self.results
+        if is_reference:
+            self.reference_rows = rows
+        found = [
+            report(
+                phase,
+                rows,
+                prompts=self.options.prompts.ids,
+                passes=passes,
+                outcome=outcome,
+                reference=None if is_reference else self.reference_rows,
+            )
+            for phase in PHASES
+        ]
+        phases = tuple(phase for phase in found if phase is not None)
+        status, reason = self._status(ending, outcome, log)
+        return EngineResult(
+            name=choice.name,
+            engine=choice.config.name,
+            status=status,
+            reason=reason,
+            is_reference=is_reference,
+            phases=phases,
+            problems=self._problems(choice, rows, phases, outcome),
+            outcome=outcome,
+            seconds=ending.seconds,
+            folder=folder.name,
+            log=str(log.relative_to(self.out)),
+            settings=choice.config.model_dump(mode="json", exclude_defaults=True),
+        )
+
+    def _status(self, ending: Ending, outcome: Outcome | None, log: Path) -> tuple[Status, str]:
+        tail = read_tail(log)
+        if ending.timed_out:
+            where = hung_in(tail)
+            return "hung", f"no end after {self.options.timeout:g} s (--timeout)" + (
+                f", in {where}" if where else ""
+            )
+        if outcome is not None and outcome.status != "ok":
+            return outcome.status, outcome.reason
+        if outcome is None or ending.returncode != 0:
+            line = line_that_matters(tail) or how(ending)
+            return ("oom" if looks_out_of_memory(tail) else "failed"), line
+        return "ok", ""
+
+    def _problems(
+        self,
+        choice: EngineChoice,
+        rows: Sequence[Row],
+        phases: Sequence[PhaseReport],
+        outcome: Outcome | None,
+    ) -> tuple[tuple[Phase, Problem], ...]:
+        if outcome is None:
+            return ()
+        limits = limits_of(self.options, choice.config)
+        found: list[tuple[Phase, Problem]] = []
+        earlier: tuple[PhaseReport, Sequence[Row]] | None = None
+        for phase in phases:
+            own = [row for row in rows if row.phase == phase.phase]
+            problems = judge(
+                phase,
+                own,
+                prompts=self.options.prompts.ids,
+                limits=limits,
+                outcome=outcome,
+                earlier=earlier,
+            )
+            found += [(phase.phase, problem) for problem in problems]
+            earlier = phase, own
+        return tuple(found)
+
+    # --- all of them ----------------------------------------------------------------------------------------
+
+    def run_all(self) -> EnginesResult:
+        """Reference first. Ctrl-C ends it with what there is."""
+        try:
+            for number, choice in enumerate(self.options.engines, start=1):
+                row = self.run(choice)
+                self.results.append(row)
+                self.progress(row, number, len(self.options.engines))
+                write_json(self.out / "engines.json", self.result().as_dict())
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return self.result()
+
+    def result(self) -> EnginesResult:
+        """What there is so far."""
+        from lockstep.lab.suite.machine import machine
+
+        options = self.options
+        return EnginesResult(
+            engines=tuple(self.results),
+            reference=options.engines[0].name,
+            threshold=options.threshold,
+            settings=self._settings(),
+            notes=options.prompts.notes,
+            command=options.command,
+            complete=not self.interrupted and len(self.results) == len(options.engines),
+            machine=machine(options.device),
+        )
+
+    def _settings(self) -> Mapping[str, Any]:
+        options = self.options
+        ran = next((row.outcome for row in self.results if row.outcome and row.outcome.dtype), None)
+        moved = next(
+            (r.outcome.update_effect for r in self.results if r.outcome and r.outcome.update_effect), None
+        )
+        update = f"noise of {options.update_scale:g} times each matrix's root mean square"
+        effect = "" if moved is None else f"; moves the trainer's logprobs by {moved:.2g} nats on average"
+        return {
+            "model": options.model.name,
+            "data": options.prompts.source,
+            "prompts": len(options.prompts.ids),
+            "samples": f"{options.num_samples} of each prompt at temperature {options.temperature:g}",
+            "max tokens": options.max_tokens,
+            "dtype": options.model.dtype,
+            "trainer": "" if ran is None else f"local backend, attention {ran.attention}",
+            "weights": "pushed by the trainer" if options.weights == "pushed" else "loaded from a folder",
+            "update": f"{update}{effect}" if options.update else "none",
+            "threshold": f"mean gap {options.threshold:.2g} nats, one token {10 * options.threshold:.2g}",
+            "seed": options.seed,
+        }
+
+
+def limits_of(options: EnginesOptions, config: EngineConfig) -> Limits:
+    """What one engine is let pass."""
+    return Limits(
+        mean=options.threshold,
+        strict=options.model.dtype == "float32" or config.batch_invariant,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        ignore_eos=options.ignore_eos,
+        seeded=not config.unseeded,
+        first_version=1 if options.weights == "pushed" else 0,
+    )
+
+
+def run_engines(
+    options: EnginesOptions, *, progress: Callable[[EngineResult, int, int], None] = lambda *_: None
+) -> EnginesResult:
+    """Ask every engine the same and compare.
+
+    Args:
+        progress: called with each row, its number, and how many there are.
+
+    Raises:
+        ConfigError: OUT holds something, or this process is a rank of a launcher.
+    """
+    if in_launcher():
+        raise ConfigError(
+            "lockstep parity engines starts processes itself; run it without torchrun or deepspeed (RANK and "
+            "WORLD_SIZE are set in the environment)"
+        )
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ConfigError(f"--out {options.out} is there already and not an empty folder; name a new one")
+    try:
+        (options.out / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot be made ({error.strerror}); name another") from error
+    return _Suite(options, progress).run_all()
+
+
+def how(ending: Ending) -> str:
+    """How a process ended, in words."""
+    if ending.returncode is None:
+        return "it was killed"
+    if ending.returncode < 0:
+        return f"it was killed by {signal_name(ending.returncode)}"
+    return f"it exited with status {ending.returncode}"
+
+
+def file_stem(name: str) -> str:
+    """A name that any file system takes."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._") or "engine"

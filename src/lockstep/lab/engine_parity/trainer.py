@@ -1,0 +1,111 @@
+"""The trainer that an engine is held to: a local backend that scores completions and changes its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.algorithms.samples import policy_sample
+from lockstep.config.train import TrainConfig
+from lockstep.lab.engine_parity.ask import Asked
+from lockstep.lab.engine_parity.job import EnginesJob
+from lockstep.models.causal_lm import text_config
+from lockstep.models.dtypes import resolve_dtype
+from lockstep.models.load import load_model
+from lockstep.models.quiet import quiet_transformers
+from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.schema.rollout import Completion
+from lockstep.train.local import LocalBackend
+
+
+class Trainer:
+    """Loads the job's model into a local backend."""
+
+    def __init__(self, job: EnginesJob) -> None:
+        if job.threads is not None:
+            torch.set_num_threads(job.threads)
+        torch.manual_seed(job.model.seed)
+        self.job, self.device = job, torch.device(job.device)
+        dtype = resolve_dtype(job.model.dtype, self.device)
+        attention = job.attention
+        if attention == "auto":  # flash kernels of a GPU have no float32
+            attention = "varlen" if self.device.type == "cuda" and dtype != torch.float32 else "sdpa"
+        with quiet_transformers():
+            self.model = load_model(job.model, attention=attention, device=self.device)
+        self.attention = attention
+        self.vocab_size = int(text_config(self.model.module).vocab_size)
+        self.backend = self._backend(job.temperature)
+        self._plain = self.backend if job.temperature == 1.0 else self._backend(1.0)
+
+    def _backend(self, temperature: float) -> LocalBackend:
+        settings = TrainConfig(device=self.device.type, attention=self.attention)
+        return LocalBackend(settings, model=self.model, total_steps=0, temperature=temperature)
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of an Outcome."""
+        tokenizer = self.model.tokenizer
+        return {
+            "eos_token_ids": self.model.eos_token_ids,
+            "special_ids": () if tokenizer is None else tuple(sorted(tokenizer.all_special_ids)),
+            "vocab_size": self.vocab_size,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": self.attention,
+        }
+
+    def logprobs(
+        self, found: Sequence[tuple[Asked, Completion]], *, temperature: float
+    ) -> list[tuple[float, ...]]:
+        """Of every token of each completion, nats, behind the prompt that was asked, whatever the engine says
+        it has read; () where there is nothing to score."""
+        results: list[tuple[float, ...]] = [()] * len(found)
+        samples = [
+            policy_sample(
+                dataclasses.replace(
+                    completion,
+                    prompt_token_ids=asked.request.prompt_token_ids,
+                    logprobs=(0.0,) * len(completion.token_ids),
+                ),
+                advantages=0.0,
+                sample_id=index,
+            )
+            for index, (asked, completion) in enumerate(found)
+            if self._can_score(completion)
+        ]
+        if not samples:
+            return results
+        budget = max(self.job.token_budget, *(len(sample.token_ids) for sample in samples))
+        weights = [sample.loss_mask.float() for sample in samples]
+        batches = plan_micro_batches(samples, weights, PackLimits(token_budget=budget))
+        backend = self._plain if temperature == 1.0 else self.backend
+        counts = {sample.sample_id: int(sample.loss_mask.sum()) for sample in samples}
+        for batch, scored in zip(batches, backend.logprobs(batches, model="policy"), strict=True):
+            values = scored.cpu()[batch.loss_mask].tolist()
+            start = 0
+            for sample_id in batch.sample_ids:
+                results[sample_id] = tuple(values[start : start + counts[sample_id]])
+                start += counts[sample_id]
+        return results
+
+    def _can_score(self, completion: Completion) -> bool:
+        ids = completion.token_ids
+        return bool(ids) and all(0 <= i < self.vocab_size for i in ids)
+
+    def perturb(self, scale: float) -> None:
+        """Add noise to every matrix, `scale` times its root mean square: a function of seed and name, so that
+        every engine's trainer gets the same new weights."""
+        with torch.no_grad():
+            for name, parameter in self.model.module.named_parameters():
+                if parameter.ndim < 2:
+                    continue
+                digest = hashlib.sha256(f"update {self.job.seed} {name}".encode()).digest()
+                seed = int.from_bytes(digest[:8], "little") >> 1
+                generator = torch.Generator(parameter.device).manual_seed(seed)
+                noise = torch.randn(
+                    parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32
+                )
+                size = parameter.float().square().mean().sqrt()
+                parameter.copy_(parameter.float().add_(noise, alpha=float(scale * size)))

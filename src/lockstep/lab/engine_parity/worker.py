@@ -1,0 +1,271 @@
+"""One engine of `lockstep parity engines`: `python -m lockstep.lab.engine_parity.worker JOB.json`.
+
+model ─► local backend (the trainer) ─► push ─► ask everything ─► change weights ─► push ─► ask everything
+                    └──── logprobs of every completion ◄────────────────────┘
+
+Exit status 0: done; 2: refused; 1: anything else. What was seen is in the folder that the job names
+(lockstep.lab.engine_parity.job).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError, LockstepError, ModelError
+from lockstep.lab.engine_parity.job import (
+    PASSES,
+    RESULT,
+    ROWS,
+    EnginesJob,
+    Kind,
+    Outcome,
+    Pass,
+    Phase,
+    Row,
+    read_job,
+)
+from lockstep.lab.suite.parent_watchdog import ended_with
+from lockstep.observe.files import jsonable, write_json
+from lockstep.observe.text import echo
+
+if TYPE_CHECKING:
+    from lockstep.lab.engine_parity.ask import Asked, Batch
+    from lockstep.lab.engine_parity.trainer import Trainer
+    from lockstep.protocols import InferenceEngine, WeightTransfer
+    from lockstep.schema.rollout import Completion
+
+REFUSED = 2
+_TRACEBACK_SECONDS = 15.0
+"""So long before the deadline the process writes where it is, but not in the first half."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    parent = os.getppid()
+    words = sys.argv[1:] if argv is None else argv
+    if len(words) != 1:
+        echo("usage: python -m lockstep.lab.engine_parity.worker JOB.json", file=sys.stderr)
+        return REFUSED
+    job = read_job(Path(words[0]).resolve())
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(job.timeout / 2, job.timeout - _TRACEBACK_SECONDS), exit=False)
+    with ended_with(parent):
+        return _work(_Run(job))
+
+
+def _work(run: _Run) -> int:
+    try:
+        run.load()
+        run.ask_all("before")
+        if run.job.update:
+            run.update()
+            run.ask_all("after")
+        run.end("ok")
+        return 0
+    except LockstepError as error:
+        refused = isinstance(error, (ConfigError, ModelError)) and not run.asked
+        run.give_up("refused" if refused else "failed", error)
+        return REFUSED if refused else 1
+    except Exception as error:
+        run.give_up("failed", error)
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        run.close()
+
+
+@dataclass
+class _Run:
+    """The worker's state."""
+
+    job: EnginesJob
+    asked: bool = False
+    engine: InferenceEngine | None = None
+    found: dict[str, Any] = field(default_factory=dict)
+    """Fields of the Outcome."""
+    greedy: list[tuple[Asked, Completion]] = field(default_factory=list)
+    """Of the first phase."""
+
+    # --- loading --------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Trainer, engine, and the engine's first weights."""
+        from lockstep.engine.build import is_external, make_engine
+        from lockstep.lab.engine_parity.model import make_place
+        from lockstep.lab.engine_parity.trainer import Trainer
+        from lockstep.transfer import make_transfer
+
+        job = self.job
+        self.trainer: Trainer = Trainer(job)
+        self.found |= self.trainer.facts()
+        model, device = self.trainer.model, self.trainer.device
+        self.say(f"trainer: {job.model.name}, {self.found['attention']}, {self.found['dtype']}, {device}")
+        place = make_place(job, model, device=device) if is_external(job.engine.name) else None
+        started = time.perf_counter()
+        engine: InferenceEngine = make_engine(job.engine, model=model, place=place)
+        self.engine = engine
+        self.found["start_seconds"] = time.perf_counter() - started
+        self.say(f"engine {job.engine.name}: started in {self.found['start_seconds']:.1f} s")
+        self.transfer: WeightTransfer = make_transfer(
+            job.engine, engine, device=device, work_dir=job.out / "engine"
+        )
+        self._describe()
+        if job.weights == "pushed":
+            self.push(1)
+
+    def push(self, policy_version: int) -> None:
+        """The trainer's weights, into the engine."""
+        assert self.engine is not None
+        started = time.perf_counter()
+        self.transfer.push(self.trainer.backend, self.engine, policy_version=policy_version)
+        seconds = time.perf_counter() - started
+        self.found["push_seconds"] = (*self.found.get("push_seconds", ()), seconds)
+        self.say(f"weights: version {policy_version} pushed in {seconds:.2f} s")
+
+    def update(self) -> None:
+        """Other weights, in the trainer and then in the engine; how much they matter is measured."""
+        before = [c for asked, c in self.greedy]
+        old = self.trainer.logprobs(self.greedy, temperature=1.0)
+        self.trainer.perturb(self.job.update_scale)
+        new = self.trainer.logprobs(self.greedy, temperature=1.0)
+        moved = [abs(a - b) for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
+        self.found["update_effect"] = sum(moved) / len(moved) if moved else None
+        self.say(f"update: the trainer's logprobs of {len(before)} completions have moved")
+        self.push(2 if self.job.weights == "pushed" else 1)
+
+    # --- asking ---------------------------------------------------------------------------------------------
+
+    def ask_all(self, phase: Phase) -> None:
+        """Every pass of one phase."""
+        from lockstep.lab.engine_parity.ask import alone, greedy, other, sampled, stop
+
+        job = self.job
+        self.asked = True
+        first = self.ask(phase, "greedy", [greedy(job)])
+        if phase == "before":
+            self.greedy = first
+        if not job.ignore_eos:
+            self.ask(phase, "stop", [stop(job, first)])
+        self.ask(phase, "sampled", [sampled(job)])
+        self.ask(phase, "again", [sampled(job)])
+        self.ask(phase, "alone", alone(job))
+        self.ask(phase, "other", [other(job)])
+
+    def ask(self, phase: Phase, kind: Kind, batches: Sequence[Batch]) -> list[tuple[Asked, Completion]]:
+        """One pass: generate, score, write down."""
+        assert self.engine is not None
+        found: list[tuple[Asked, Completion]] = []
+        seconds = 0.0
+        for batch in batches:
+            if not batch:
+                continue
+            started = time.perf_counter()
+            groups = self.engine.generate([asked.request for asked in batch])
+            seconds += time.perf_counter() - started
+            found += [(a, c) for a, group in zip(batch, groups, strict=True) for c in group]
+        if not found:
+            return found
+        self._write(phase, kind, found)
+        done = Pass(
+            phase=phase,
+            kind=kind,
+            seconds=seconds,
+            samples=len(found),
+            tokens=sum(len(c.token_ids) for _, c in found),
+            prompt_tokens=sum(len(c.prompt_token_ids) for _, c in found),
+            cached_tokens=sum(c.cached_tokens for _, c in found),
+        )
+        _append(self.job.out / PASSES, [done])
+        self.say(f"{phase}, {kind}: {done.samples} completions, {done.tokens} tokens, {seconds:.2f} s")
+        return found
+
+    def _write(self, phase: Phase, kind: Kind, found: Sequence[tuple[Asked, Completion]]) -> None:
+        greedily = kind in ("greedy", "stop")
+        temperature = 1.0 if greedily else self.job.temperature
+        scored = self.trainer.logprobs(found, temperature=temperature)
+        plain: Sequence[tuple[float, ...]] = [()] * len(found)
+        if kind == "sampled" and temperature != 1.0:
+            plain = self.trainer.logprobs(found, temperature=1.0)
+        samples: dict[int, int] = {}
+        rows = []
+        for (asked, completion), own, unscaled in zip(found, scored, plain, strict=True):
+            index = samples.get(asked.prompt, 0)
+            samples[asked.prompt] = index + 1
+            rows.append(
+                Row(
+                    phase=phase,
+                    kind=kind,
+                    prompt=asked.prompt,
+                    sample=asked.first_sample + index,
+                    seed=asked.request.seeds[index] if index < len(asked.request.seeds) else -1,
+                    stop_id=asked.stop_id,
+                    prompt_ids=completion.prompt_token_ids,
+                    token_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    trainer=own,
+                    unscaled=unscaled,
+                    finish_reason=completion.finish_reason,
+                    stop_reason=completion.stop_reason,
+                    text=completion.text,
+                    policy_version=completion.policy_version,
+                    told_seed=completion.seed,
+                    cached_tokens=completion.cached_tokens,
+                )
+            )
+        _append(self.job.out / ROWS, rows)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Into the log."""
+        echo(f"{self.job.name}: {text}", flush=True)
+
+    def _describe(self) -> None:
+        """What an external engine says about itself, without its environment."""
+        describe = getattr(self.engine, "describe", None)
+        told = describe() if callable(describe) else {}
+        plain = {k: v for k, v in told.items() if isinstance(v, str | int | float | bool)}
+        self.found["engine"] = {name: str(value) for name, value in plain.items()}
+
+    def end(self, status: str, reason: str = "") -> None:
+        """result.json."""
+        from lockstep.lab.replay.summary import versions
+
+        outcome = Outcome(status=status, reason=reason, versions=versions(), **self.found)
+        write_json(self.job.out / RESULT, outcome.model_dump())
+
+    def give_up(self, status: str, error: Exception) -> None:
+        """What there is, and why it is not more."""
+        from lockstep.lab.replay.results import error_line, is_out_of_memory
+
+        status = "oom" if is_out_of_memory(error) else status
+        prefix = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
+        self.say(f"{status}: {error}")
+        self.end(status, prefix + error_line(error))
+
+    def close(self) -> None:
+        """Stops a server that was started."""
+        if self.engine is not None:
+            self.engine.close()
+
+
+def _append(path: Path, rows: Sequence[Row] | Sequence[Pass]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(jsonable(row.model_dump()), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except LockstepError as error:
+        echo(f"engines worker: {error}", file=sys.stderr)
+        sys.exit(REFUSED if isinstance(error, ConfigError) else 1)

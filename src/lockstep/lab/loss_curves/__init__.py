@@ -1,0 +1,1 @@
+"""`lockstep parity compare`: losses of runs that exist, step by step."""

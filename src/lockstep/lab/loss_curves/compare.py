@@ -1,0 +1,228 @@
+"""`lockstep parity compare`: the losses of two runs, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+from lockstep.lab.loss_curves.draw import COLOURS, Curve, Panel, write_png
+from lockstep.lab.loss_curves.read import Losses
+from lockstep.lab.train_parity.compare import Falls, Spread, falls, relative, spread
+from lockstep.lab.train_parity.result import ratio
+from lockstep.observe.text import printable_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LEAST = 1e-4
+"""Differences of losses nearer to 0 are relative to this: at a threshold of 0.05, 5e-6 passes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurveComparison:
+    """Two runs, b against a."""
+
+    a: Losses
+    b: Losses
+    steps: tuple[int, ...]
+    """Compared, as a counts them."""
+    differences: tuple[float, ...]
+    """Relative to a's loss."""
+    floor: float
+    """Losses of a below it count as this large; 0 unless a's losses change their sign."""
+    threshold: float
+    notes: tuple[str, ...]
+
+    @property
+    def spread(self) -> Spread:
+        return spread(self.differences)
+
+    @property
+    def ok(self) -> bool:
+        """No difference above the threshold, and every loss finite."""
+        return self.spread.max <= self.threshold
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        for losses in (self.a, self.b):
+            for step, value in zip(losses.steps, losses.values, strict=True):
+                if not math.isfinite(value):
+                    return f"parity: differs, the loss of {losses.path} is {value} at step {step}"
+        found, limit = self.spread, ratio(self.threshold)
+        at = self.steps[found.at - 1]
+        if self.ok:
+            return (
+                f"parity: {len(self.steps)} losses agree within {limit} (largest relative difference "
+                f"{ratio(found.max)} at step {at})"
+            )
+        over = sum(not difference <= self.threshold for difference in self.differences)
+        return (
+            f"parity: {over} of {len(self.steps)} losses differ by more than {limit} (largest relative "
+            f"difference {ratio(found.max)} at step {at})"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "threshold": self.threshold,
+            "steps": list(self.steps),
+            "max": self.spread.max,
+            "mean": self.spread.mean,
+            "at_step": self.steps[self.spread.at - 1],
+            "differences": list(self.differences),
+            "floor": self.floor,
+            "notes": list(self.notes),
+            "a": _run_dict(self.a),
+            "b": _run_dict(self.b),
+        }
+
+
+def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = False) -> CurveComparison:
+    """Step by step, by step number where both have the same ones, else in order.
+
+    Args:
+        common: compare the steps that both have, however many each has.
+
+    Raises:
+        ConfigError: the runs have different numbers of losses, or nothing in common.
+    """
+    notes = [f"{losses.path}: {note}" for losses in (a, b) for note in losses.notes]
+    ours, theirs = dict(zip(a.steps, a.values, strict=True)), dict(zip(b.steps, b.values, strict=True))
+    if a.steps == b.steps:
+        pairs = [(step, ours[step], theirs[step]) for step in a.steps]
+    elif len(a.steps) == len(b.steps):
+        notes.append(
+            f"steps {a.steps[0]} to {a.steps[-1]} of a and {b.steps[0]} to {b.steps[-1]} of b are compared "
+            "in their order"
+        )
+        pairs = list(zip(a.steps, a.values, b.values, strict=True))
+    elif not common:
+        raise ConfigError(
+            f"{a.path} has {len(a.steps)} losses, {b.path} has {len(b.steps)}; with --common the steps that "
+            "both have are compared"
+        )
+    else:
+        pairs = [(step, ours[step], theirs[step]) for step in a.steps if step in theirs]
+        notes.append(f"{len(pairs)} steps are in both, of {len(a.steps)} and {len(b.steps)}")
+    if not pairs:
+        raise ConfigError(
+            f"{a.path} (steps {a.steps[0]} to {a.steps[-1]}) and {b.path} (steps {b.steps[0]} to "
+            f"{b.steps[-1]}) have no step in common"
+        )
+    floor = _floor([value for _, value, _ in pairs])
+    if floor:
+        notes.append(f"losses of a are around 0: differences are relative to at least {floor:.3g}")
+    return CurveComparison(
+        a=a,
+        b=b,
+        steps=tuple(step for step, _, _ in pairs),
+        differences=tuple(relative(y, x, floor=floor) for _, x, y in pairs),
+        floor=floor,
+        threshold=threshold,
+        notes=tuple(notes),
+    )
+
+
+def _floor(values: list[float]) -> float:
+    """Where losses change their sign their mean size; and never less than LEAST where one is smaller: the
+    loss of GRPO on the sampling policy is 0 but for the float32 rounding of its terms."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return 0.0
+    changes_sign = min(finite) <= 0 <= max(finite)
+    floor = math.fsum(map(abs, finite)) / len(finite) if changes_sign else 0.0
+    return max(floor, LEAST) if min(map(abs, finite)) < LEAST else floor
+
+
+def show(found: CurveComparison, console: Console) -> None:
+    """A row per run, a row per step (at most 20 of them), and what was noticed."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    runs = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for head in ("run", "taken from", "losses", "first", "last", "trend"):
+        runs.add_column(
+            head, overflow="fold", justify="right" if head in ("losses", "first", "last") else "left"
+        )
+    for letter, losses in (("a", found.a), ("b", found.b)):
+        cells = [
+            f"{letter}: {losses.path}",
+            losses.source,
+            str(len(losses.steps)),
+            f"{losses.values[0]:.6g}",
+            f"{losses.values[-1]:.6g}",
+            falls(losses.values).trend,
+        ]
+        runs.add_row(*(Text(printable_lines(cell)) for cell in cells))
+    console.print(runs)
+    console.print()
+    steps = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for head in ("step", "a", "b", "difference"):
+        steps.add_column(head, justify="right", no_wrap=True)
+    ours, theirs = _pairs(found)
+    for index in _shown(len(found.steps)):
+        steps.add_row(
+            str(found.steps[index]),
+            f"{ours[index]:.6g}",
+            f"{theirs[index]:.6g}",
+            ratio(found.differences[index]),
+            style=None if found.differences[index] <= found.threshold else "red",
+        )
+    console.print(steps)
+    for note in found.notes:
+        console.print(Text(printable_lines(note)), soft_wrap=True)
+
+
+def _shown(count: int, *, most: int = 20) -> list[int]:
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def _pairs(found: CurveComparison) -> tuple[list[float], list[float]]:
+    """Values of a and b at the compared steps."""
+    ours = dict(zip(found.a.steps, found.a.values, strict=True))
+    theirs = dict(zip(found.b.steps, found.b.values, strict=True))
+    if all(step in theirs for step in found.steps):
+        return [ours[s] for s in found.steps], [theirs[s] for s in found.steps]
+    return list(found.a.values), list(found.b.values)
+
+
+def plot(found: CurveComparison, path: Path) -> str:
+    """Both curves and their differences as a PNG; returns the package that drew it. Raises ConfigError."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+    ours, theirs = _pairs(found)
+    values: Mapping[str, list[float]] = {f"a: {found.a.path}": ours, f"b: {found.b.path}": theirs}
+    losses = [
+        Curve(name=name, steps=found.steps, values=numbers, colour=COLOURS[i], dashed=i == 1)
+        for i, (name, numbers) in enumerate(values.items())
+    ]
+    far = Curve(name="difference", steps=found.steps, values=found.differences, colour=COLOURS[2])
+    return write_png(
+        [
+            Panel(title="loss", curves=losses),
+            Panel(title="relative difference (0 is drawn at 1e-9)", curves=[far], log=True),
+        ],
+        path,
+    )
+
+
+def _run_dict(losses: Losses) -> dict[str, Any]:
+    trend: Falls = falls(losses.values)
+    return {
+        "path": str(losses.path),
+        "source": losses.source,
+        "steps": list(losses.steps),
+        "losses": list(losses.values),
+        "trend": trend.trend,
+        "notes": list(losses.notes),
+    }

@@ -1,0 +1,1 @@
+"""The compatibility matrix: the same inputs under every combination of some axes."""

@@ -1,0 +1,371 @@
+"""Which cells a matrix has: axes, their values, and what each value sets of a Cell.
+
+--axes flash,compile,packing                     axes by name, with their usual values
+--axis attention=sdpa,varlen,hf:flash_attention_2    an axis with these values
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.config.support import AXES as SUPPORT_AXES
+from lockstep.errors import ConfigError, unknown_name
+from lockstep.lab.replay.cell import Cell, check_cell
+
+DEFAULT_AXES = ("flash", "compile", "packing")
+"""The table of document 000: 8 cells."""
+MAX_CELLS = 512
+"""More than this is a mistake in the axes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisValue:
+    """One value of one axis."""
+
+    axis: str
+    value: str
+    """As the user writes it: "on", "varlen", "2"."""
+    label: str
+    """Its part of a cell's name: "varlen", "packed", "2 layers"."""
+    sets: Mapping[str, Any]
+    """Field of Cell -> value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """An axis with the values that cells are made of."""
+
+    name: str
+    values: tuple[AxisValue, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixCell:
+    """One cell of the matrix, or a reference cell."""
+
+    name: str
+    """ "varlen + compile + packed"; differs from cell to cell."""
+    slug: str
+    """The name as a folder's."""
+    values: Mapping[str, str]
+    """Axis -> value, as the user writes them; empty for a reference cell that is none of the cells."""
+    cell: Cell
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The cell as flags of `lockstep replay`."""
+        return tuple(self.cell.flags())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """What an axis may be."""
+
+    fields: tuple[str, ...]
+    read: Callable[[str], tuple[str, dict[str, Any]]]
+    """Value -> (label, fields of Cell). ValueError: the text says what is expected."""
+    usual: tuple[str, ...]
+    help: str
+
+
+def _flash(value: str) -> tuple[str, dict[str, Any]]:
+    kernel = "varlen" if _switch(value) else "sdpa"
+    return kernel, {"attention": kernel}
+
+
+def _attention(value: str) -> tuple[str, dict[str, Any]]:
+    known = SUPPORT_AXES["attention"]
+    if value not in known[:3] and not (value.startswith("hf:") and len(value) > 3):
+        raise ValueError(unknown_name("attention kernel", value, known))
+    return value, {"attention": value}
+
+
+def _compile(value: str) -> tuple[str, dict[str, Any]]:
+    execution = "compile" if _switch(value) else "eager"
+    return execution, {"execution": execution}
+
+
+def _one_of(field: str, *known: str) -> Callable[[str], tuple[str, dict[str, Any]]]:
+    def read(value: str) -> tuple[str, dict[str, Any]]:
+        if value not in known:
+            raise ValueError(unknown_name(field.replace("_", " "), value, known))
+        return value, {field: value}
+
+    return read
+
+
+def _packing(value: str) -> tuple[str, dict[str, Any]]:
+    layout = "packed" if _switch(value) else "padded"
+    return layout, {"layout": layout}
+
+
+def _padding_side(value: str) -> tuple[str, dict[str, Any]]:
+    label, sets = _one_of("padding_side", "left", "right")(value)
+    return f"padded {label}", sets
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _dtype(value: str) -> tuple[str, dict[str, Any]]:
+    return _one_of("dtype", *SUPPORT_AXES["dtype"])(_DTYPES.get(value, value))
+
+
+def _device(value: str) -> tuple[str, dict[str, Any]]:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", value) is None:
+        raise ValueError(f"{value!r} is no device; give cpu, cuda or cuda:N")
+    return value, {"device": value}
+
+
+def _backend(value: str) -> tuple[str, dict[str, Any]]:
+    if value == "local":
+        return value, {"zero_stage": None}
+    if value == "deepspeed":  # stage 1: what the frameworks around it begin with
+        return value, {"zero_stage": 1}
+    raise ValueError(f"{unknown_name('replay backend', value, ('local', 'deepspeed'))}")
+
+
+def _zero_stage(value: str) -> tuple[str, dict[str, Any]]:
+    if value == "none":
+        return "local", {"zero_stage": None}
+    return f"ZeRO {value}", {"zero_stage": _whole(value, least=0, most=3)}
+
+
+def _layers(value: str) -> tuple[str, dict[str, Any]]:
+    if value == "all":
+        return "all layers", {"num_layers": None}
+    count = _whole(value, least=1)
+    return f"{count} layer{'s' if count > 1 else ''}", {"num_layers": count}
+
+
+def _checkpointing(value: str) -> tuple[str, dict[str, Any]]:
+    on = _switch(value)
+    return ("checkpointing" if on else "no checkpointing"), {"activation_checkpointing": on}
+
+
+def _batch_invariant(value: str) -> tuple[str, dict[str, Any]]:
+    on = _switch(value)
+    return ("batch-invariant" if on else "ordinary"), {"batch_invariant": on}
+
+
+def _ranks(value: str) -> tuple[str, dict[str, Any]]:
+    count = _whole(value, least=1)
+    return f"{count} rank{'s' if count > 1 else ''}", {"ranks": count}
+
+
+def _model(value: str) -> tuple[str, dict[str, Any]]:
+    if not value:
+        raise ValueError("a model's name is expected, as --model takes it")
+    return value, {"model": value}
+
+
+KINDS: dict[str, _Kind] = {
+    "flash": _Kind(
+        fields=("attention",), read=_flash, usual=("off", "on"), help="off: sdpa; on: varlen (flash kernels)"
+    ),
+    "attention": _Kind(
+        fields=("attention",),
+        read=_attention,
+        usual=("sdpa", "varlen", "flex"),
+        help="sdpa, varlen, flex, hf:NAME",
+    ),
+    "compile": _Kind(
+        fields=("execution",), read=_compile, usual=("off", "on"), help="off: eager; on: compile"
+    ),
+    "execution": _Kind(
+        fields=("execution",),
+        read=_one_of("execution", "eager", "compile", "joint", "deepcompile"),
+        usual=("eager", "compile"),
+        help="eager, compile, joint, deepcompile",
+    ),
+    "packing": _Kind(
+        fields=("layout",), read=_packing, usual=("off", "on"), help="off: padded rows; on: one packed row"
+    ),
+    "padding-side": _Kind(
+        fields=("padding_side",), read=_padding_side, usual=("right", "left"), help="right, left"
+    ),
+    "dtype": _Kind(
+        fields=("dtype",), read=_dtype, usual=("float32", "bfloat16"), help="float32 (fp32), bfloat16 (bf16)"
+    ),
+    "device": _Kind(fields=("device",), read=_device, usual=("cpu", "cuda"), help="cpu, cuda, cuda:N"),
+    "backend": _Kind(
+        fields=("zero_stage",),
+        read=_backend,
+        usual=("local", "deepspeed"),
+        help="local; deepspeed (ZeRO stage 1)",
+    ),
+    "zero-stage": _Kind(
+        fields=("zero_stage",),
+        read=_zero_stage,
+        usual=("0", "1", "2", "3"),
+        help="0 to 3; none: no DeepSpeed",
+    ),
+    "layers": _Kind(fields=("num_layers",), read=_layers, usual=("2", "all"), help="a number of layers; all"),
+    "activation-checkpointing": _Kind(
+        fields=("activation_checkpointing",), read=_checkpointing, usual=("off", "on"), help="off, on"
+    ),
+    "batch-invariant": _Kind(
+        fields=("batch_invariant",), read=_batch_invariant, usual=("off", "on"), help="off, on"
+    ),
+    "ranks": _Kind(fields=("ranks",), read=_ranks, usual=("1", "2"), help="processes of one replay"),
+    "model": _Kind(fields=("model",), read=_model, usual=(), help="as --model takes it"),
+}
+"""Every axis by name."""
+
+
+def parse_axes(names: Sequence[str], *, given: Sequence[str] = ()) -> tuple[Axis, ...]:
+    """The axes of a matrix, in the order of naming.
+
+    Args:
+        names: axes with their usual values ("compile").
+        given: axes with values of their own ("attention=sdpa,varlen"); one that `names` has too is taken
+            from here. Without either: DEFAULT_AXES.
+
+    Raises:
+        ConfigError: an unknown axis or value, two axes that set the same thing, or more than MAX_CELLS cells.
+    """
+    values: dict[str, tuple[str, ...] | None] = dict.fromkeys(names)
+    for text in given:
+        name, equals, rest = text.partition("=")
+        if not equals or not rest:
+            raise ConfigError(f"--axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8")
+        if values.get(name) is not None:
+            raise ConfigError(f"--axis {name} is given twice; put all values into one, joined by commas")
+        values[name] = tuple(value.strip() for value in rest.split(","))
+    axes = tuple(_axis(name, own) for name, own in (values or dict.fromkeys(DEFAULT_AXES)).items())
+    for one, other in itertools.combinations(axes, 2):
+        same = set(KINDS[one.name].fields) & set(KINDS[other.name].fields)
+        if same:
+            raise ConfigError(
+                f"the axes {one.name} and {other.name} both set {same.pop().replace('_', ' ')}; keep one"
+            )
+    total = 1
+    for axis in axes:
+        total *= len(axis.values)
+    if total > MAX_CELLS:
+        raise ConfigError(f"these axes make {total} cells, more than {MAX_CELLS}; leave some values out")
+    return axes
+
+
+def settings(text: str, *, origin: str) -> dict[str, Any]:
+    """Fields of Cell from "attention=sdpa packing=off dtype=float32" (spaces or commas between).
+
+    Raises:
+        ConfigError: not AXIS=VALUE, an unknown axis or value, or the same thing set twice.
+    """
+    fields: dict[str, Any] = {}
+    for word in text.replace(",", " ").split():
+        name, equals, value = word.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"{origin} {word!r}: expected AXIS=VALUE, such as dtype=float32")
+        sets = _axis(name, (value,)).values[0].sets
+        twice = set(sets) & set(fields)
+        if twice:
+            raise ConfigError(f"{origin} {text!r} sets {twice.pop().replace('_', ' ')} twice; set it once")
+        fields |= sets
+    return fields
+
+
+def make_cells(base: Cell, axes: Sequence[Axis]) -> tuple[MatrixCell, ...]:
+    """Every combination of the axes' values on top of `base`, the last axis changing fastest."""
+    cells: list[MatrixCell] = []
+    taken: set[str] = set()
+    for combination in itertools.product(*(axis.values for axis in axes)):
+        fields: dict[str, Any] = {}
+        for value in combination:
+            fields |= value.sets
+        name = " + ".join(value.label for value in combination)
+        cells.append(
+            MatrixCell(
+                name=name,
+                slug=_unique(name, taken),
+                values={value.axis: value.value for value in combination},
+                cell=replace(base, **fields),
+            )
+        )
+    return tuple(cells)
+
+
+def reference_cells(
+    cells: Sequence[MatrixCell], reference: Cell
+) -> tuple[tuple[MatrixCell, ...], dict[str, str]]:
+    """What the cells are compared with: a reference cell per model and number of layers.
+
+    Cells of another model or depth compute another function, so each of those has a reference of its own.
+
+    Returns:
+        The reference cells that are none of the cells, and for every cell's name its reference's name.
+    """
+    taken = {cell.slug for cell in cells}
+    named = {tuple(cell.flags): cell.name for cell in cells}
+    extra: list[MatrixCell] = []
+    reference_of: dict[str, str] = {}
+    several = len({(c.cell.model, c.cell.num_layers) for c in cells}) > 1
+    for cell in cells:
+        wanted = replace(reference, model=cell.cell.model, num_layers=cell.cell.num_layers)
+        key = tuple(wanted.flags())
+        if key not in named:
+            depth = "" if wanted.num_layers is None else f", {wanted.num_layers} layers"
+            model = "" if wanted.model is None else f", {wanted.model}"
+            name = f"reference ({wanted.dtype}{model + depth if several else ''})"
+            named[key] = name
+            extra.append(MatrixCell(name=name, slug=_unique(name, taken), values={}, cell=wanted))
+        reference_of[cell.name] = named[key]
+    return tuple(extra), reference_of
+
+
+def refusal(cell: Cell) -> str | None:
+    """Why a cell is refused before any process is started, and what to use instead: the support table, or a
+    device that is not here. None: it may be tried."""
+    try:
+        check_cell(cell)
+    except ConfigError as error:
+        # The cause is the table's own sentence; around it is advice about replay's flags, which are no help
+        # to who asked for a table of all of them.
+        return str(error.__cause__ or error)
+    return None
+
+
+def _axis(name: str, values: Sequence[str] | None) -> Axis:
+    if name not in KINDS:
+        raise ConfigError(unknown_name("axis", name, KINDS))
+    kind = KINDS[name]
+    chosen = tuple(dict.fromkeys(kind.usual if values is None else values))
+    if not chosen:
+        raise ConfigError(f"the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE")
+    made = []
+    for value in chosen:
+        try:
+            label, sets = kind.read(value)
+        except ValueError as error:
+            raise ConfigError(f"axis {name}: {error}") from error
+        made.append(AxisValue(axis=name, value=value, label=label, sets=sets))
+    if len({value.label for value in made}) < len(made):
+        raise ConfigError(f"axis {name}: {', '.join(chosen)} name the same value twice")
+    return Axis(name=name, values=tuple(made))
+
+
+def _switch(value: str) -> bool:
+    if value not in ("on", "off"):
+        raise ValueError(f"{value!r}: expected on or off")
+    return value == "on"
+
+
+def _whole(value: str, *, least: int, most: int | None = None) -> int:
+    number = int(value) if value.isdecimal() else -1
+    if number < least or (most is not None and number > most):
+        span = f"from {least}" + (f" to {most}" if most is not None else "")
+        raise ValueError(f"{value!r}: expected a whole number {span}")
+    return number
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """A folder's name, made of the letters that every file system and shell takes."""
+    plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.").lower()[:80] or "cell"
+    slug = next(s for n in itertools.count(1) if (s := plain if n == 1 else f"{plain}-{n}") not in taken)
+    taken.add(slug)
+    return slug

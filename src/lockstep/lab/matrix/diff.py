@@ -1,0 +1,232 @@
+"""Two matrices against each other: two torch versions, two commits, two machines.
+
+Cells are matched by their axis values. What is worse in the second is a regression: a cell that worked and
+does not, or agreed with its reference and does not. Times and differences that changed are told only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.lab.matrix.result import CellResult, MatrixResult
+from lockstep.lab.matrix.text import number, result_text
+from lockstep.observe.text import printable_lines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Change = Literal["worse", "better", "other", "same", "only in A", "only in B"]
+
+SPEED_THRESHOLD = 0.1
+"""Tokens per second that differ by more than this share are told."""
+GREW = 2.0
+"""A difference to the reference cell that is more than this many times what it was is told."""
+NOISE = {"logprob": 1e-6, "gradient": 1e-6}
+"""Below, a difference has not grown: nats, relative."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellDiff:
+    """One cell in both matrices."""
+
+    name: str
+    change: Change
+    """Of the status: what works, and what agrees."""
+    before: str
+    after: str
+    """What is known of it: "works, agrees"; with the reason where it does not work."""
+    speed: float | None
+    """Tokens per second, B over A; None: not known or not comparable in both."""
+    speed_changed: bool
+    memory: float | None
+    """Peak memory, B over A."""
+    logprob: tuple[float | None, float | None]
+    """Largest logprob difference to the reference cell in A and in B, nats."""
+    gradient: tuple[float | None, float | None]
+    """Gradient relative error in A and in B."""
+    grew: tuple[str, ...]
+    """Of "logprob", "gradient": what is farther from the reference than it was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixDiff:
+    """What `lockstep matrix diff A B` tells."""
+
+    cells: tuple[CellDiff, ...]
+    environment: Mapping[str, tuple[str, str]]
+    """What the two were not made with alike: versions, machine, commit, recording, shared flags."""
+
+    @property
+    def regressions(self) -> tuple[CellDiff, ...]:
+        return tuple(cell for cell in self.cells if cell.change == "worse")
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        counts = {
+            "worse": len(self.regressions),
+            "better": sum(cell.change == "better" for cell in self.cells),
+            "in one of the two only": sum(cell.change.startswith("only") for cell in self.cells),
+        }
+        both = len(self.cells) - counts["in one of the two only"]
+        parts = [f"{count} {name}" for name, count in counts.items() if count]
+        speeds = [c for c in self.cells if c.speed_changed and c.speed is not None]
+        slower = [cell for cell in speeds if cell.speed is not None and cell.speed < 1]
+        if speeds:
+            parts.append(f"{len(slower)} slower, {len(speeds) - len(slower)} faster")
+        grew = sum(bool(cell.grew) for cell in self.cells)
+        if grew:
+            parts.append(f"{grew} farther from the reference")
+        cells = "1 cell" if both == 1 else f"{both} cells"
+        return f"matrix diff: {cells} in both: {', '.join(parts) or 'nothing changed'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "verdict": self.verdict,
+            "regressions": [cell.name for cell in self.regressions],
+            "environment": {name: list(pair) for name, pair in self.environment.items()},
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+
+
+def diff_matrices(
+    a: MatrixResult, b: MatrixResult, *, speed_threshold: float = SPEED_THRESHOLD, grew: float = GREW
+) -> MatrixDiff:
+    """What changed from `a` to `b`.
+
+    Args:
+        speed_threshold: share of tokens per second from which on a change is told.
+        grew: how many times its former size a difference must be to be told.
+    """
+    first, second = ({_key(cell): cell for cell in result.cells} for result in (a, b))
+    cells = []
+    for key in [*first, *(key for key in second if key not in first)]:
+        one, other = first.get(key), second.get(key)
+        if one is None or other is None:
+            cells.append(_only(one, other))
+        else:
+            cells.append(_pair(one, other, speed_threshold=speed_threshold, grew=grew))
+    made = [_made_with(result) for result in (a, b)]
+    names = dict.fromkeys((*made[0], *made[1]))
+    apart = {name: (made[0].get(name, "-"), made[1].get(name, "-")) for name in names}
+    return MatrixDiff(
+        cells=tuple(cells), environment={name: pair for name, pair in apart.items() if pair[0] != pair[1]}
+    )
+
+
+def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -> None:
+    """The table; cells that are as they were only with `everything`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for name, (before, after) in diff.environment.items():
+        console.print(Text(printable_lines(f"{name}: {before} -> {after}")), soft_wrap=True)
+    shown = [c for c in diff.cells if everything or c.change != "same" or c.speed_changed or c.grew]
+    if not shown:
+        return
+    table = Table(padding=(0, 1), pad_edge=False)
+    for head in ("cell", "A", "B"):
+        table.add_column(head, overflow="fold")
+    for head in ("speed", "GiB", "max Δlogp", "grad err"):
+        table.add_column(head, justify="right")
+    for cell in shown:
+        style = {"worse": "red", "better": "green"}.get(cell.change)
+        words = (cell.name, cell.before, cell.after)
+        ratios = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in (cell.speed, cell.memory))
+        numbers = (_arrow(pair) for pair in (cell.logprob, cell.gradient))
+        table.add_row(*(Text(printable_lines(word)) for word in words), *ratios, *numbers, style=style)
+    console.print(table)
+
+
+def _pair(a: CellResult, b: CellResult, *, speed_threshold: float, grew: float) -> CellDiff:
+    speed = None
+    if not (a.timing_note or b.timing_note):
+        speed = _ratio(_measure(a, "tokens_per_second"), _measure(b, "tokens_per_second"))
+    logprob = (_distance(a, "logprob_max"), _distance(b, "logprob_max"))
+    gradient = (_distance(a, "gradient_relative_error"), _distance(b, "gradient_relative_error"))
+    sizes = {"logprob": logprob, "gradient": gradient}
+    return CellDiff(
+        name=b.name,
+        change=_change(a, b),
+        before=_state(a),
+        after=_state(b),
+        speed=speed,
+        speed_changed=speed is not None and not 1 - speed_threshold <= speed <= 1 + speed_threshold,
+        memory=_ratio(_measure(a, "peak_memory_bytes"), _measure(b, "peak_memory_bytes")),
+        logprob=logprob,
+        gradient=gradient,
+        grew=tuple(
+            name
+            for name, (old, new) in sizes.items()
+            if old is not None and new is not None and not new <= max(grew * old, NOISE[name])
+        ),
+    )
+
+
+def _only(a: CellResult | None, b: CellResult | None) -> CellDiff:
+    cell = a if a is not None else b
+    assert cell is not None
+    return CellDiff(
+        name=cell.name,
+        change="only in A" if b is None else "only in B",
+        before="-" if a is None else _state(a),
+        after="-" if b is None else _state(b),
+        speed=None,
+        speed_changed=False,
+        memory=None,
+        logprob=(None, None) if a is None else (_distance(a, "logprob_max"), None),
+        gradient=(None, None),
+        grew=(),
+    )
+
+
+def _change(a: CellResult, b: CellResult) -> Change:
+    before, after = _rank(a), _rank(b)
+    if before == after:
+        return "same" if a.status == b.status else "other"
+    if "not run" in (a.status, b.status):
+        return "other"
+    return "worse" if after < before else "better"
+
+
+def _rank(cell: CellResult) -> int:
+    """Agrees, works, works but disagrees, is refused, fails: from 4 down to 0."""
+    if cell.works:
+        return 2 if cell.agrees is False else 4 if cell.agrees or cell.reference is None else 3
+    return 1 if cell.status == "refused" else 0
+
+
+def _state(cell: CellResult) -> str:
+    text = result_text(cell)
+    return f"{text}: {cell.reason}" if cell.reason and not cell.works else text
+
+
+def _key(cell: CellResult) -> tuple[Any, ...]:
+    return (cell.is_extra, tuple(sorted(cell.values.items())) or cell.name)
+
+
+def _made_with(result: MatrixResult) -> dict[str, str]:
+    found = dict(result.environment)
+    found |= {"recording": str(result.recording.get("path")), "model": str(result.recording.get("model"))}
+    return found | {"shared flags": " ".join(result.shared) or "none"}
+
+
+def _measure(cell: CellResult, name: str) -> float | None:
+    return None if cell.measures is None else getattr(cell.measures, name)
+
+
+def _distance(cell: CellResult, name: str) -> float | None:
+    return None if cell.comparison is None else getattr(cell.comparison, name)
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return b / a if a and b else None
+
+
+def _arrow(pair: tuple[float | None, float | None]) -> str:
+    if pair[0] is None and pair[1] is None:
+        return "-"
+    return f"{number(pair[0])} -> {number(pair[1])}"

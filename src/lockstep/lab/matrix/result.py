@@ -1,0 +1,365 @@
+"""What a matrix found: one record per cell, matrix.json, and when a cell agrees with its reference."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RecordingError
+from lockstep.lab.matrix.compare import Comparison
+from lockstep.observe.files import read_json
+
+FORMAT, VERSION = "lockstep-matrix", 1
+
+LOGPROB_LIMIT = 1e-4
+"""Nats, the largest |difference| of a float32 cell to a float32 reference: docs/explanation/numerics.md
+claims it of the bundled model; tiny models stay within 2e-6."""
+GRADIENT_LIMIT = 1e-4
+"""Relative (Frobenius), the same; tiny models stay within 1e-5."""
+ROUNDING_FACTOR = 1.5
+"""A bfloat16 cell against a float32 reference: RMS logprob difference and gradient error at most this many
+times those of the reference's own kernels in bfloat16 (docs/explanation/numerics.md)."""
+HALF_RMS_LIMIT, HALF_GRADIENT_LIMIT = 0.025, 0.05
+"""The same where the matrix has no such cell to measure by: RMS nats, relative, times the square root of the
+number of layers, because rounding adds up as a random walk. On an H200 the random 8B shape in bfloat16 is
+0.029 nats and 0.029 from float32 with 2 layers, 0.11 nats and 0.14 with 32
+(benchmarks/results/matrix-h200)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measures:
+    """What the cell's replay measured; None: not said."""
+
+    first_call_ms: float | None = None
+    """Forward and backward of the first input, with warm-up and compilation."""
+    forward_ms: float | None = None
+    """Median per input, without first calls."""
+    backward_ms: float | None = None
+    steady_ms: float | None = None
+    """Forward and backward of an input, median, without first calls."""
+    tokens_per_second: float | None = None
+    """Of real tokens (pads are none), without first calls."""
+    peak_memory_bytes: float | None = None
+    graphs: int | None = None
+    recompiles: int | None = None
+    graph_breaks: int | None = None
+    inputs_ok: int = 0
+    inputs_failed: int = 0
+    inputs_oom: int = 0
+    inputs_skipped: int = 0
+    tokens: int | None = None
+    computed_slots: int | None = None
+    """Token slots that went through the layers, pads included."""
+    num_layers: int | None = None
+    """Of the model that was replayed."""
+    weights: str = ""
+    """How many inputs ran on the recorded weights, and what replay says of the first one's: a fingerprint
+    that is not the recording's, for example."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellResult:
+    """How one cell went."""
+
+    name: str
+    values: Mapping[str, str]
+    """Axis -> value."""
+    flags: tuple[str, ...]
+    """The cell as flags of `lockstep replay`."""
+    command: str
+    """The whole command, to be typed."""
+    status: str
+    """ok, failed, out of memory, refused, crashed: SIGNAL, timeout after N s, or not run."""
+    reason: str = ""
+    """Error class and the line that matters; of a refused cell, why."""
+    folder: str
+    """Relative to the matrix's folder."""
+    log: str | None = None
+    """Relative path of the process's output; None: no process was started."""
+    seconds: float | None = None
+    """Of the whole process."""
+    reference: str | None = None
+    """The cell it is compared with; None: it is a reference itself."""
+    measures: Measures | None = None
+    comparison: Comparison | None = None
+    agrees: bool | None = None
+    """None: not compared."""
+    disagreement: str = ""
+    """What is beyond which limit, or why there is no comparison."""
+    timing_note: str = ""
+    """Why its times must not be compared with the others'; empty when they may."""
+    is_extra: bool = False
+    """A reference cell that is none of the axes' combinations."""
+
+    @property
+    def works(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def fails(self) -> bool:
+        """What exit status 1 is for; a refused cell is none."""
+        return self.status not in ("ok", "refused") or self.agrees is False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixResult:
+    """matrix.json."""
+
+    command: str
+    created: str
+    """ISO 8601, UTC."""
+    recording: Mapping[str, Any]
+    """path, inputs, model, framework."""
+    environment: Mapping[str, str]
+    """machine, torch, transformers, python, lockstep, commit."""
+    axes: Mapping[str, Sequence[str]]
+    shared: tuple[str, ...]
+    """Flags of replay that all cells have."""
+    limits: Mapping[str, float | None]
+    cells: tuple[CellResult, ...]
+    complete: bool
+    verdict: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    def cell(self, name: str | None) -> CellResult | None:
+        return next((cell for cell in self.cells if cell.name == name), None)
+
+    @property
+    def ok(self) -> bool:
+        """Exit status 0: nothing that was tried fails or disagrees, and what works was compared."""
+        if not self.complete or any(cell.fails for cell in self.cells):
+            return False
+        return all(cell.agrees is not None for cell in self.cells if cell.works and cell.reference)
+
+    @property
+    def table(self) -> tuple[CellResult, ...]:
+        """The axes' combinations, without references that are none of them."""
+        return tuple(cell for cell in self.cells if not cell.is_extra)
+
+    def speed_ratio(self, cell: CellResult) -> float | None:
+        """Tokens per second as a multiple of the reference cell's; None: not both are known and
+        comparable."""
+        reference = self.cell(cell.reference or cell.name)
+        if reference is None or reference.measures is None or cell.measures is None:
+            return None
+        mine, base = cell.measures.tokens_per_second, reference.measures.tokens_per_second
+        if not mine or not base or cell.timing_note or reference.timing_note:
+            return None
+        return mine / base
+
+    def as_dict(self) -> dict[str, Any]:
+        """As matrix.json has it."""
+        cells = [
+            asdict(cell) | {"works": cell.works, "speed_ratio": self.speed_ratio(cell)} for cell in self.cells
+        ]
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cells"}
+        return {"format": FORMAT, "version": VERSION, **own, "cells": cells}
+
+
+def read_matrix(path: Path) -> MatrixResult:
+    """A result by its folder or its matrix.json.
+
+    Raises:
+        RecordingError: no such file, or it is not a matrix's.
+    """
+    file = path / "matrix.json" if path.is_dir() else path
+    values = _read_object(file)
+    if values.get("format") != FORMAT or values.get("version") != VERSION:
+        raise RecordingError(
+            f"{file}: format = {values.get('format')!r}, version = {values.get('version')!r}; this version "
+            f"reads {FORMAT} {VERSION}, which `lockstep matrix` writes"
+        )
+    try:
+        cells = tuple(cell_from_dict(cell) for cell in values["cells"])
+        own = _known(MatrixResult, values) | {
+            "cells": cells,
+            "shared": tuple(values["shared"]),
+            "notes": tuple(values["notes"]),
+        }
+        return MatrixResult(**own)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RecordingError(f"{file}: not what `lockstep matrix` writes ({error!r})") from error
+
+
+def cell_from_dict(values: Mapping[str, Any]) -> CellResult:
+    """The inverse of dataclasses.asdict for a CellResult; keys it does not know are left.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none.
+    """
+    own = _known(CellResult, values)
+    own["flags"] = tuple(own["flags"])
+    if own.get("measures") is not None:
+        own["measures"] = Measures(**_numbers(_known(Measures, own["measures"])))
+    if own.get("comparison") is not None:
+        own["comparison"] = Comparison(**_numbers(_known(Comparison, own["comparison"])))
+    return CellResult(**own)
+
+
+def read_measures(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Measures:
+    """Of a replay's summary.json and results.jsonl."""
+    compiled, steady = _table(summary, "compile"), _table(summary, "steady_ms")
+    counts = {status: sum(row.get("status") == status for row in rows) for status in ("ok", "failed", "oom")}
+    done = [row for row in rows if row.get("status") == "ok"]
+    memory = _number(_table(summary, "memory").get("peak_bytes"))
+    if memory is None:
+        memory = max((m for row in rows if (m := _number(row.get("peak_memory_bytes")))), default=None)
+    first = next((row for row in done if row.get("first_call")), None)
+    later = [row for row in done if not row.get("first_call")] or done
+    times = [time for row in later if (time := _total_ms(row)) is not None]
+    return Measures(
+        first_call_ms=None if first is None else _total_ms(first),
+        forward_ms=_number(steady.get("forward")),
+        backward_ms=_number(steady.get("backward")),
+        steady_ms=statistics.median(times) if times else None,
+        tokens_per_second=_number(_table(summary, "totals").get("tokens_per_second")),
+        peak_memory_bytes=memory,
+        graphs=_count(compiled.get("graphs")),
+        recompiles=_count(compiled.get("recompiles")),
+        graph_breaks=_count(compiled.get("graph_breaks")),
+        inputs_ok=counts["ok"],
+        inputs_failed=counts["failed"],
+        inputs_oom=counts["oom"],
+        inputs_skipped=len(rows) - sum(counts.values()),
+        tokens=sum(_count(row.get("tokens")) or 0 for row in done),
+        computed_slots=sum(_count(row.get("computed_slots")) or 0 for row in done),
+        num_layers=_count(_table(summary, "model").get("num_layers")),
+        weights=_weights(_table(summary, "weights")),
+    )
+
+
+def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _weights(told: Mapping[str, Any]) -> str:
+    statement, inputs = str(told.get("statement") or ""), _table(told, "inputs")
+    names = {"match": "on the recorded weights", "mismatch": "NOT on them", "unknown": "on weights unknown"}
+    counts = {kind: _count(inputs.get(kind)) or 0 for kind in names}
+    total = sum(counts.values())
+    if not total:
+        return statement
+    text = ", ".join(f"{count} {names[kind]}" for kind, count in counts.items() if count)
+    return f"of {total} inputs {text}" + (f"; the first: {statement}" if statement else "")
+
+
+def _total_ms(row: Mapping[str, Any]) -> float | None:
+    """Forward and backward of an input; of a replay without backward, forward."""
+    forward = _number(row.get("forward_ms"))
+    return None if forward is None else forward + (_number(row.get("backward_ms")) or 0.0)
+
+
+def judge(
+    comparison: Comparison,
+    *,
+    rounds: bool,
+    yardstick: Comparison | None,
+    limits: Mapping[str, float | None],
+    num_layers: int = 1,
+) -> tuple[bool, str]:
+    """Whether a cell agrees with its reference, and what is beyond which limit.
+
+    Args:
+        rounds: one of the two computes in 16 bits.
+        yardstick: the reference's own kernels in the cell's dtype against the same reference, which is then
+            float32; None: there is no such cell.
+        limits: "logprob" (nats, largest difference) and "gradient" (relative), as the user gave them; None
+            chooses by dtype.
+        num_layers: of the model; in 16 bits more layers round more often.
+    """
+    kind, logprob = "largest", comparison.logprob_max
+    logprob_limit, gradient_limit = LOGPROB_LIMIT, GRADIENT_LIMIT
+    if rounds:
+        depth = math.sqrt(num_layers)
+        logprob_limit, gradient_limit = HALF_RMS_LIMIT * depth, HALF_GRADIENT_LIMIT * depth
+        if yardstick is not None and yardstick.logprob_rms is not None:
+            logprob_limit = ROUNDING_FACTOR * yardstick.logprob_rms
+        if yardstick is not None and yardstick.gradient_relative_error is not None:
+            gradient_limit = ROUNDING_FACTOR * yardstick.gradient_relative_error
+        kind, logprob = "RMS", comparison.logprob_rms
+    if limits.get("logprob") is not None:
+        kind, logprob, logprob_limit = "largest", comparison.logprob_max, float(limits["logprob"] or 0.0)
+    if limits.get("gradient") is not None:
+        gradient_limit = float(limits["gradient"] or 0.0)
+    beyond = []
+    # `not <=` instead of `>`: a NaN is beyond every limit.
+    if logprob is not None and not logprob <= logprob_limit:
+        beyond.append(
+            f"{kind} logprob difference {logprob:.2g} nats, limit {logprob_limit:.2g}"
+            + (f" (input {comparison.worst_input})" if kind == "largest" else "")
+        )
+    error = comparison.gradient_relative_error
+    if error is not None and not error <= gradient_limit:
+        where = f" (worst: {comparison.worst_parameter})" if comparison.worst_parameter else ""
+        beyond.append(f"gradient relative error {error:.2g}, limit {gradient_limit:.2g}{where}")
+    return not beyond, "; ".join(beyond)
+
+
+def verdict(result: MatrixResult) -> str:
+    """The last line that `lockstep matrix` prints."""
+    table = result.table
+    ran = [cell for cell in table if cell.status != "not run"]
+    parts = [f"{len(table)} cells", f"{sum(cell.works for cell in ran)} work"]
+    refused = sum(cell.status == "refused" for cell in ran)
+    broken = [cell for cell in ran if not cell.works and cell.status != "refused"]
+    if refused:
+        parts.append(f"{refused} refused")
+    if broken:
+        parts.append(f"{len(broken)} do not: {', '.join(f'{c.name} ({c.status})' for c in broken[:3])}")
+    if len(ran) < len(table):
+        parts.append(f"{len(table) - len(ran)} not run")
+    for extra in (cell for cell in result.cells if cell.is_extra and not cell.works):
+        parts.append(f"{extra.name}: {extra.status}")
+    apart = [cell for cell in result.cells if cell.agrees is False]
+    if apart:
+        parts.append(f"{len(apart)} disagree: {', '.join(cell.name for cell in apart[:3])}")
+    largest = largest_difference(result)
+    if largest is not None and largest.comparison is not None:
+        parts.append(f"largest difference {largest.comparison.logprob_max:.2g} nats ({largest.name})")
+    return "matrix: " + ", ".join(parts)
+
+
+def largest_difference(result: MatrixResult) -> CellResult | None:
+    """The cell whose logprobs are farthest from the reference cell's."""
+    compared = [c for c in result.cells if c.comparison is not None and c.comparison.logprob_max is not None]
+
+    def size(cell: CellResult) -> float:
+        value = cell.comparison.logprob_max if cell.comparison is not None else None
+        return math.inf if value is None or math.isnan(value) else value
+
+    return max(compared, key=size, default=None)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        values = read_json(file, RecordingError)
+    except RecordingError as error:
+        raise RecordingError(f"{error}; give the folder of a `lockstep matrix`") from error
+    if not isinstance(values, dict):
+        raise RecordingError(f"{file}: a JSON object was expected, not {type(values).__name__}")
+    return values
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for f in fields(kind) if f.name in values}
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """NaN and infinities are strings in JSON (see observe.files.jsonable)."""
+    names = ("NaN", "Infinity", "-Infinity")
+    return {k: float(v) if isinstance(v, str) and v in names else v for k, v in values.items()}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

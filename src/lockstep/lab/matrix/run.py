@@ -1,0 +1,373 @@
+"""The compatibility matrix: the same inputs under every combination of some axes, each in its own process.
+
+    >>> from pathlib import Path
+    >>> from lockstep.lab.matrix.run import MatrixOptions, run_matrix
+    >>> result = run_matrix(None, MatrixOptions(out=Path("runs/matrix")))  # doctest: +SKIP
+    >>> result.verdict  # doctest: +SKIP
+    'matrix: 8 cells, 8 work, largest difference 2.4e-07 nats (varlen + eager + packed)'
+
+A cell that crashes, hangs or says nothing is a result as any other; the folder holds, per cell, the log, the
+replay's own files and cell.json, and matrix.json, matrix.md and matrix.html for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, RecordingError
+from lockstep.lab.matrix.cells import (
+    Axis,
+    MatrixCell,
+    make_cells,
+    parse_axes,
+    reference_cells,
+    refusal,
+    settings,
+)
+from lockstep.lab.matrix.compare import Comparison
+from lockstep.lab.matrix.outcome import compare_cells, ended, read_cell
+from lockstep.lab.matrix.report import write_reports
+from lockstep.lab.matrix.result import CellResult, MatrixResult, judge, read_matrix, verdict
+from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell
+from lockstep.lab.suite.machine import machine
+from lockstep.lab.suite.process import ProcessRunner
+from lockstep.loop.interrupt import Interrupt, Interrupted
+from lockstep.observe.files import write_json
+from lockstep.observe.lock import RunLock
+from lockstep.recording import Recording
+
+Progress = Callable[[CellResult, int, int], None]
+"""Called with a cell that is done, how many are, and of how many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixOptions:
+    """What to try, and how."""
+
+    out: Path
+    axes: tuple[Axis, ...] | None = None
+    """None: flash, compile, packing."""
+    base: tuple[tuple[str, Any], ...] = ()
+    """Fields of Cell that all cells have, and the reference but for its dtype: model, dtype, num_layers."""
+    device: str = "auto"
+    reference: str = ""
+    """AXIS=VALUE words on top of padded, sdpa, eager, float32."""
+    replay_flags: tuple[str, ...] = ()
+    """Flags of `lockstep replay` that all cells share, such as ("--max-inputs", "8")."""
+    timeout: float = 600.0
+    """Seconds per cell."""
+    jobs: int = 1
+    """More than 1: so many cells at a time, whose times then mean nothing."""
+    resume: bool = False
+    """Go on in `out`: what is there is not run again."""
+    retry: bool = False
+    """With resume: cells that failed, crashed or timed out are run again."""
+    logprob_limit: float | None = None
+    """Nats, largest difference; None: by dtype, see lockstep.lab.matrix.result."""
+    gradient_limit: float | None = None
+    keep_outputs: bool = False
+    """Keep every cell's outputs.safetensors; else only the reference cells'."""
+    command: str = ""
+    """What the reports say the matrix was made with."""
+
+
+def run_matrix(
+    recording: Path | str | None, options: MatrixOptions, *, progress: Progress | None = None
+) -> MatrixResult:
+    """Run every cell, compare it with its reference, and write the reports.
+
+    Args:
+        recording: as Recording.open takes it; None: the shipped one.
+        progress: is told of every cell that is done.
+
+    Raises:
+        ConfigError: an axis, value or setting is wrong, or `out` holds another matrix.
+        RecordingError: the recording cannot be read.
+        Interrupted: Ctrl-C or SIGTERM. The running cell is killed; what is done is written, and the same
+            options with resume=True go on.
+    """
+    opened = Recording.open(recording)
+    work = _Work(opened, None if recording is None else str(recording), options)
+    work.prepare()
+    try:
+        lock = RunLock(options.out / "lock")
+    except ConfigError as error:
+        raise ConfigError(f"another matrix is writing {str(options.out)!r}; give another --out") from error
+    try:
+        return work.run(progress or (lambda cell, done, total: None))
+    finally:
+        lock.release()
+
+
+class _Work:
+    """One matrix on its way."""
+
+    def __init__(self, recording: Recording, path: str | None, options: MatrixOptions) -> None:
+        self.options, self.path = options, path
+        given = dict(ALL_OFF) | dict(options.base)
+        base = resolve_cell(recording.header, device=options.device, given=given)[0]
+        self.axes = options.axes if options.axes is not None else parse_axes(())
+        self.cells = make_cells(base, self.axes)
+        self.reference = _reference(base, options.reference)
+        self.extra, self.reference_of = reference_cells(self.cells, self.reference)
+        # References first: every other cell is compared with one as soon as it is done.
+        wanted = set(self.reference_of.values())
+        first = [cell for cell in self.cells if cell.name in wanted]
+        self.order = [*self.extra, *first, *(cell for cell in self.cells if cell.name not in wanted)]
+        self.done: dict[str, CellResult] = {}
+        self.runner = ProcessRunner()
+        self.created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.environment = machine(base.device)
+        self.described = {
+            "path": path or "the shipped recording",
+            "inputs": len(recording),
+            "framework": recording.header.framework,
+            "model": recording.header.model.get("name"),
+        }
+
+    # --- the folder -----------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make the folder, or look at what is done in it. Raises ConfigError when it is another matrix's."""
+        out = self.options.out
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"--out {str(out)!r} is a file; give a folder")
+        if not (out / "matrix.json").exists():
+            if out.exists() and any(out.iterdir()):
+                raise ConfigError(f"--out {str(out)!r} holds something that is no matrix; give a new folder")
+            if self.options.resume:
+                raise ConfigError(f"--resume: {str(out)!r} holds no matrix to go on with; leave --resume out")
+            try:
+                (out / "cells").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--out {str(out)!r}: cannot be made ({error.strerror}); give another folder"
+                ) from error
+            return
+        if not self.options.resume:
+            raise ConfigError(
+                f"--out {str(out)!r} holds a matrix already; --resume goes on with it, or give another --out"
+            )
+        old = read_matrix(out)
+        self.created = old.created
+        other = sorted(k for k, v in self.environment.items() if old.environment.get(k) != v)
+        if other:
+            was, now = old.environment.get(other[0]), self.environment[other[0]]
+            raise ConfigError(
+                f"--resume: {str(out)!r} was begun with {other[0]} {was}, and this is {now}; give another "
+                "--out, and compare the two with `lockstep matrix diff`"
+            )
+        for cell in self.order:
+            self._take(cell)
+
+    def _take(self, cell: MatrixCell) -> None:
+        found = read_cell(self.options.out / "cells" / cell.slug)
+        if found is None:
+            return
+        if found.command != self.command(cell):
+            raise ConfigError(
+                f"--resume: {str(self.options.out)!r} has {cell.name!r} by another command "
+                f"({found.command}); give the same options, or another --out"
+            )
+        again = self.options.retry and not found.works and found.status != "refused"
+        if not again:
+            self.done[cell.name] = replace(
+                found,
+                name=cell.name,
+                values=dict(cell.values),
+                is_extra=not cell.values,
+                reference=self._reference_name(cell),
+            )
+
+    def command(self, cell: MatrixCell) -> str:
+        """What a user would type for this cell."""
+        return shlex.join(["lockstep", *self._replay(cell)])
+
+    def _replay(self, cell: MatrixCell) -> list[str]:
+        where = [] if self.path is None else [self.path]
+        return ["replay", *where, *cell.flags, *self.options.replay_flags]
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def run(self, progress: Progress) -> MatrixResult:
+        todo = [cell for cell in self.order if cell.name not in self.done]
+        total = len(self.order)
+        self.write(complete=False)
+
+        def finish(result: CellResult) -> None:
+            self.done[result.name] = self._compared(result)
+            self.write(complete=False)
+            progress(self.done[result.name], len(self.done), total)
+
+        with Interrupt() as interrupt:
+            try:
+                self._run_all(todo, finish)
+                # Cells that an earlier run had nothing to compare with: their reference may work by now.
+                for name, cell in self.done.items():
+                    if cell.comparison is None:
+                        self.done[name] = self._compared(cell)
+            except KeyboardInterrupt:
+                result = self.write(complete=False)
+                write_reports(result, self.options.out)
+                raise Interrupted(
+                    {
+                        "outcome": "interrupted",
+                        "cells": len(self.done),
+                        "total": total,
+                        "out": str(self.options.out),
+                        "verdict": result.verdict,
+                        "signal": None if interrupt.signal is None else int(interrupt.signal),
+                    }
+                ) from None
+        result = self.write(complete=True)
+        write_reports(result, self.options.out)
+        return result
+
+    def _run_all(self, todo: Sequence[MatrixCell], finish: Callable[[CellResult], None]) -> None:
+        references = [cell for cell in todo if cell.name in set(self.reference_of.values())]
+        rest = [cell for cell in todo if cell not in references]
+        if self.options.jobs == 1:
+            for cell in (*references, *rest):
+                finish(self._run_cell(cell))
+            return
+        for group in (references, rest):
+            with ThreadPoolExecutor(self.options.jobs) as pool:
+                futures = [pool.submit(self._run_cell, cell) for cell in group]
+                try:
+                    for future in as_completed(futures):
+                        finish(future.result())
+                except BaseException:
+                    self.runner.stop()
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+
+    def _run_cell(self, cell: MatrixCell) -> CellResult:
+        folder = self.options.out / "cells" / cell.slug
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        result = CellResult(
+            name=cell.name,
+            values=dict(cell.values),
+            flags=cell.flags,
+            command=self.command(cell),
+            status="refused",
+            folder=f"cells/{cell.slug}",
+            reference=self._reference_name(cell),
+            is_extra=not cell.values,
+            timing_note=self._timing_note(cell),
+        )
+        why = refusal(cell.cell)
+        if why is not None:
+            return self._saved(replace(result, reason=why))
+        words = [*self._replay(cell), "--out", str(folder / "replay"), "--keep-outputs", "--quiet"]
+        log = folder / "log.txt"
+        log.write_text(f"$ {shlex.join(['python', '-m', 'lockstep', *words])}\n", encoding="utf-8")
+        argv = [sys.executable, "-m", "lockstep", *words]
+        ending = self.runner.run(argv, log=log, timeout=self.options.timeout)
+        return self._saved(ended(result, ending, folder=folder, timeout=self.options.timeout))
+
+    def _reference_name(self, cell: MatrixCell) -> str | None:
+        reference = self.reference_of.get(cell.name)
+        return None if reference == cell.name else reference
+
+    def _timing_note(self, cell: MatrixCell) -> str:
+        if cell.cell.attention == "varlen" and cell.cell.device == "cpu":
+            return "reference kernels on a CPU: times are not comparable"
+        if self.options.jobs > 1:
+            return f"up to {self.options.jobs} cells ran at a time: times are not comparable"
+        return ""
+
+    # --- results --------------------------------------------------------------------------------------------
+
+    def _compared(self, result: CellResult) -> CellResult:
+        reference = self.done.get(result.reference or "")
+        if result.reference is None or not result.works:
+            return result
+        if reference is None or not reference.works:
+            why = "it did not run" if reference is None else reference.status
+            return self._saved(replace(result, disagreement=f"no comparison: the reference cell: {why}"))
+        out = self.options.out
+        try:
+            compared = compare_cells(result, reference, out=out)
+        except RecordingError as error:
+            return self._saved(replace(result, disagreement=f"no comparison: {error}"))
+        if not self.options.keep_outputs:
+            (out / result.folder / "replay" / "outputs.safetensors").unlink(missing_ok=True)
+        return self._saved(replace(result, comparison=compared, disagreement=""))
+
+    def _saved(self, result: CellResult) -> CellResult:
+        write_json(self.options.out / result.folder / "cell.json", dataclasses.asdict(result))
+        return result
+
+    def write(self, *, complete: bool) -> MatrixResult:
+        """matrix.json with what is there so far."""
+        limits = {"logprob": self.options.logprob_limit, "gradient": self.options.gradient_limit}
+        cells = tuple(self._judged(cell, limits) for cell in (*self.extra, *self.cells))
+        result = MatrixResult(
+            command=self.options.command,
+            created=self.created,
+            recording=self.described,
+            environment=self.environment,
+            axes={axis.name: [value.value for value in axis.values] for axis in self.axes},
+            shared=self.options.replay_flags,
+            limits=limits,
+            cells=cells,
+            complete=complete,
+        )
+        result = replace(result, verdict=verdict(result))
+        write_json(self.options.out / "matrix.json", result.as_dict())
+        return result
+
+    def _judged(self, cell: MatrixCell, limits: dict[str, float | None]) -> CellResult:
+        result = self.done.get(cell.name)
+        if result is None:
+            return CellResult(
+                name=cell.name,
+                values=dict(cell.values),
+                flags=cell.flags,
+                command=self.command(cell),
+                status="not run",
+                folder=f"cells/{cell.slug}",
+                reference=self._reference_name(cell),
+                is_extra=not cell.values,
+            )
+        if result.comparison is None:
+            return result
+        rounds = cell.cell.dtype != "float32" or self.reference.dtype != "float32"
+        layers = None if result.measures is None else result.measures.num_layers
+        agrees, why = judge(
+            result.comparison,
+            rounds=rounds,
+            yardstick=self._yardstick(cell),
+            limits=limits,
+            num_layers=layers or 1,
+        )
+        return replace(result, agrees=agrees, disagreement=why)
+
+    def _yardstick(self, cell: MatrixCell) -> Comparison | None:
+        """How far the reference's own kernels are from it in this cell's dtype."""
+        if cell.cell.dtype == self.reference.dtype or self.reference.dtype != "float32":
+            return None
+        same = ("model", "num_layers")
+        wanted = replace(
+            self.reference, dtype=cell.cell.dtype, **{name: getattr(cell.cell, name) for name in same}
+        )
+        for other in self.cells:
+            near = replace(other.cell, activation_checkpointing=wanted.activation_checkpointing)
+            if near == wanted and other.name != cell.name and other.name in self.done:
+                return self.done[other.name].comparison
+        return None
+
+
+def _reference(base: Cell, text: str) -> Cell:
+    default = {"zero_stage": None, "ranks": 1, "dtype": "float32"}
+    return replace(base, **(default | settings(text, origin="--reference")))

@@ -1,0 +1,1 @@
+"""Recorded inputs fed to the policy again, under another choice."""

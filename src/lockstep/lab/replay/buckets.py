@@ -1,0 +1,215 @@
+"""Which inputs are replayed, and the batch that an input becomes in a cell: as it was recorded, without its
+padded tail, or in a static bucket."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.errors import ConfigError
+from lockstep.lab.replay.budget import MemoryLimit
+from lockstep.lab.replay.cell import Cell
+from lockstep.models.forward import dense_shape
+from lockstep.packing import Bucket, buckets_for, repack
+from lockstep.recording.replayable import recorded_axes
+from lockstep.schema.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.recording import Recording
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacities:
+    """What batches become."""
+
+    kind: Literal["recorded", "exact", "static", "dense"]
+    """recorded: as they are. exact: without a tail. static: padded to one of `buckets`. dense: rows and
+    longest document rounded up to powers of two, for padded batches."""
+    static: bool
+    """Shapes come in few kinds, so one graph serves many inputs."""
+    buckets: tuple[Bucket, ...] = ()
+    """Of kind static, smallest first."""
+    width: int = 0
+    """Of kind dense: no row is longer."""
+    documents: int = 0
+    """Entries of cu_seqlens of every batch of kind recorded, if static: without it, equal token capacities
+    would have different shapes."""
+    limit: MemoryLimit | None = None
+    """What a batch may take; None: nothing is estimated."""
+
+    def fit(self, batch: PackedBatch) -> PackedBatch:
+        """The batch to run.
+
+        Raises:
+            DataError: no bucket holds it.
+            RecordingError: it would take more memory than `limit` allows.
+        """
+        if self.limit is not None:
+            slots, documents = self._planned(batch)
+            self.limit.check(slots=slots, documents=documents)
+        return self._fitted(batch)
+
+    def _planned(self, batch: PackedBatch) -> tuple[int, int]:
+        """(Rows that every layer will compute, entries of cu_seqlens), before anything is allocated."""
+        documents = len(batch.sample_ids)
+        if self.kind == "recorded":
+            room = max(batch.cu_seqlens.shape[0], self.documents if self.static else 0)
+            dense = self.limit is not None and self.limit.cell.layout == "padded"
+            rows, width = dense_shape(batch)
+            return (rows * width if dense else batch.num_slots), room
+        if self.kind == "exact":
+            longest = max(batch.lengths[:documents])
+            dense = self.limit is not None and self.limit.cell.layout == "padded"
+            return (documents * longest if dense else batch.num_tokens), documents
+        bucket = self._bucket(batch)
+        return bucket.tokens, bucket.documents
+
+    def _bucket(self, batch: PackedBatch) -> Bucket:
+        """Of kinds dense and static."""
+        used, documents = batch.num_tokens, len(batch.sample_ids)
+        if self.kind == "dense":
+            return _dense_bucket(batch.lengths[:documents], self.width)
+        fitting = (b for b in self.buckets if used <= b.tokens and documents <= _rows(b))
+        return next(fitting, self.buckets[-1])
+
+    def _fitted(self, batch: PackedBatch) -> PackedBatch:
+        if self.kind == "exact":
+            return repack(batch, None)
+        if self.kind == "recorded":
+            if not self.static:
+                return batch
+            documents = max(self.documents, len(batch.lengths))
+            return repack(
+                batch, Bucket(tokens=batch.num_slots, documents=documents, max_seqlen=batch.max_seqlen)
+            )
+        return repack(batch, self._bucket(batch))
+
+    def describe(self) -> str:
+        """One line."""
+        if self.kind == "exact":
+            return "inputs without a padded tail"
+        if self.kind == "recorded":
+            return "inputs as recorded, padded tail included" if self.static else "inputs as recorded"
+        if self.kind == "dense":
+            return "rows and row lengths padded to powers of two"
+        sizes = ", ".join(str(bucket.tokens) for bucket in self.buckets)
+        return f"inputs padded to static capacities of {sizes} slots (no document above " + (
+            f"{self.buckets[0].max_seqlen} tokens)"
+        )
+
+
+def _dense_bucket(lengths: Sequence[int], width: int) -> Bucket:
+    """B x L with both powers of two, L at least 64 and at most `width`: inputs have fixed documents, so one
+    shape for all would be as wide as the longest and as high as the fullest."""
+    longest = min(max(_ALIGNMENT, _power_of_two(max(lengths))), width)
+    rows = _power_of_two(len(lengths))
+    return Bucket(tokens=rows * longest, documents=2 * rows, max_seqlen=longest)
+
+
+def _rows(bucket: Bucket) -> int:
+    """Most real documents: a bucket also has room for those that cover its tail."""
+    return bucket.documents - -(-bucket.tokens // bucket.max_seqlen)
+
+
+def shape_of(batch: PackedBatch) -> tuple[int, int, int]:
+    """What a graph is made for: (slots, entries of cu_seqlens, longest document)."""
+    return batch.num_slots, batch.cu_seqlens.shape[0], batch.max_seqlen
+
+
+def computed_slots(batch: PackedBatch, cell: Cell) -> int:
+    """Rows that every layer computes: T of a pack, B x L of a padded batch."""
+    if cell.layout == "packed":
+        return batch.num_slots
+    rows, width = dense_shape(batch)
+    return rows * width
+
+
+def plan_capacities(
+    recording: Recording, order: Sequence[int], options: ReplayOptions, *, max_positions: int
+) -> Capacities:
+    """How the selected inputs fit the cell.
+
+    Raises:
+        ConfigError: --capacity is below an input's tokens.
+    """
+    cell, header = options.cell, recording.header
+    axes = recorded_axes(header, given=("attention",))
+    same = cell.execution == axes["execution"] and cell.layout == axes["layout"]
+    lengths = [recording.lengths[index] for index in order]
+    totals = [sum(each) for each in lengths]
+    longest = max(max(each, default=1) for each in lengths)
+    most_documents = max(len(each) for each in lengths)
+    recorded = header.capacity.get("token_budget") or 0
+    if same and options.capacity is None:
+        width = max(header.capacity.get("max_seqlen") or 1, 1)
+        documents = most_documents + -(-max(recorded, *totals, 0) // width)
+        return Capacities(kind="recorded", static=axes["static_capacity"], documents=documents)
+    if cell.execution == "eager":
+        return Capacities(kind="exact", static=False)
+    width = min(_round_up(longest, _ALIGNMENT), max(longest, max_positions))
+    if cell.layout == "padded":
+        return Capacities(kind="dense", static=True, width=width)
+    if options.capacity is not None and max(totals) > options.capacity:
+        index = order[totals.index(max(totals))]
+        raise ConfigError(
+            f"--capacity {options.capacity}: input {index} has {max(totals)} tokens; set at least "
+            f"--capacity {_round_up(max(totals), _ALIGNMENT)}, or leave that input out with --inputs"
+        )
+    budget = options.capacity or max(recorded, _round_up(max(totals), _ALIGNMENT))
+    width = min(width, budget)
+    buckets = buckets_for(token_budget=budget, max_seqlen=width, max_documents=most_documents)
+    return Capacities(kind="static", static=True, buckets=buckets)
+
+
+def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ...]:
+    """Indices of the inputs to replay, in order.
+
+    Raises:
+        ConfigError: nothing is left, or an index is out of range.
+    """
+    count = len(recording)
+    if count == 0:
+        raise ConfigError(f"{recording.path} holds no inputs; there is nothing to replay")
+    chosen = list(range(count)) if options.inputs is None else list(dict.fromkeys(options.inputs))
+    wrong = [index for index in chosen if not 0 <= index < count]
+    if wrong:
+        raise ConfigError(
+            f"--inputs names input {wrong[0]}, but {recording.path} holds {count} (0 to {count - 1})"
+        )
+    if options.steps is not None:
+        first, last = options.steps
+        steps = sorted({meta.step for meta in recording.metas})
+        chosen = [i for i in chosen if _within(recording.metas[i].step, first, last)]
+        if not chosen:
+            text = f"{'' if first is None else first}:{'' if last is None else last}"
+            raise ConfigError(
+                f"--steps {text} leaves no input; this recording has steps {steps[0]} to {steps[-1]}"
+            )
+    if options.shuffle:
+        random.Random(options.seed).shuffle(chosen)
+    return tuple(chosen[: options.max_inputs])
+
+
+def _within(step: int, first: int | None, last: int | None) -> bool:
+    return (first is None or step >= first) and (last is None or step < last)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def as_dict(capacities: Capacities) -> dict[str, Any]:
+    """For the summary."""
+    buckets = [
+        {"tokens": b.tokens, "documents": b.documents, "max_seqlen": b.max_seqlen} for b in capacities.buckets
+    ]
+    return {"kind": capacities.kind, "static": capacities.static, "buckets": buckets}

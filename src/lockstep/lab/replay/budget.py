@@ -1,0 +1,82 @@
+"""What one replayed input may take, estimated before anything of its size is allocated.
+
+A recording states sizes that no byte of it stands behind: the padded tail, the documents that cu_seqlens
+has room for, the width of padded rows, the rank of adapters. The estimate is that of `lockstep plan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import RecordingError
+from lockstep.lab.replay.cell import Cell, train_config
+from lockstep.models.memory import ModelShape, gib, total_bytes
+from lockstep.models.memory_shape import forward_sizes
+from lockstep.recording.storage.format import MAX_DOCUMENT_SLOTS
+
+_SLOT_BYTES = 64
+"""Ids, positions, labels, masks and floats of one slot of a batch."""
+_DOCUMENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """How much memory an input may take beside the others."""
+
+    bytes: int
+    shape: ModelShape
+    cell: Cell
+    backward: bool
+
+    def check(self, *, slots: int, documents: int) -> None:
+        """Refuse a batch that would take more.
+
+        Args:
+            slots: rows that every layer computes.
+            documents: entries of cu_seqlens.
+
+        Raises:
+            RecordingError: names the estimate, the limit and the flag.
+        """
+        if documents > MAX_DOCUMENT_SLOTS:
+            raise RecordingError(
+                f"field 'capacity': the batch would have room for {documents:,} documents; at most "
+                f"{MAX_DOCUMENT_SLOTS:,}"
+            )
+        need = self.estimate(slots=slots, documents=documents)
+        if need > self.bytes:
+            raise RecordingError(
+                f"a batch of {slots:,} slots would take about {gib(need)}, more than the {gib(self.bytes)} "
+                f"that an input may take; give more with --max-memory {need / 2**30 + 1:.0f}, fewer layers "
+                "with --num-layers, or leave the input out with --inputs"
+            )
+
+    def estimate(self, *, slots: int, documents: int = 0) -> int:
+        """Bytes: parameters, gradients, what forward and backward keep, and the batch itself."""
+        shape, kind = self.shape, torch.device(self.cell.device).type
+        weights = shape.parameters * shape.dtype_bytes
+        weights += shape.trained * shape.dtype_bytes * self.backward
+        if not self.backward:  # nothing is kept from layer to layer
+            shape = dataclasses.replace(shape, layers=1)
+        train = train_config(self.cell, static_capacity=False)
+        kept = sum(size for _, size, _, _ in forward_sizes(shape, train, tokens=slots, device=kind))
+        return int(weights + kept + slots * _SLOT_BYTES + documents * _DOCUMENT_BYTES)
+
+
+def memory_limit(cell: Cell, shape: ModelShape, *, backward: bool, given: int | None) -> MemoryLimit:
+    """The limit of `--max-memory`, bytes; None: all memory of the device.
+
+    Raises:
+        RecordingError: the model alone is larger.
+    """
+    device = torch.device(cell.device)
+    if given is None:
+        given = (
+            torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
+        )
+    limit = MemoryLimit(bytes=given, shape=shape, cell=cell, backward=backward)
+    limit.check(slots=1, documents=1)
+    return limit

@@ -1,0 +1,386 @@
+"""The policy of a replay: its module, the backend that runs it, and whose weights it has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import invariant
+from lockstep.config.model import ModelConfig
+from lockstep.config.train import TrainConfig
+from lockstep.errors import RecordingError
+from lockstep.execution import joint_of
+from lockstep.lab.replay.buckets import Capacities
+from lockstep.lab.replay.cell import train_config
+from lockstep.models.causal_lm import text_config
+from lockstep.models.dtypes import DTYPES
+from lockstep.models.load import LoadedModel, load_model, meta_module
+from lockstep.models.memory import ModelShape, module_shape
+from lockstep.observe.spans import Spans
+from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.recording.replayable import recorded_axes, recorded_model
+from lockstep.schema.batch import PackedBatch
+from lockstep.schema.recording import InputMeta, RecordingHeader
+
+if TYPE_CHECKING:
+    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.recording import Recording
+
+Match = Literal["match", "mismatch", "unknown"]
+
+
+class ReplayBackend(Protocol):
+    """What a replay asks of a train backend."""
+
+    def logprobs(
+        self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
+    ) -> list[Tensor]: ...
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats: ...
+    def optimizer_step(self) -> dict[str, float]: ...
+    def gradients(self) -> dict[str, Tensor]: ...
+    def gradient_norm(self) -> float: ...
+    def drop_gradients(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """What the model has and what it would have."""
+
+    vocab_size: int
+    max_positions: int
+    num_layers: int
+    num_layers_full: int
+    parameter_bytes: int
+    parameter_bytes_full: int
+    """With all its layers."""
+    shape: ModelShape
+    """What memory is estimated by."""
+
+
+def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig:
+    """The recorded model, or the one that was asked for.
+
+    A recording cannot make its reader run code: `trust_remote_code` is what the options say.
+
+    Raises:
+        RecordingError: header.model is no model.
+    """
+    cell = options.cell
+    try:
+        config = recorded_model(header)
+    except RecordingError:
+        if cell.model is None:
+            raise
+        config = ModelConfig()
+    update: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if cell.model is not None:
+        update |= {
+            "name": cell.model,
+            "revision": None,
+            "lora": None,
+            "num_layers": None,
+            "dtype": cell.dtype,
+        }
+    if cell.num_layers is not None:
+        update["num_layers"] = cell.num_layers
+    return config.model_copy(update=update)
+
+
+def model_size(config: ModelConfig, *, dtype: torch.dtype) -> ModelSize:
+    """Sizes, before any weight is loaded. Raises ModelError."""
+    module = meta_module(config, dtype=dtype)
+    whole = module
+    if config.num_layers is not None:
+        whole = meta_module(config.model_copy(update={"num_layers": None}), dtype=dtype)
+    text, full = text_config(module), text_config(whole)
+    return ModelSize(
+        vocab_size=int(text.vocab_size),
+        max_positions=int(text.max_position_embeddings),
+        num_layers=int(text.num_hidden_layers),
+        num_layers_full=int(full.num_hidden_layers),
+        parameter_bytes=_bytes(module),
+        parameter_bytes_full=_bytes(whole),
+        shape=module_shape(module),
+    )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def check_inputs_fit(recording: Recording, order: Sequence[int], size: ModelSize, *, name: str) -> None:
+    """Refuse a model that cannot be fed the selected inputs.
+
+    Raises:
+        RecordingError: fewer positions, or a smaller vocabulary, than an input needs.
+    """
+    for index in order:
+        longest = max(recording.lengths[index], default=0)
+        if longest > size.max_positions:
+            raise RecordingError(
+                f"input {index}, field 'positions': its longest document has {longest} tokens, but {name} "
+                f"has {size.max_positions} positions; replay with the recorded model, with one of at least "
+                f"{longest} positions (--model), or leave this input out (--inputs)"
+            )
+    if recording.header.vocab_size <= size.vocab_size:
+        return
+    for index in order:  # a larger vocabulary need not have been used
+        check_ids(recording[index].batch, index=index, vocab_size=size.vocab_size, name=name)
+
+
+def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> None:
+    """Raises RecordingError for a token id that the model does not have; a GPU would only abort."""
+    low, high = (int(x) for x in batch.token_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise RecordingError(
+            f"input {index}, field 'token_ids': it holds id {low if low < 0 else high}, but {name} has a "
+            f"vocabulary of {vocab_size} (0 to {vocab_size - 1}); replay with the recorded model or with one "
+            "of its vocabulary (--model), or leave this input out (--inputs)"
+        )
+
+
+def check_tail(batch: PackedBatch, *, index: int, max_positions: int, name: str) -> None:
+    """Raises RecordingError for a pad document longer than any that the model can be fed: attention would
+    compute it all the same."""
+    real = len(batch.sample_ids)
+    longest = max(batch.lengths[real:], default=0)
+    if longest > max(max_positions, *batch.lengths[:real]):
+        raise RecordingError(
+            f"input {index}, field 'tail': a pad document has {longest:,} slots, but {name} has "
+            f"{max_positions:,} positions; leave this input out (--inputs)"
+        )
+
+
+def check_usable(meta: InputMeta, *, index: int) -> None:
+    """Raises RecordingError for an input that a foreign module was called with, but that is no documents."""
+    if meta.unusable is not None:
+        raise RecordingError(
+            f"input {index} is kept as the module was called, not as documents ({meta.unusable}); it cannot "
+            f"be fed again. Look at it with `lockstep recording show {index}`, or leave it out (--inputs)"
+        )
+
+
+class Policy:
+    """The module, its backend, and the weights that are in it.
+
+    Args:
+        spans: what the backend times its halves with.
+
+    Raises:
+        ModelError, RecordingError, ConfigError: the model or the weights cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        options: ReplayOptions,
+        *,
+        order: Sequence[int],
+        capacities: Capacities,
+        spans: Spans,
+    ) -> None:
+        self.recording, self.options = recording, options
+        self.config = model_config(recording.header, options)
+        self._device = torch.device(options.cell.device)
+        self._settings = contextlib.ExitStack()
+        self.settings_apply = options.cell.batch_invariant and self._device.type == "cuda"
+        """Whether the cell needs CUDA's settings of batch-invariance, which are the process's."""
+        self._settings.enter_context(invariant.configured(self.settings_apply))
+        self._capacities, self._inputs = capacities, len(order)
+        self._found: dict[tuple[str | None, str | None, int], Path | None] = {}
+        alone = options.cell.ranks == 1 and not options.simulate and not options.shuffle
+        # DeepSpeed takes a module's weights when its engine is made, and ranks share one engine.
+        self._fixed = options.optimizer_step or (options.cell.deepspeed and not alone)
+        self._load(recording.metas[order[0]])
+        self._spans = spans
+        self.moved = False
+        """An optimizer step has changed the weights."""
+        self.backend = self._build()
+
+    def _load(self, meta: InputMeta) -> None:
+        """The module, with the weights that this input saw."""
+        self._checkpoint: Path | None = None
+        self.model = self._load_base()
+        self.fingerprint = "" if self._stored(meta) else self._fingerprint(self.model.module)
+        self._cast()
+        if self.options.cell.batch_invariant:
+            invariant.convert(self.model.module, device=self._device, dtype=self._cell_dtype)
+        self._place(meta)
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def use(self, meta: InputMeta) -> Match:
+        """Put the weights in place that saw this input, as far as they are stored, and say whether they are
+        these."""
+        if self._fixed or self._stored(meta) == self._checkpoint:
+            return self.match(meta)
+        if self.options.cell.deepspeed:
+            self.backend.close()
+            before = joint_of(self.model.module)
+            self._load(meta)
+            self.backend = self._build()
+            after = joint_of(self.model.module)
+            if before is not None and after is not None:
+                after.adopt(before)
+        else:
+            self._place(meta)
+        return self.match(meta)
+
+    def weights_of(self, meta: InputMeta) -> str:
+        """Tells the weights apart that `use` puts in place for the inputs of this replay."""
+        stored = None if self._fixed else self._stored(meta)
+        return "" if stored is None else meta.weights or str(stored)
+
+    def match(self, meta: InputMeta) -> Match:
+        """Whether the weights in place are those that saw this input, by fingerprint."""
+        if self.moved:
+            return "mismatch"
+        if meta.weights is None:
+            return "unknown"
+        same = meta.weights == self.fingerprint and self.recorded_layers
+        return "match" if same else "mismatch"
+
+    def statement(self, meta: InputMeta) -> str:
+        """One line about where the weights come from, and whether they are the recorded ones."""
+        source = self.config.name if self._checkpoint is None else f"{self.config.name}, {self._checkpoint}"
+        cast = "" if self._loaded_dtype == self._cell_dtype else f", converted to {self.options.cell.dtype}"
+        about = f"weights of {source}{cast}: fingerprint {self.fingerprint}"
+        if not self.recorded_layers:
+            return f"{about}; with --num-layers this is another model: nothing recorded is comparable with it"
+        match self.match(meta):
+            case "match":
+                return f"{about}, the recorded one"
+            case "mismatch":
+                stored = "" if meta.checkpoint else " (the recording stores none for this input)"
+                return f"{about}, NOT the recorded {meta.weights}{stored}: differences are of the weights too"
+        return f"{about}; the recording names none, so nobody knows whether these are the recorded weights"
+
+    @property
+    def recorded_layers(self) -> bool:
+        """Whether the model has as many layers as the one that was recorded."""
+        return bool(self.config.num_layers == self.recording.header.model.get("num_layers"))
+
+    @property
+    def _cell_dtype(self) -> torch.dtype:
+        return DTYPES[self.options.cell.dtype]
+
+    @property
+    def _loaded_dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def _load_base(self) -> LoadedModel:
+        """In the recorded dtype: weights are those that were recorded before they are converted."""
+        dtype = self.options.cell.dtype
+        if self.options.cell.model is None:
+            dtype = recorded_axes(self.recording.header, given=("attention",))["dtype"]
+        config = self.config.model_copy(update={"dtype": cast(Any, dtype)})
+        return load_model(config, attention=self.options.cell.attention, device=self._device)
+
+    @staticmethod
+    def _fingerprint(module: nn.Module) -> str:
+        from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
+
+        return fingerprint(module_tensors(module).items())
+
+    def _place(self, meta: InputMeta) -> None:
+        wanted = self._stored(meta)
+        if wanted == self._checkpoint:
+            return
+        from lockstep.recording.storage.weights import load_weights
+
+        if wanted is None:
+            base = self._load_base().module
+            self.fingerprint = self._fingerprint(base)
+            self._copy(base)
+        else:
+            fewer = self.options.cell.num_layers is not None
+            self.fingerprint = load_weights(self.model.module, wanted, cast=True, partial=fewer)
+        self._checkpoint = wanted
+
+    def _stored(self, meta: InputMeta) -> Path | None:
+        """Where the weights of an input are; None: nowhere, or another model is asked for."""
+        if self.options.cell.model is not None:
+            return None
+        key = (meta.checkpoint, meta.weights, meta.step)
+        if key not in self._found:
+            from lockstep.recording.storage.weights import find_weights
+
+            self._found[key] = find_weights(self.recording.path, meta)
+        return self._found[key]
+
+    @torch.no_grad()
+    def _copy(self, source: nn.Module) -> None:
+        from lockstep.recording.storage.fingerprint import module_tensors
+
+        found = module_tensors(source)
+        for name, tensor in module_tensors(self.model.module).items():
+            tensor.copy_(found[name])
+
+    def _cast(self) -> None:
+        """Parameters only: buffers such as rotary frequencies have a dtype of their own."""
+        for parameter in self.model.module.parameters():
+            if parameter.dtype != self._cell_dtype:
+                parameter.data = parameter.data.to(self._cell_dtype)
+
+    # --- backend --------------------------------------------------------------------------------------------
+
+    def _build(self) -> ReplayBackend:
+        cell = self.options.cell
+        tokens = self.recording.header.capacity.get("token_budget") or 4096
+        train = train_config(cell, static_capacity=self._capacities.static, token_budget=max(1, int(tokens)))
+        model = dataclasses.replace(self.model, dtype=self._cell_dtype)
+        temperature = self.recording.header.temperature
+        steps = self._inputs if self.options.optimizer_step else 0
+        if cell.deepspeed:
+            return self._build_deepspeed(train, model, steps=steps)
+        from lockstep.train.local import LocalBackend
+
+        return LocalBackend(train, model=model, total_steps=steps, temperature=temperature, spans=self._spans)
+
+    def _build_deepspeed(self, train: TrainConfig, model: LoadedModel, *, steps: int) -> ReplayBackend:
+        from lockstep.train.deepspeed.backend import (
+            DeepSpeedBackend,  # lazy: only these cells need the package
+        )
+
+        stage = self.options.cell.zero_stage
+        backend: ReplayBackend = DeepSpeedBackend(
+            train.model_copy(update={"zero_stage": 1 if stage is None else stage}),
+            model=model,
+            total_steps=steps,
+            temperature=self.recording.header.temperature,
+            spans=self._spans,
+        )
+        return backend
+
+    def take_back_settings(self) -> None:
+        """Leave the process as it was before: another cell may run in it."""
+        self._settings.close()
+
+    def close(self) -> None:
+        """Drop gradients."""
+        self.backend.close()
+        self.take_back_settings()
+
+
+def weights_summary(policy: Policy, matches: Mapping[Match, int], statement: str) -> dict[str, Any]:
+    """For the summary."""
+    total = {name: matches.get(name, 0) for name in ("match", "mismatch", "unknown")}
+    if total["mismatch"]:
+        verdict: bool | None = False
+    else:
+        verdict = True if total["match"] and not total["unknown"] else None
+    return {
+        "model": policy.config.name,
+        "fingerprint": policy.fingerprint,
+        "matches": verdict,
+        "inputs": total,
+        "statement": statement,
+    }

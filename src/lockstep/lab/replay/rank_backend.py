@@ -1,0 +1,361 @@
+"""Train backends of a replay on several ranks: real ones, and ranks simulated one after the other.
+
+Both stand where a replay's own backend stands and change one thing: the gradients after `forward_backward`
+are those of a step of all ranks, added up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.lab.replay.policy import ReplayBackend
+from lockstep.lab.replay.results import error_line
+from lockstep.lab.replay.step_plan import PlannedStep, waits_in
+from lockstep.observe.spans import Spans
+from lockstep.packing import empty_batch
+from lockstep.protocols.train import StepStats, TokenLoss
+from lockstep.ranks.guard import Desync, Guard
+from lockstep.schema.batch import PackedBatch
+from lockstep.train.gradients import global_norm
+
+
+class _Wrapped:
+    """The backend underneath, and what a replay reads of it besides the protocol."""
+
+    def __init__(self, inner: ReplayBackend) -> None:
+        self.inner = inner
+        self.has_live_gradients = hasattr(inner, "live_gradients")
+        """Lockstep's own backend; DeepSpeed's reduces over ranks itself."""
+
+    @property
+    def spans(self) -> Spans | None:
+        """Where the backend notes its times."""
+        found: Spans | None = getattr(self.inner, "spans", None)
+        return found
+
+    @spans.setter
+    def spans(self, spans: Spans) -> None:
+        self.inner.spans = spans  # type: ignore[attr-defined]
+
+    def _forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Of this rank's own micro-batches: DeepSpeed's backend would deal them out."""
+        run = self.inner.forward_backward if self.has_live_gradients else self.inner.forward_backward_own  # type: ignore[attr-defined]
+        stats: StepStats = run(batches, loss)
+        return stats
+
+    def _logprobs(self, batches: Sequence[PackedBatch], model: Literal["policy", "ref"]) -> list[Tensor]:
+        run = self.inner.logprobs if self.has_live_gradients else self.inner.logprobs_own  # type: ignore[attr-defined]
+        found: list[Tensor] = run(batches, model=model)
+        return found
+
+    def _live(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.inner.live_gradients()  # type: ignore[attr-defined]
+        return found
+
+    def close(self) -> None:
+        """Close the backend underneath."""
+        self.inner.close()
+
+
+class RankBackend(_Wrapped):
+    """The backend of one real rank.
+
+    Before forward and backward the ranks tell each other what comes; after them whether it worked; then
+    gradients are added up. A rank whose input failed takes no part, and then nobody does: the step has no
+    gradients. Without `guard.checked` nobody asks, as in most jobs.
+
+    Args:
+        terms: what must be the same on all ranks, such as the cell.
+        spare: makes the batch that a rank without an input runs where collectives are inside of forward or
+            backward (DeepSpeed).
+    """
+
+    def __init__(
+        self,
+        inner: ReplayBackend,
+        guard: Guard,
+        *,
+        terms: Mapping[str, Any],
+        spare: Callable[[], PackedBatch],
+        zero_stage: int | None,
+    ) -> None:
+        super().__init__(inner)
+        self.guard, self.terms, self.spare, self.zero_stage = guard, dict(terms), spare, zero_stage
+        self.step: PlannedStep | None = None
+        self.desync: Desync | None = None
+        """The ranks cannot work together any more."""
+        self.notes: list[str] = []
+        """What happened to gradients, in the step at hand."""
+        self.delivered = False
+        """Gradients of the step at hand have been asked for, and there were some."""
+        self.dropped = False
+        """The step at hand has no gradients, because a rank failed in it."""
+        self._entered = False
+        self._peer_missing = False
+
+    # --- a step ---------------------------------------------------------------------------------------------
+
+    def start(self, step: PlannedStep) -> None:
+        """The next step; `forward_backward` or `logprobs` of its input follows, or `without_input`."""
+        self.step, self._entered, self.notes = step, False, []
+        self.delivered = self.dropped = self._peer_missing = False
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """As the backend's; gradients are those of all ranks."""
+        self._enter(batches)
+        with self._noticed(), self._explained(f"forward and backward of {self._what()}"):
+            try:
+                stats = self._forward_backward(batches, loss)
+            except Exception as error:
+                self._tell(error)
+                raise
+        self._tell(None)
+        return stats
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """As the backend's, which at ZeRO stage 3 gathers weights from all ranks."""
+        self._enter(batches)
+        with self._noticed(), self._explained(f"forward of {self._what()}"):
+            return self._logprobs(batches, model)
+
+    def without_input(self, loss: TokenLoss, *, backward: bool) -> None:
+        """This rank has no input in this step: an empty micro-batch, with zero gradients."""
+        if self.has_live_gradients:
+            self._enter([])
+            if backward:
+                self._tell(None)
+        elif backward:
+            self.forward_backward([empty_batch(self.spare())], loss)
+        else:
+            self.logprobs([empty_batch(self.spare())], model="policy")
+
+    def missed(self, error: str) -> None:
+        """This rank's input failed before it reached the backend: the others are told."""
+        if self._entered:
+            return
+        step = self._step()
+        if self.guard.checked:
+            with self._noticed():
+                self.guard.agree(step, self._intent([], error=error), what=f"entering step {step}")
+
+    def _step(self) -> int:
+        assert self.step is not None
+        return self.step.step
+
+    def _what(self) -> str:
+        assert self.step is not None
+        index = self.step.inputs[self.guard.ranks.rank]
+        return "an empty micro-batch" if index is None else f"input {index}"
+
+    def _intent(self, batches: Sequence[PackedBatch], *, error: str | None = None) -> dict[str, Any]:
+        return {
+            "tokens": sum(batch.num_tokens for batch in batches),
+            "terms": self.terms,
+            "error": error,
+        }
+
+    def _enter(self, batches: Sequence[PackedBatch]) -> int:
+        """Agree with the others that all are at this step. Raises Desync; PeerFailed where DeepSpeed's
+        collectives would wait for a rank that has failed."""
+        step, self._entered = self._step(), True
+        with self._noticed():
+            found = self.guard.agree(
+                step, self._intent(batches), what=f"entering step {step} with {self._what()}", same=("terms",)
+            )
+            self.guard.at(step, f"forward and backward of {self._what()}")
+        failed = [f"rank {r}: {f['error']}" for r, f in enumerate(found) if f.get("error")]
+        if failed:
+            self._peers_failed(failed)
+            if not self.has_live_gradients:
+                raise PeerFailed(
+                    f"step {step}: not run, because another rank failed before it ({'; '.join(failed)}). "
+                    f"Here the other ranks of a job wait {waits_in(self.zero_stage)}"
+                )
+        self._peer_missing = bool(failed)
+        return step
+
+    def _tell(self, error: Exception | None) -> None:
+        """Whether forward and backward worked; then the gradients of all ranks are added up."""
+        step = self._step()
+        if self._peer_missing:
+            self._drop()
+            return
+        with self._noticed():
+            if self.guard.checked:
+                line = None if error is None else f"{type(error).__name__}: {error_line(error)}"
+                found = self.guard.agree(step, {"error": line}, what=f"the end of step {step}")
+                failed = [f"rank {r}: {f['error']}" for r, f in enumerate(found) if f["error"]]
+                if failed:
+                    self._peers_failed(failed)
+                    self._drop()
+                    return
+            if error is None and self.has_live_gradients:
+                self._add_up(step)
+
+    def _drop(self) -> None:
+        """The step has no gradients, on any rank."""
+        self.dropped = True
+        self.inner.drop_gradients()
+
+    def _peers_failed(self, failed: Sequence[str]) -> None:
+        self.notes.append(
+            f"step {self._step()} has no gradients: {'; '.join(failed)}. In a job the other ranks would wait "
+            f"{waits_in(self.zero_stage)}"
+        )
+
+    def _add_up(self, step: int) -> None:
+        """All-reduce every trained parameter's gradient; those that took no part count as zero."""
+        live = self._live()
+        module: torch.nn.Module = self.inner.module  # type: ignore[attr-defined]
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and name not in live:
+                parameter.grad = torch.zeros_like(parameter)
+        steps = self.guard.add_up(list(self._live().values()), step=step)
+        if set(steps) != {step}:
+            where = ", ".join(f"rank {rank} at step {at}" for rank, at in enumerate(steps))
+            self.notes.append(
+                f"gradients of DIFFERENT steps were added up ({where}): the all-reduces have equal shapes, "
+                "so neither gloo nor NCCL notices. In a job this trains on, with wrong gradients"
+            )
+
+    def _noticed(self) -> _Noticed:
+        return _Noticed(self)
+
+    def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Only DeepSpeed makes collectives of its own."""
+        return (
+            contextlib.nullcontext() if self.has_live_gradients else self.guard.explained(self._step(), what)
+        )
+
+    # --- the rest -------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> dict[str, float]:
+        """As the backend's: every rank has the same gradients, so the weights stay equal. None at all, where
+        the step has no gradients."""
+        if self.dropped:
+            return {"grad_norm": math.nan, "lr": math.nan}
+        with self._noticed(), self._explained("the optimizer step"):
+            return self.inner.optimizer_step()
+
+    def gradient_norm(self) -> float:
+        """Of the step, over all ranks; nan where it has no gradients."""
+        if self.dropped:
+            return math.nan
+        with self._noticed(), self._explained("the gradient norm"):
+            return self.inner.gradient_norm()
+
+    def live_gradients(self) -> dict[str, Tensor]:
+        """Of the step, added up over ranks."""
+        found = self._live() if self.has_live_gradients else self.gradients()
+        self.delivered = bool(found)
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """float32 copies on the host."""
+        with self._noticed(), self._explained("gathering gradients"):
+            return self.inner.gradients()
+
+    def drop_gradients(self) -> None:
+        """As the backend's."""
+        self.inner.drop_gradients()
+
+
+class PeerFailed(RuntimeError):
+    """This rank's part of a step was not run, because another rank's had failed."""
+
+
+class _Noticed:
+    """Keeps the Desync that passes through: a replay makes a row of every exception."""
+
+    def __init__(self, backend: RankBackend) -> None:
+        self.backend = backend
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Desync):
+            self.backend.desync = error
+
+
+class SimulatedBackend(_Wrapped):
+    """The backend of all ranks of a step, one after the other in this process.
+
+    Gradients stay until the last rank of a step has added its own; a rank that fails leaves the step without
+    any, as RankBackend does.
+    """
+
+    def __init__(self, inner: ReplayBackend, *, want_gradients: Callable[[], bool]) -> None:
+        super().__init__(inner)
+        self.want_gradients = want_gradients
+        self.last = True
+        """Whether the rank at hand is the last one of the step that has an input."""
+        self.failed = False
+        self.delivered = False
+        self._sum: dict[str, Tensor] = {}
+
+    def start(self) -> None:
+        """The next step."""
+        self.failed, self.last, self.delivered = False, False, False
+        self._sum = {}
+        self.inner.drop_gradients()
+
+    def fail(self) -> None:
+        """A rank's input failed: the step has no gradients."""
+        self.failed = True
+        self._sum = {}
+        self.inner.drop_gradients()
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """As the backend's; gradients are added to those of the step."""
+        stats = self.inner.forward_backward(batches, loss)
+        if self.failed:
+            self.inner.drop_gradients()
+        elif not self.has_live_gradients:
+            if self.want_gradients():
+                for name, gradient in self.inner.gradients().items():
+                    self._sum[name] = self._sum[name] + gradient if name in self._sum else gradient
+            self.inner.drop_gradients()
+        return stats
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """As the backend's."""
+        return self.inner.logprobs(batches, model=model)
+
+    def live_gradients(self) -> dict[str, Tensor]:
+        """Of the step, at its last rank; before that none."""
+        if self.failed or not self.last:
+            return {}
+        found = self._live() if self.has_live_gradients else self._sum
+        self.delivered = bool(found)
+        return found
+
+    def gradient_norm(self) -> float:
+        """Of the step, at its last rank; before that, and where nobody keeps DeepSpeed's gradients, nan."""
+        if self.failed or not self.last:
+            return math.nan
+        if self.has_live_gradients:
+            return self.inner.gradient_norm()
+        return float(global_norm(list(self._sum.values()))) if self._sum else math.nan
+
+    def gradients(self) -> dict[str, Tensor]:
+        """float32 copies on the host."""
+        return {name: g.to("cpu", torch.float32, copy=True) for name, g in self.live_gradients().items()}
+
+    def optimizer_step(self) -> dict[str, float]:
+        """One for the step of all ranks, at the last one."""
+        if not self.last:
+            return {"grad_norm": math.nan, "lr": math.nan}
+        return self.inner.optimizer_step()
+
+    def drop_gradients(self) -> None:
+        """Only behind the last rank."""
+        if self.last:
+            self._sum = {}
+            self.inner.drop_gradients()

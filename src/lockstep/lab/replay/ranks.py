@@ -1,0 +1,495 @@
+"""A replay on several ranks, real ones or simulated in this process.
+
+Each step gives every rank one input; gradients are added up over the ranks. What a data-parallel job would
+make of the same steps is said before the first (lockstep.lab.replay.step_plan); where ranks really get out of
+step, who waits for whom is said instead of a hang (lockstep.ranks.guard).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.errors import ConfigError
+from lockstep.lab.replay.deadline import Deadline
+from lockstep.lab.replay.rank_backend import PeerFailed, RankBackend, SimulatedBackend
+from lockstep.lab.replay.results import ReplayFiles, ReplayRow
+from lockstep.lab.replay.run import Replayer, ReplayOptions, ReplayResult, finish, opening
+from lockstep.lab.replay.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
+from lockstep.lab.replay.summary import counted
+from lockstep.ranks.context import RankContext
+from lockstep.ranks.guard import Desync, Guard
+from lockstep.schema.batch import PackedBatch
+
+if TYPE_CHECKING:
+    from lockstep.recording import Recording
+
+SECONDS, UNGUARDED_SECONDS = 300.0, 20.0
+"""How long a rank waits for another: the slowest compilation of one rank is in it. Without the guard a wait
+is what is to be shown."""
+_FAREWELL_SECONDS = 5.0
+"""After a desync or Ctrl-C: how long rank 0 waits for what the others have left to say."""
+
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+
+OnRow = Callable[[ReplayRow, int, int], None]
+
+
+@dataclass(slots=True)
+class _State:
+    """What a replay has done so far."""
+
+    rows: list[ReplayRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    summed: list[int] = field(default_factory=list)
+    """Inputs whose gradients were kept."""
+    interrupted: bool = False
+    desync: Desync | None = None
+
+
+def rank_options(options: ReplayOptions, ranks: RankContext) -> ReplayOptions:
+    """The options of one rank: its device, and how many there are.
+
+    Raises:
+        ConfigError: --ranks says another number than the launcher.
+    """
+    asked = options.cell.ranks
+    if asked not in (1, ranks.world_size):
+        raise ConfigError(
+            f"--ranks {asked}, but {ranks.world_size} ranks were started; leave --ranks out under torchrun "
+            "and deepspeed, or give the same number"
+        )
+    cell = dataclasses.replace(options.cell, ranks=ranks.world_size, device=str(ranks.device))
+    return dataclasses.replace(options, cell=cell)
+
+
+def waiting_seconds(asked: float | None, *, checked: bool) -> float:
+    """The deadline of one rank's waits for another."""
+    return asked or (SECONDS if checked else UNGUARDED_SECONDS)
+
+
+def agree_on_directory(ranks: RankContext, out: Path) -> Path:
+    """Rank 0's OUT: the default has the time in its name. Raises Desync."""
+    return Path(Guard(ranks).exchange(-1, {"out": str(out)}, what="the start", name="out")[0]["out"])
+
+
+def plan_of(recording: Recording, order: Sequence[int], options: ReplayOptions) -> StepPlan:
+    """The steps of a replay; the same on every rank."""
+    return plan_steps(
+        recording.metas,
+        recording.lengths,
+        ranks=options.cell.ranks,
+        indices=sorted(order),
+        shuffle=options.shuffle,
+        seed=options.seed,
+    )
+
+
+def simulated_ranks(recording: Recording, options: ReplayOptions) -> int:
+    """How many ranks to simulate: as asked for, else as many as recorded, else 2."""
+    if options.cell.ranks > 1:
+        return options.cell.ranks
+    return max(2, recording.header.world_size)
+
+
+# --- simulated ----------------------------------------------------------------------------------------------
+
+
+def replay_simulated(
+    recording: Recording,
+    options: ReplayOptions,
+    *,
+    files: ReplayFiles | None = None,
+    on_row: OnRow | None = None,
+    on_ready: Callable[[Replayer], None] | None = None,
+) -> ReplayResult:
+    """Replay the steps of several ranks in this process, one rank after the other.
+
+    Raises:
+        ConfigError: --optimizer-step with DeepSpeed, whose gradients cannot wait for the next rank.
+        RecordingError, ModelError: before the first forward.
+    """
+    if options.cell.deepspeed and options.optimizer_step:
+        raise ConfigError(
+            "--optimizer-step with DeepSpeed needs real ranks: DeepSpeed reduces gradients in every "
+            "backward; give --ranks N without --simulate"
+        )
+    started, ranks = time.perf_counter(), simulated_ranks(recording, options)
+    # The cell is that of one process: nothing of what it computes is distributed.
+    options = dataclasses.replace(options, cell=dataclasses.replace(options.cell, ranks=ranks))
+    replayer = Replayer(recording, options, files=files)
+    state = _State()
+
+    def partial(index: int) -> None:
+        state.rows.append(replayer.late(index))
+        if files is not None:
+            files.row(state.rows[-1])
+            files.summary(finish(replayer, state.rows, started=started, interrupted=True))
+
+    with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
+        replayer.warm_up(deadline)
+    plan = plan_of(recording, replayer.order, options)
+    report = diagnose(plan, recording.lengths, zero_stage=_zero_stage(options))
+    backend = SimulatedBackend(
+        replayer.policy.backend,
+        want_gradients=lambda: replayer.kept is not None and replayer.kept.wants_gradients,
+    )
+    replayer.policy.backend = backend
+    _announce(replayer, report, files, how=f"{ranks} simulated ranks, one after the other in this process")
+    if on_ready is not None:
+        on_ready(replayer)
+    try:
+        with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
+            for step in plan.steps:
+                rows = _simulated_step(replayer, backend, step, state, deadline)
+                for row in rows:
+                    state.rows.append(row)
+                    if files is not None:
+                        files.row(row)
+                    if on_row is not None:
+                        on_row(row, len(state.rows), len(replayer.order))
+    except KeyboardInterrupt:
+        state.interrupted = True
+    if replayer.kept is not None:
+        replayer.kept.summed = state.summed
+        if files is not None:
+            replayer.kept.write(files.out)
+    summary = finish(replayer, state.rows, started=started, interrupted=state.interrupted)
+    mixed = _mixed_weights(replayer, report)
+    extra = {"simulated": True, "notes": state.notes, "desync": None, "mixed_weights": mixed}
+    summary = _with_ranks(summary, report, extra)
+    if files is not None:
+        files.summary(summary)
+    replayer.close()
+    return ReplayResult(rows=tuple(state.rows), summary=summary, interrupted=state.interrupted)
+
+
+def _simulated_step(
+    replayer: Replayer, backend: SimulatedBackend, step: PlannedStep, state: _State, deadline: Deadline
+) -> list[ReplayRow]:
+    backend.start()
+    own = [(rank, index) for rank, index in enumerate(step.inputs) if index is not None]
+    rows: list[ReplayRow] = []
+    for position, (rank, index) in enumerate(own):
+        backend.last = position == len(own) - 1
+        deadline.start(index)
+        row = replayer.run(index)
+        deadline.stop()
+        if row.status != "ok":
+            backend.fail()
+            state.notes.append(f"step {step.step} has no gradients: rank {rank} failed at input {index}")
+        _keep(replayer, index, [i for _, i in own], backend.delivered, state)
+        rows.append(dataclasses.replace(row, step=step.step, rank=rank))
+    norm = rows[-1].grad_norm if rows and not backend.failed else None
+    norm = None if norm is None or math.isnan(norm) else norm
+    return [dataclasses.replace(row, grad_norm=norm) for row in rows]
+
+
+def _keep(replayer: Replayer, index: int, inputs: Sequence[int], delivered: bool, state: _State) -> None:
+    """KeptOutputs counts every call; only a step with gradients is one."""
+    kept = replayer.kept
+    if kept is None or not kept.summed or kept.summed[-1] != index:
+        return
+    if not delivered:
+        kept.summed.pop()
+    elif not set(inputs) <= set(state.summed):
+        state.summed += inputs
+
+
+# --- real ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where one rank of a replay stands."""
+
+    ranks: RankContext
+    out: Path
+    """Every rank writes OUT/rank-N/results.jsonl; the ranks of several machines must share it."""
+    files: ReplayFiles | None = None
+    """Of OUT itself, where rank 0 merges them by step and rank; None on other ranks."""
+    checked: bool = True
+    """False (--no-guard): ranks do not ask each other before a step, so that one without an input really
+    leaves the others waiting."""
+
+
+def replay_ranks(
+    recording: Recording,
+    options: ReplayOptions,
+    *,
+    place: RankPlace,
+    on_row: OnRow | None = None,
+    on_ready: Callable[[Replayer], None] | None = None,
+) -> ReplayResult:
+    """This rank's part of a replay; every rank calls it. Rank 0's result is that of all ranks.
+
+    Raises:
+        ConfigError, RecordingError, ModelError: before the first forward.
+        Desync: the ranks differ in what they are about to do.
+    """
+    started, ranks, files = time.perf_counter(), place.ranks, place.files
+    options = rank_options(options, ranks)
+    guard = Guard(ranks, checked=place.checked)
+    guard.at(-1, "loading the policy")
+    own = ReplayFiles(place.out / f"rank-{ranks.rank}", echo=_nothing)
+    replayer = Replayer(recording, options, files=own)
+    with _deadline(replayer, own) as deadline:
+        replayer.warm_up(deadline)
+    plan = plan_of(recording, replayer.order, options)
+    report = diagnose(plan, recording.lengths, zero_stage=_zero_stage(options))
+    backend = RankBackend(
+        replayer.policy.backend,
+        guard,
+        terms={"cell": options.cell.label(), "backward": options.backward, "steps": len(plan.steps)},
+        spare=lambda: _spare(replayer),
+        zero_stage=_zero_stage(options),
+    )
+    replayer.policy.backend = backend
+    if files is not None:
+        _announce(replayer, report, files, how=ranks.statement)
+    guard.exchange(-1, {"weights": replayer.policy.fingerprint}, what="the start", same=("weights",))
+    if on_ready is not None:
+        on_ready(replayer)
+    state = _State()
+    try:
+        _run_steps(replayer, backend, plan, state, own, on_row)
+    finally:
+        own.close()
+    if ranks.rank != 0 and replayer.kept is not None:
+        replayer.kept.write(own.out)
+    result = _merged(replayer, backend, report, state, place=place, started=started)
+    if state.desync is None:
+        replayer.close()
+    return result
+
+
+def _run_steps(
+    replayer: Replayer,
+    backend: RankBackend,
+    plan: StepPlan,
+    state: _State,
+    own: ReplayFiles,
+    on_row: OnRow | None,
+) -> None:
+    """All steps of this rank, until the ranks are out of step."""
+    rank, total = backend.guard.ranks.rank, len(plan.steps)
+
+    def keep(row: ReplayRow) -> None:
+        state.rows.append(row)
+        own.row(row)
+        if on_row is not None:
+            on_row(row, row.step + 1, total)
+
+    try:
+        with _deadline(replayer, own) as deadline:
+            for step in plan.steps:
+                index = step.inputs[rank]
+                if index is not None and state.desync is not None:
+                    base = replayer._base(index) | {"step": step.step, "rank": rank}
+                    keep(ReplayRow(**base, status="skipped"))
+                elif state.desync is None:
+                    deadline.start(-1 if index is None else index)
+                    row = _step(replayer, backend, step, state)
+                    deadline.stop()
+                    if row is not None:
+                        keep(row)
+    except KeyboardInterrupt:
+        state.interrupted = True
+
+
+def _deadline(replayer: Replayer, own: ReplayFiles) -> Deadline:
+    """Of each of this rank's inputs."""
+
+    def partial(index: int) -> None:
+        own.row(replayer.late(index))
+
+    return Deadline(replayer.options.timeout, files=own, on_expiry=partial)
+
+
+def _step(replayer: Replayer, backend: RankBackend, step: PlannedStep, state: _State) -> ReplayRow | None:
+    """One step of this rank; None: it has no input."""
+    rank, options = backend.guard.ranks.rank, replayer.options
+    index, row = step.inputs[rank], None
+    backend.start(step)
+    if index is not None:
+        row = replayer.run(index)
+        row = dataclasses.replace(row, step=step.step, rank=rank)
+        if row.status != "ok" and backend.desync is None:
+            line = row.error["line"] if row.error is not None else row.status
+            with contextlib.suppress(Desync):  # kept by the backend
+                backend.missed(line)
+        if backend.desync is not None:
+            row = dataclasses.replace(row, status="desync")
+    elif backend.guard.checked:
+        try:
+            backend.without_input(replayer.loss, backward=options.backward)
+            if options.backward:
+                replayer._after_backward(-1)  # the same collectives as after an input
+        except (Desync, PeerFailed):  # both are kept by the backend
+            replayer.policy.backend.drop_gradients()
+    state.desync = backend.desync
+    state.notes += backend.notes
+    inputs = [i for i in step.inputs if i is not None]
+    _keep(replayer, -1 if index is None else index, inputs, backend.delivered, state)
+    if row is not None and row.grad_norm is not None and math.isnan(row.grad_norm) and backend.dropped:
+        row = dataclasses.replace(row, grad_norm=None)
+    return row
+
+
+def _spare(replayer: Replayer) -> PackedBatch:
+    """The smallest input, for ranks that have none."""
+    lengths = replayer.recording.lengths
+    smallest = min(replayer.order, key=lambda index: (sum(lengths[index]), index))
+    return replayer.capacities.fit(replayer.recording[smallest].batch)
+
+
+# --- results of all -----------------------------------------------------------------------------------------
+
+
+def _merged(
+    replayer: Replayer,
+    backend: RankBackend,
+    report: PlanReport,
+    state: _State,
+    *,
+    place: RankPlace,
+    started: float,
+) -> ReplayResult:
+    """Every rank tells the others that it is done; rank 0 makes one result of all."""
+    guard, ranks, out, files = backend.guard, place.ranks, place.out, place.files
+    ended_early = state.desync is not None or state.interrupted
+    guard.at(report.steps[-1].step + 1, "the end")
+    said = {
+        "matches": dict(replayer.matches),
+        "peak": replayer.memory.overall,
+        "recompiles": replayer.recompiles,
+        "notes": state.notes,
+        "desync": None if state.desync is None else str(state.desync),
+        "interrupted": state.interrupted,
+    }
+    # One that waits in a collective must be able to give up, and say so, before the others leave.
+    farewell = Guard(ranks, seconds=_FAREWELL_SECONDS if ended_early else 2 * guard.seconds + 10)
+    try:
+        found: Sequence[dict[str, Any] | None] = farewell.exchange(0, said, what="the end", name="end")
+    except Desync as missing:
+        found = [said if rank == ranks.rank else None for rank in range(ranks.world_size)]
+        state.desync = state.desync or missing
+        said["desync"] = str(state.desync)
+    rows = state.rows if files is None else _rows_of_all(out, ranks.world_size)
+    if files is not None:
+        _take_over(replayer, [other for other in found[1:] if other is not None])
+        for row in rows:
+            files.row(row)
+        if replayer.kept is not None:
+            replayer.kept.summed = state.summed
+            _merge_logprobs(replayer, out, ranks.world_size)
+            replayer.kept.write(out)
+    interrupted = state.interrupted or any(other is not None and other["interrupted"] for other in found)
+    summary = finish(replayer, rows, started=started, interrupted=interrupted)
+    told = [other for other in found if other is not None]
+    extra: dict[str, Any] = {
+        "simulated": False,
+        "guard": guard.checked,
+        "statement": ranks.statement,
+        "notes": list(dict.fromkeys(note for other in told for note in other["notes"])),
+        "mixed_weights": _mixed_weights(replayer, report),
+        "desync": next((other["desync"] for other in told if other["desync"]), said["desync"]),
+    }
+    summary = _with_ranks(summary, report, extra)
+    if files is not None:
+        for note in extra["notes"]:
+            files.line(note)
+        if extra["desync"]:
+            files.line(str(extra["desync"]))
+        files.summary(summary)
+    return ReplayResult(rows=tuple(rows), summary=summary, interrupted=interrupted)
+
+
+def _take_over(replayer: Replayer, others: Sequence[dict[str, Any]]) -> None:
+    """The figures of other ranks that a summary takes from the replayer."""
+    for other in others:
+        replayer.matches += Counter(other["matches"])
+        replayer.memory.overall = max(replayer.memory.overall, other["peak"])
+        replayer.recompiles += other["recompiles"]
+
+
+def _rows_of_all(out: Path, world_size: int) -> list[ReplayRow]:
+    """By step and rank; what a rank that has gone had written counts."""
+    rows = []
+    for rank in range(world_size):
+        path = out / f"rank-{rank}" / "results.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            # numbers that are not finite are strings there, see observe.files.jsonable
+            values: dict[str, Any] = {
+                k: float(v) if v in _NOT_FINITE else v for k, v in json.loads(line).items()
+            }
+            values["shape"] = None if values["shape"] is None else tuple(values["shape"])
+            error = values["error"]
+            if error is not None and error["log"]:
+                values["error"] = error | {"log": f"rank-{rank}/{error['log']}"}
+            rows.append(ReplayRow(**values))
+    return sorted(rows, key=lambda row: (row.step, row.rank))
+
+
+def _merge_logprobs(replayer: Replayer, out: Path, world_size: int) -> None:
+    from safetensors.torch import load_file
+
+    assert replayer.kept is not None
+    for rank in range(1, world_size):
+        path = out / f"rank-{rank}" / "outputs.safetensors"
+        for name, value in (load_file(path) if path.exists() else {}).items():
+            kind, _, index = name.partition("/")
+            if kind == "logprobs":
+                replayer.kept.logprobs[int(index)] = value
+
+
+def _announce(replayer: Replayer, report: PlanReport, files: ReplayFiles | None, *, how: str) -> None:
+    if files is None:
+        return
+    mixed = _mixed_weights(replayer, report)
+    about = [
+        f"mixed weights in {mixed} of {len(report.steps)} steps: the inputs of one step ran with different "
+        "stored weights, each with its own, and their gradients are added up all the same: a sum that no job "
+        "computes"
+    ]
+    for line in [*opening(replayer), how, *report.lines(), *(about if mixed else [])]:
+        files.line(line)
+
+
+def _mixed_weights(replayer: Replayer, report: PlanReport) -> int:
+    """Steps whose gradients are a sum over inputs that have weights of their own."""
+    if not replayer.options.backward:
+        return 0
+    metas, policy = replayer.recording.metas, replayer.policy
+    inputs = ([index for index in step.inputs if index is not None] for step in report.steps)
+    return sum(len({policy.weights_of(metas[index]) for index in own}) > 1 for own in inputs)
+
+
+def _with_ranks(summary: dict[str, Any], report: PlanReport, extra: dict[str, Any]) -> dict[str, Any]:
+    """A summary with what is to say about the ranks, and a verdict that says it too."""
+    count, kinds = report.ranks, ", ".join(finding.kind for finding in report.findings)
+    about = f"{count} {'simulated ' if extra['simulated'] else ''}ranks"
+    verdict = f"{summary['verdict']}; {about}, {f'in a job: {kinds}' if kinds else 'nothing to diagnose'}"
+    if extra["mixed_weights"]:
+        verdict += f"; gradients of {counted(extra['mixed_weights'], 'step')} are sums over DIFFERENT weights"
+    if extra["desync"]:
+        verdict += "; the ranks got OUT OF STEP"
+    return summary | {"ranks": report.to_json() | extra, "verdict": verdict}
+
+
+def _zero_stage(options: ReplayOptions) -> int | None:
+    cell = options.cell
+    return (1 if cell.zero_stage is None else cell.zero_stage) if cell.deepspeed else None
+
+
+def _nothing(_: str) -> None:
+    pass

@@ -1,0 +1,146 @@
+"""What one cell of `lockstep bench step` is told, and what it leaves behind.
+
+A job is a JSON file; `python -m lockstep.lab.step_bench.worker JOB.json` runs it on `ranks` processes. They
+load and warm up, write ready.json, and then take one RL step whenever the number in `turn` grows, so that
+several cells can take turns:
+
+    turn          steps that may have been taken by now, or "end"; by the suite
+    ready.json    Ready
+    rows.jsonl    one line per measured step (StepTimes)
+    result.json   BenchOutcome
+    ranks/        everything each rank printed
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from lockstep.config.base import Record
+from lockstep.config.run import GRPORun
+from lockstep.lab.step_bench.work import BenchWork
+from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_lines
+from lockstep.observe.files import write_atomic
+
+TURN, READY, ROWS, RESULT, RANK_LOGS = "turn", "ready.json", "rows.jsonl", "result.json", "ranks"
+END = "end"
+PHASES = ("generate", "forward", "backward", "optimizer", "weights")
+"""Of one step. weights: how the engine gets the new ones."""
+
+
+class BenchJob(Record):
+    """One cell."""
+
+    cell: str
+    """Its name, for people."""
+    ranks: PositiveInt = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    run: GRPORun
+    """Model, backend, engine and how they run; its data and rewards are not used."""
+    work: BenchWork = BenchWork()
+    warmup: PositiveInt = 2
+    """Whole steps before anything is measured; the first one compiles."""
+    out: Path
+    """A folder that is there."""
+    timeout: PositiveFloat = 600.0
+    """Seconds of the start and of one turn, after which the suite ends it; as long waits one rank for
+    another."""
+    patience: PositiveFloat = 600.0
+    """Seconds without a turn, while other cells take theirs, after which it gives up."""
+
+    def write(self) -> Path:
+        """OUT/job.json."""
+        path = self.out / "job.json"
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+class StepTimes(Record):
+    """One measured step: seconds, device-synchronised. On several ranks: of rank 0, which waits for the
+    slowest one at the end of each phase but forward."""
+
+    step: float
+    """All of it."""
+    generate: float
+    train: float
+    """Forward and backward of all micro-batches and what is between them."""
+    forward: float
+    """Of it, the forward passes, the loss among them."""
+    backward: float
+    optimizer: float
+    weights: float
+
+
+class Ready(Record):
+    """ready.json: a cell that is warm."""
+
+    load_seconds: float
+    """From the start of the process to a model, a backend and an engine."""
+    first_step_seconds: float
+    """With everything that is compiled."""
+    compile_seconds: float
+    """Of torch.compile, until now."""
+    graphs: int
+
+
+class BenchOutcome(Record):
+    """result.json, by rank 0, or by the rank that failed first."""
+
+    status: Literal["ok", "refused", "failed", "oom"]
+    reason: str = ""
+    recompiles: int = 0
+    """Graphs that were compiled after the warm-up."""
+    graph_breaks: int = 0
+    peak_memory_bytes: int = 0
+    """Of the rank that needed most: allocated on a GPU, resident on a CPU, since the warm-up."""
+    memory_kind: str = ""
+    micro_batches: tuple[int, ...] = ()
+    """Token slots of each."""
+    tokens: int = 0
+    """Prompts and completions of one step."""
+    sampled_tokens: int = 0
+    """Completions of one step."""
+    training_flops: float = 0.0
+    peak_flops: float | None = None
+    """Of all GPUs; None: not known."""
+    logprob_gap: float | None = Field(default=None, allow_inf_nan=True)
+    """Largest |trainer - engine| over the tokens of one more generation behind the last step, nats; NaN where
+    one of them is."""
+    axes: dict[str, Any] = Field(default_factory=dict)
+    """What every "auto" has become."""
+    statement: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+def read_job(path: Path) -> BenchJob:
+    """A job file. Raises ConfigError."""
+    return read_job_file(path, BenchJob)
+
+
+def read_ready(folder: Path) -> Ready | None:
+    """None: the cell is not warm yet."""
+    return read_if_whole(folder / READY, Ready)
+
+
+def read_outcome(folder: Path) -> BenchOutcome | None:
+    """None: the worker has not ended, or ended before it could write one."""
+    return read_if_whole(folder / RESULT, BenchOutcome)
+
+
+def read_times(folder: Path) -> list[StepTimes]:
+    """The steps measured so far; a last line that is cut off is left out."""
+    return read_lines(folder / ROWS, StepTimes)
+
+
+def give_turn(folder: Path, turn: int | str) -> None:
+    """The cell may take so many measured steps in all, or shall end."""
+    write_atomic(folder / TURN, str(turn))
+
+
+def read_turn(folder: Path) -> int | None:
+    """None: the cell shall end."""
+    path = folder / TURN
+    text = path.read_text(encoding="utf-8") if path.exists() else "0"
+    return None if text == END else int(text)

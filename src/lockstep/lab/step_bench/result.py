@@ -1,0 +1,172 @@
+"""What `lockstep bench step` found: a row per cell, medians, ratios to the first cell, the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.lab.step_bench.job import BenchOutcome, Ready, StepTimes
+
+Status = Literal["ok", "refused", "failed", "oom", "hung", "interrupted"]
+TIMED = ("step", "generate", "train", "forward", "backward", "optimizer", "weights")
+"""Fields of StepTimes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Of one phase over the measured steps, seconds."""
+
+    median: float
+    least: float
+    largest: float
+
+    @property
+    def share(self) -> float:
+        """(largest - least) / median."""
+        return (self.largest - self.least) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellResult:
+    """One cell: a row of the table."""
+
+    name: str
+    status: Status
+    """refused: its settings cannot work. hung: it did not come to an end in time. interrupted: Ctrl-C came
+    before its last turn, or before it was started."""
+    reason: str = ""
+    ranks: int = 0
+    times: tuple[StepTimes, ...] = ()
+    ready: Ready | None = None
+    outcome: BenchOutcome | None = None
+    tokens: int = 0
+    """Prompts and completions of one step; 0: not known."""
+    sampled_tokens: int = 0
+    """Completions of one step; 0: not known."""
+    log: str = ""
+    """Empty: no process was started."""
+
+    def spread(self, phase: str) -> Spread | None:
+        """Of one of `TIMED`; None: nothing was measured."""
+        values = [getattr(row, phase) for row in self.times]
+        if not values:
+            return None
+        return Spread(median=statistics.median(values), least=min(values), largest=max(values))
+
+    def median(self, phase: str) -> float | None:
+        """Seconds."""
+        found = self.spread(phase)
+        return None if found is None else found.median
+
+    @property
+    def generated_per_second(self) -> float | None:
+        """Sampled tokens per second of generation, all ranks together."""
+        return self._per_second("generate", self.sampled_tokens)
+
+    @property
+    def trained_per_second(self) -> float | None:
+        """Tokens of prompts and completions per second of forward and backward."""
+        return self._per_second("train", self.tokens)
+
+    def _per_second(self, phase: str, tokens: int) -> float | None:
+        seconds = self.median(phase)
+        return tokens / seconds if seconds and tokens else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Of forward and backward, against the dense bfloat16 peak of all GPUs; None where that is not
+        known."""
+        seconds, outcome = self.median("train"), self.outcome
+        if not seconds or outcome is None or outcome.peak_flops is None:
+            return None
+        return outcome.training_flops / seconds / outcome.peak_flops
+
+    def ratio(self, reference: CellResult, phase: str) -> float | None:
+        """Of this cell's seconds to the reference's: the median over turns, each beside the other cell's step
+        of the same turn, so that what slows down the whole machine for a while falls out."""
+        pairs = list(zip(self.times, reference.times, strict=False))
+        ratios = [getattr(a, phase) / getattr(b, phase) for a, b in pairs if getattr(b, phase) > 0]
+        return statistics.median(ratios) if ratios else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchResult:
+    """The whole measurement; the first cell is what the others are compared with."""
+
+    cells: tuple[CellResult, ...]
+    """All that were asked for, in that order."""
+    settings: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    command: str = ""
+    complete: bool = True
+    """False: interrupted."""
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> CellResult:
+        return self.cells[0]
+
+    @property
+    def measured(self) -> list[CellResult]:
+        return [cell for cell in self.cells if cell.status == "ok"]
+
+    @property
+    def ok(self) -> bool:
+        """Every cell was measured, or refused by its settings, and the first one was measured."""
+        fine = all(cell.status in ("ok", "refused") for cell in self.cells)
+        return self.complete and fine and bool(self.cells) and self.reference.status == "ok"
+
+    @property
+    def verdict(self) -> str:
+        """The last line."""
+        head = f"bench: {len(self.measured)} of {len(self.cells)} cells measured"
+        if self.measured:
+            fastest = min(self.measured, key=self._beside_reference)
+            head += f"; fastest step {fastest.name}, {fastest.median('step'):.3g} s"
+            ratio = fastest.ratio(self.reference, "step")
+            if ratio is not None and fastest is not self.reference:
+                head += f", {ratio:.2f} of {self.reference.name}"
+        wrong = [cell for cell in self.cells if cell.status not in ("ok", "interrupted")]
+        tail = "".join(f"; {cell.name} {cell.status}" for cell in wrong)
+        return head + tail + ("" if self.complete else "; interrupted")
+
+    def _beside_reference(self, cell: CellResult) -> float:
+        """Ratio of the steps; where the first cell has none, seconds."""
+        return cell.ratio(self.reference, "step") or cell.median("step") or 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values; every measured step too."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "reference": self.reference.name if self.cells else None,
+            "complete": self.complete,
+            "command": self.command,
+            "settings": dict(self.settings),
+            "notes": list(self.notes),
+            "machine": dict(self.machine),
+            "cells": [self._cell(cell) for cell in self.cells],
+        }
+
+    def _cell(self, cell: CellResult) -> dict[str, Any]:
+        return {
+            "name": cell.name,
+            "status": cell.status,
+            "reason": cell.reason,
+            "ranks": cell.ranks,
+            "seconds": {
+                phase: None if (found := cell.spread(phase)) is None else dataclasses.asdict(found)
+                for phase in TIMED
+            },
+            "ratios": {phase: cell.ratio(self.reference, phase) for phase in TIMED},
+            "generated_tokens_per_second": cell.generated_per_second,
+            "trained_tokens_per_second": cell.trained_per_second,
+            "mfu": cell.mfu,
+            "ready": None if cell.ready is None else cell.ready.model_dump(),
+            "outcome": None if cell.outcome is None else cell.outcome.model_dump(),
+            "steps": [row.model_dump() for row in cell.times],
+            "log": cell.log,
+        }

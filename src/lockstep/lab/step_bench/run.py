@@ -1,0 +1,371 @@
+"""`lockstep bench step`: one RL step of the same work in several ways, each in processes of its own.
+
+cells ─► job.json each ─► processes that load and warm up, one after the other ─► turns: a measured step of
+the first cell, of the second, ..., the first again ─► medians, ratios to the first cell, verdict
+
+Taking turns means that a machine which slows down for a while slows down every cell, not one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.load import override
+from lockstep.config.run import GRPORun, check_ranks
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.lab.step_bench.cells import BenchCell
+from lockstep.lab.step_bench.job import (
+    END,
+    BenchJob,
+    BenchOutcome,
+    StepTimes,
+    give_turn,
+    read_outcome,
+    read_ready,
+    read_times,
+)
+from lockstep.lab.step_bench.result import BenchResult, CellResult
+from lockstep.lab.step_bench.work import BenchWork
+from lockstep.lab.suite.process import (
+    Ending,
+    ProcessRunner,
+    line_that_matters,
+    looks_out_of_memory,
+    read_tail,
+    signal_name,
+)
+from lockstep.observe.files import write_json
+from lockstep.ranks.launch import in_launcher
+
+WORKER = ("-m", "lockstep.lab.step_bench.worker")
+"""What runs a job file: arguments of the interpreter."""
+_POLL_SECONDS = 0.01
+_FOREVER = 7 * 24 * 3600.0
+"""Deadline of a cell's process; the suite itself looks at each turn's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchOptions:
+    """What to measure, and how."""
+
+    cells: Sequence[BenchCell]
+    run: GRPORun
+    """What all cells share; its data and rewards are not used."""
+    out: Path
+    work: BenchWork
+    device: Literal["cpu", "cuda"] = "cpu"
+    ranks: int = 2
+    """Of the cells whose backend has ranks."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted settings of all cells, beneath what a cell's name says."""
+    repeats: int = 5
+    warmup: int = 2
+    one_at_a_time: bool = False
+    """Each cell to its end before the next one starts: where two do not fit into memory."""
+    fresh_cache: bool = False
+    """Each cell compiles everything anew, into a cache of its own; otherwise into the one of this machine."""
+    timeout: float = 600.0
+    """Seconds of a cell's start and of one turn."""
+    notes: Sequence[str] = ()
+    command: str = ""
+
+
+class _Running:
+    """One cell's processes, watched from a thread of its own."""
+
+    def __init__(self, job: BenchJob, *, log: Path, environment: Mapping[str, str]) -> None:
+        self.job, self.log, self.environment = job, log, environment
+        self.ending: Ending | None = None
+        self.hung: str = ""
+        self._runner = ProcessRunner()
+        self._thread = threading.Thread(target=self._run, name=f"bench {job.cell}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        argv = [sys.executable, "-u", *WORKER, str(self.job.out / "job.json")]
+        try:
+            self.ending = self._runner.run(argv, log=self.log, timeout=_FOREVER, environment=self.environment)
+        except KeyboardInterrupt:  # what ProcessRunner.stop ends a run with
+            self.ending = Ending(returncode=None, timed_out=True, seconds=0.0)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def cut_short(self) -> bool:
+        """It has not come to an end of its own: still at work, or stopped."""
+        return self.alive or (self.ending is not None and self.ending.returncode is None)
+
+    def wait(self, arrived: Callable[[], bool], seconds: float, what: str) -> bool:
+        """Until something has arrived; False: the process ended, or was ended because it did not."""
+        until = time.monotonic() + seconds
+        while not arrived():
+            if not self.alive:
+                return arrived()
+            if time.monotonic() > until:
+                self.hung = f"{what} took more than {seconds:g} s (--timeout)"
+                self.stop()
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def end(self, seconds: float) -> None:
+        """Ask it to write what it saw and to close; it has so long for that."""
+        give_turn(self.job.out, END)
+        self._thread.join(seconds)
+        if self.alive and not self.hung:
+            self.hung = f"its end took more than {seconds:g} s (--timeout)"
+        self.stop()
+
+    def stop(self) -> None:
+        """Nothing of it is left."""
+        self._runner.stop()
+        self._thread.join()
+
+
+@dataclass
+class _Suite:
+    """The measurement under way."""
+
+    options: BenchOptions
+    progress: Callable[[str], None]
+    jobs: Mapping[str, BenchJob | str]
+    """Cell -> what it is told, or why its settings are refused."""
+    results: list[CellResult] = field(default_factory=list)
+    running: dict[str, _Running] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def run_all(self) -> BenchResult:
+        """Every cell. Ctrl-C ends it with what there is."""
+        options = self.options
+        groups = [[cell] for cell in options.cells] if options.one_at_a_time else [list(options.cells)]
+        try:
+            for group in groups:
+                for cell in group:
+                    self._start(cell)
+                for repeat in range(1, options.repeats + 1):
+                    for cell in group:
+                        self._turn(cell, repeat)
+                for cell in group:
+                    self._finish(cell)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            for running in self.running.values():
+                running.stop()
+        finally:
+            for running in self.running.values():
+                running.stop()
+        return self.result()
+
+    # --- one cell -------------------------------------------------------------------------------------------
+
+    def _start(self, cell: BenchCell) -> None:
+        job = self.jobs[cell.name]
+        if isinstance(job, str):
+            self.results.append(self._row(cell))
+            self.progress(f"{cell.name}: refused: {job}")
+            return
+        job.out.mkdir()
+        job.write()
+        log = self.options.out.resolve() / f"{cell.slug}.log"
+        log.unlink(missing_ok=True)
+        running = self.running[cell.name] = _Running(job, log=log, environment=self._environment(job.out))
+        timeout = self.options.timeout
+        if not running.wait(lambda: read_ready(job.out) is not None, timeout, "loading and warming up"):
+            self._finish(cell)
+            return
+        ready = read_ready(job.out)
+        assert ready is not None
+        self.progress(
+            f"{cell.name}: warm after {ready.load_seconds + ready.first_step_seconds:.1f} s, "
+            f"{ready.compile_seconds:.1f} s of them compiling"
+        )
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        if not self.options.fresh_cache:
+            return {}
+        caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        return {variable: str(folder / "cache" / name) for variable, name in caches.items()}
+
+    def _turn(self, cell: BenchCell, repeat: int) -> None:
+        running = self.running.get(cell.name)
+        if running is None:
+            return
+        give_turn(running.job.out, repeat)
+        seen = f"step {repeat}"
+        if not running.wait(lambda: len(read_times(running.job.out)) >= repeat, self.options.timeout, seen):
+            self._finish(cell)
+            return
+        last = read_times(running.job.out)[-1]
+        self.progress(f"{cell.name}: step {repeat}/{self.options.repeats} {last.step:.3f} s")
+
+    def _finish(self, cell: BenchCell) -> None:
+        if cell.name not in self.running:
+            return
+        self.running[cell.name].end(self.options.timeout)
+        row = self._row(cell)
+        self.results.append(row)
+        del self.running[cell.name]
+        if row.status != "ok":
+            self.progress(f"{cell.name}: {row.status}: {row.reason}")
+        write_json(self.options.out / "bench.json", self.result().as_dict())
+
+    def _row(self, cell: BenchCell) -> CellResult:
+        """What is known of a cell, whatever has become of it by now."""
+        refused, running = self.jobs[cell.name], self.running.get(cell.name)
+        if isinstance(refused, str):
+            return CellResult(name=cell.name, status="refused", reason=refused)
+        if running is None:
+            return CellResult(name=cell.name, status="interrupted", reason="it was not started")
+        folder, work = running.job.out, running.job.work
+        outcome, times = read_outcome(folder), read_times(folder)
+        status, reason = self._status(running, outcome, times)
+        return CellResult(
+            name=cell.name,
+            status=status,
+            reason=reason,
+            ranks=running.job.ranks,
+            times=tuple(times),
+            ready=read_ready(folder),
+            outcome=outcome,
+            tokens=(outcome.tokens if outcome else 0) or sum(work.lengths()),
+            sampled_tokens=(outcome.sampled_tokens if outcome else 0) or work.completion_tokens,
+            log=str(running.log),
+        )
+
+    def _status(
+        self, running: _Running, outcome: BenchOutcome | None, times: Sequence[StepTimes]
+    ) -> tuple[Any, str]:
+        if running.hung:
+            return "hung", running.hung
+        if outcome is not None and outcome.status != "ok":
+            return outcome.status, outcome.reason + _advice(outcome.status, self.options)
+        if outcome is not None and len(times) == self.options.repeats:
+            return "ok", ""
+        if running.cut_short:
+            warm = read_ready(running.job.out) is not None
+            seen = f"after {len(times)} of {self.options.repeats} steps" if warm else "before it was warm"
+            return "interrupted", seen
+        tail, ending = read_tail(running.log), running.ending
+        status = "oom" if looks_out_of_memory(tail) else "failed"
+        how = "it was killed" if ending is None or ending.returncode is None else _how(ending.returncode)
+        return status, (line_that_matters(tail) or how) + _advice(status, self.options)
+
+    # --- the result -----------------------------------------------------------------------------------------
+
+    def result(self) -> BenchResult:
+        """What there is so far, in the order in which cells were named; what has not ended is interrupted."""
+        options = self.options
+        ended = {row.name: row for row in self.results}
+        return BenchResult(
+            cells=tuple(ended.get(cell.name) or self._row(cell) for cell in options.cells),
+            settings=self._settings(),
+            notes=tuple(options.notes),
+            command=options.command,
+            complete=not self.interrupted and len(ended) == len(options.cells),
+            machine=self.machine,
+        )
+
+    @functools.cached_property
+    def machine(self) -> dict[str, str]:
+        """What it runs on."""
+        from lockstep.lab.suite.machine import machine
+
+        return machine(self.options.device)
+
+    def _settings(self) -> dict[str, Any]:
+        options, work = self.options, self.options.work
+        lengths = work.lengths()
+        ran = next((row.outcome for row in self.results if row.outcome and row.outcome.axes), None)
+        axes = {} if ran is None else ran.axes
+        return {
+            "model": options.run.model.name
+            + ("" if options.run.model.num_layers is None else f", {options.run.model.num_layers} layers"),
+            "dtype": axes.get("dtype", options.run.model.dtype),
+            "attention": axes.get("attention", options.run.train.attention),
+            "samples": f"{len(lengths)} ({work.prompts} prompts x {work.group}), {min(lengths)} to "
+            f"{max(lengths)} tokens, {sum(lengths):,} in all, {work.completion_tokens:,} of them sampled",
+            "token budget": options.run.train.token_budget,
+            "repeats": f"{options.repeats} of each cell, "
+            + ("one cell after the other" if options.one_at_a_time else "cells in turns")
+            + f", after {options.warmup} to warm up",
+            "overrides": ", ".join(f"{k} = {v!r}" for k, v in options.overrides.items()) or "none",
+        }
+
+
+def run_bench(options: BenchOptions, *, progress: Callable[[str], None] = lambda _: None) -> BenchResult:
+    """Measure every cell. One that crashes, hangs or is refused is a row with its reason.
+
+    Raises:
+        ConfigError: OUT holds something, this process is a rank itself, or every cell is refused by its
+            settings; nothing was made or started then.
+    """
+    if in_launcher():
+        raise ConfigError(
+            "lockstep bench starts ranks itself; run it without torchrun or deepspeed (RANK and WORLD_SIZE "
+            "are set in the environment)"
+        )
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ConfigError(f"--out {options.out} is there already and not an empty folder; name a new one")
+    jobs = {cell.name: _job(cell, options) for cell in options.cells}
+    refused = {cell: reason for cell, reason in jobs.items() if isinstance(reason, str)}
+    if len(refused) == len(jobs):
+        raise ConfigError(_all_refused(refused))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot be made ({error.strerror}); name another") from error
+    progress(f"bench: {options.out}")
+    for note in options.notes:
+        progress(note)
+    return _Suite(options, progress, jobs).run_all()
+
+
+def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
+    """What the cell is told, or why its settings are refused."""
+    ranks = 1 if cell.backend == "local" else options.ranks
+    try:
+        run = override(options.run, {**options.overrides, **cell.settings()}, origin=cell.name)
+        assert isinstance(run, GRPORun)
+        check_ranks(run, ranks)
+    except LockstepError as error:
+        return " ".join(str(error).split()).removeprefix(f"{cell.name}: 1 problem ")
+    return BenchJob(
+        cell=cell.name,
+        ranks=ranks,
+        device=options.device,
+        run=run,
+        work=options.work,
+        warmup=options.warmup,
+        out=options.out.resolve() / cell.slug,
+        timeout=options.timeout,
+        patience=options.timeout * (len(options.cells) + 1),
+    )
+
+
+def _all_refused(reasons: Mapping[str, str]) -> str:
+    """Once where it is the same reason."""
+    if len(set(reasons.values())) == 1:
+        return next(iter(reasons.values()))
+    lines = "\n".join(f"  {cell}: {reason}" for cell, reason in reasons.items())
+    return f"every cell is refused:\n{lines}"
+
+
+def _advice(status: str, options: BenchOptions) -> str:
+    if status != "oom" or options.one_at_a_time or len(options.cells) == 1:
+        return ""
+    return " (all cells are in memory at once; give --one-at-a-time)"
+
+
+def _how(returncode: int) -> str:
+    if returncode < 0:
+        return f"it was killed by {signal_name(returncode)}"
+    return f"it exited with status {returncode}"

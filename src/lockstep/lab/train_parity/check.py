@@ -1,0 +1,277 @@
+"""`lockstep parity check`: what an installation can train with, before a GPU is there.
+
+Imports; whether each backend class has the methods of TrainBackend, with its signatures; which sizes of
+tensor parallel a model has; which stacks could run on this machine, and why the others could not.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.config.backends import check_backend
+from lockstep.config.model import ModelConfig
+from lockstep.config.support import check_support
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.lab.train_parity.stacks import Stack
+from lockstep.protocols.train import TrainBackend
+from lockstep.train import BACKENDS
+
+Kind = Literal["import", "interface", "model", "stack"]
+Status = Literal["ok", "missing", "problem", "refused"]
+
+REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "tensorboard", "rich")
+OPTIONAL = {
+    "deepspeed": "stacks of deepspeed: pip install 'lockstep-rl[deepspeed]'",
+    "reasoning_gym": "the documents that sft is fed without --dataset",
+    "matplotlib": "parity.png in matplotlib's style; without it Pillow draws",
+    "PIL": "parity.png without matplotlib",
+}
+"""Module -> what it is for."""
+IMPORT_SECONDS = 120.0
+EXTRAS = ("gradients", "gradient_norm", "drop_gradients")
+"""What a parity run asks of a backend beyond the protocol."""
+_DISTRIBUTIONS = {"PIL": "pillow", "reasoning_gym": "reasoning-gym"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line."""
+
+    kind: Kind
+    name: str
+    status: Status
+    """missing: an optional package. refused: a stack that cannot run here, which is no fault."""
+    detail: str = ""
+
+
+def check_all(
+    stacks: Sequence[Stack], *, model: ModelConfig, gpus: int | None, device_count: int
+) -> list[Finding]:
+    """Every finding, in order.
+
+    Args:
+        gpus: ranks asked for; None: what each stack needs.
+        device_count: GPUs that torch sees; 0: the stacks would run on the CPU, over gloo.
+    """
+    sizes, text = _sizes(model)
+    return [
+        *check_imports(),
+        *check_interfaces(),
+        *sizes,
+        *(check_stack(s, model=model, text=text, gpus=gpus, device_count=device_count) for s in stacks),
+    ]
+
+
+# --- imports ------------------------------------------------------------------------------------------------
+
+
+def check_imports() -> list[Finding]:
+    """Required packages and deepspeed are imported; other optional ones are looked for."""
+    found = []
+    for name in REQUIRED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            found.append(Finding(kind="import", name=name, status="problem", detail=f"{error}"))
+        else:
+            found.append(Finding(kind="import", name=name, status="ok", detail=_version(name)))
+    for name, use in OPTIONAL.items():
+        there = importlib.util.find_spec(name) is not None
+        status: Status = "ok" if there else "missing"
+        detail = _version(name) if there else use
+        if name == "deepspeed" and there and (failure := import_failure(name)):
+            status, detail = "problem", failure
+        found.append(Finding(kind="import", name=name, status=status, detail=detail))
+    return found
+
+
+@functools.cache
+def import_failure(name: str) -> str:
+    """What the import of an installed package ends with, in a process of its own, because it may write and
+    change settings; empty: it works."""
+    command = [sys.executable, "-c", f"import {name}"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"import {name} takes more than {IMPORT_SECONDS:g} s"
+    last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
+    return f"import {name} fails: {last}" if ended.returncode else ""
+
+
+def _version(module: str) -> str:
+    try:
+        return importlib.metadata.version(_DISTRIBUTIONS.get(module, module))
+    except importlib.metadata.PackageNotFoundError:
+        return "version unknown"
+
+
+# --- interfaces ---------------------------------------------------------------------------------------------
+
+
+def check_interfaces() -> list[Finding]:
+    """Each backend class against TrainBackend."""
+    found = []
+    for name in BACKENDS:
+        try:
+            kind = BACKENDS.load(name)
+        except (LockstepError, ImportError) as error:
+            found.append(Finding(kind="interface", name=name, status="problem", detail=str(error)))
+            continue
+        problems = interface_problems(kind)
+        count = len(_methods(TrainBackend))
+        detail = "; ".join(problems) or f"{kind.__name__} has the {count} methods of TrainBackend"
+        found.append(
+            Finding(kind="interface", name=name, status="problem" if problems else "ok", detail=detail)
+        )
+    return found
+
+
+def interface_problems(kind: type[Any]) -> list[str]:
+    """How a class is not a train backend; empty: it is one."""
+    found = []
+    for name, wanted in _methods(TrainBackend).items():
+        method = getattr(kind, name, None)
+        if not callable(method):
+            found.append(f"has no method {name}")
+            continue
+        problem = _signature_problem(wanted, method)
+        if problem:
+            found.append(f"{name}: {problem}")
+    found += [f"has no method {name}" for name in EXTRAS if not callable(getattr(kind, name, None))]
+    constructor = inspect.signature(kind.__init__).parameters
+    wanted_names = ("config", "model", "total_steps", "temperature", "ref", "spans")
+    missing = [name for name in wanted_names if name not in constructor]
+    if missing:
+        found.append(f"its constructor takes no {', '.join(missing)}")
+    return found
+
+
+def _methods(protocol: type[Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(protocol).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
+
+
+def _signature_problem(wanted: Any, found: Any) -> str:
+    """A call that the protocol allows and the method does not; empty: there is none."""
+    ours = inspect.signature(found).parameters
+    asked = inspect.signature(wanted).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in ours.values()):
+        return ""
+    for name, parameter in asked.items():
+        if name not in ours:
+            return f"takes no {name}"
+        own = ours[name]
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and own.kind is own.KEYWORD_ONLY:
+            return f"{name} must be allowed by position"
+        if parameter.default is not parameter.empty and own.default is own.empty:
+            return f"{name} must have a default"
+    needed = [
+        n
+        for n, p in ours.items()
+        if n not in asked and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+    ]
+    return f"needs {', '.join(needed)}, which the protocol does not know" if needed else ""
+
+
+# --- the model ----------------------------------------------------------------------------------------------
+
+
+def _sizes(model: ModelConfig) -> tuple[list[Finding], Any]:
+    """What divides, and the model's text config; None where it cannot be read."""
+    import torch
+
+    from lockstep.models.causal_lm import text_config
+    from lockstep.models.load import meta_module
+    from lockstep.train.fsdp2.tensor_parallel import tensor_parallel_sizes
+
+    try:
+        text = text_config(meta_module(model, dtype=torch.bfloat16))
+    except LockstepError as error:
+        return [Finding(kind="model", name=model.name, status="problem", detail=str(error))], None
+    sizes = ", ".join(map(str, tensor_parallel_sizes(text)))
+    try:
+        _check_ring(text)
+    except ConfigError as error:
+        ring = str(error)
+    else:
+        ring = "ring attention of any size"
+    detail = (
+        f"{text.num_attention_heads} query heads, {text.num_key_value_heads} key/value heads: tensor "
+        f"parallel of {sizes}; {ring}; tp * ring must divide the ranks"
+    )
+    return [Finding(kind="model", name=model.name, status="ok", detail=detail)], text
+
+
+def _check_ring(text: Any) -> None:
+    """Raise ConfigError unless the model's layers can run on a ring, where everything else allows it."""
+    import torch
+
+    from lockstep.models.forward import check_ring
+
+    check_ring("varlen", text, layout="packed", compiled=False, device=torch.device("cpu"))
+
+
+# --- stacks -------------------------------------------------------------------------------------------------
+
+
+def check_stack(
+    stack: Stack, *, model: ModelConfig, text: Any, gpus: int | None, device_count: int
+) -> Finding:
+    """Whether this machine could run a stack on this model."""
+    try:
+        ranks = stack.ranks_for(gpus, default=device_count or 2)
+        _check_settings(stack, model, device="cuda" if device_count else "cpu")
+        if stack.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+            raise ConfigError(f"the package deepspeed is missing; {OPTIONAL['deepspeed']}")
+        if stack.backend == "deepspeed" and (failure := import_failure("deepspeed")):
+            raise ConfigError(failure)
+        if stack.tp > 1 and text is not None:
+            from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
+
+            check_tensor_parallel_size(text, stack.tp)
+        if stack.tp > 1 and text is None:
+            raise ConfigError(f"nothing is known of {model.name}, so nobody knows whether tp divides it")
+        if stack.ring > 1 and text is not None:
+            _check_ring(text)
+    except LockstepError as error:
+        return Finding(kind="stack", name=stack.name, status="refused", detail=str(error))
+    where = f"{ranks} rank{'s' if ranks > 1 else ''} on the CPU, gloo"
+    if device_count:
+        shared = f", sharing {device_count} GPUs over gloo: never tried; times would not be a real job's"
+        where = f"{ranks} rank{'s' if ranks > 1 else ''}" + (
+            shared if ranks > device_count else ", one GPU each"
+        )
+    return Finding(kind="stack", name=stack.name, status="ok", detail=f"runs here: {where}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What check_support reads."""
+
+    train: TrainConfig
+    model: ModelConfig
+
+
+def _check_settings(stack: Stack, model: ModelConfig, *, device: str) -> None:
+    """The checks of a training run. Raises ConfigError."""
+    from pydantic import ValidationError
+
+    try:
+        train = TrainConfig.model_validate(stack.train_settings() | {"device": device})
+    except ValidationError as error:
+        raise ConfigError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+    check_backend(train, lora=model.lora is not None)
+    check_support(_Run(train=train, model=model))

@@ -1,0 +1,196 @@
+"""How far apart two stacks' steps are, and whether a loss falls: pure functions of what was written."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.lab.train_parity.job import LOGPROBS, StepRow
+
+WINDOW = 5
+STANDARD_ERRORS = 3.0
+
+Trend = Literal["falls", "does not fall", "too few steps"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Falls:
+    """Whether a loss falls, and by what."""
+
+    trend: Trend
+    first: float
+    """Mean of the first `window` losses."""
+    last: float
+    standard_error: float
+    """Of the difference of the two means."""
+    window: int
+
+
+def falls(losses: Sequence[float]) -> Falls:
+    """The mean of the last 5 below that of the first 5 by more than 3 standard errors; of fewer than 10
+    steps, the last and the first half. A loss that is not finite does not fall.
+
+    Example:
+        >>> falls([4.0, 3.9, 3.8, 3.7, 3.6, 3.0, 2.9, 2.8, 2.7, 2.6]).trend
+        'falls'
+    """
+    window = min(WINDOW, len(losses) // 2)
+    if window < 2:
+        nan = math.nan
+        return Falls(trend="too few steps", first=nan, last=nan, standard_error=nan, window=window)
+    head, tail = losses[:window], losses[-window:]
+    first, last = math.fsum(head) / window, math.fsum(tail) / window
+    if not all(map(math.isfinite, losses)):
+        return Falls(trend="does not fall", first=first, last=last, standard_error=math.nan, window=window)
+    error = math.sqrt((statistics.variance(head) + statistics.variance(tail)) / window)
+    trend: Trend = "falls" if first - last > STANDARD_ERRORS * error else "does not fall"
+    return Falls(trend=trend, first=first, last=last, standard_error=error, window=window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Differences of one figure over the steps."""
+
+    max: float
+    """NaN as soon as one difference is."""
+    mean: float
+    at: int
+    """Step, from 1, of the largest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One stack against the reference."""
+
+    steps: int
+    """Compared: those that both have."""
+    loss: Spread
+    """Relative: |a - b| / max(|b|, floor)."""
+    loss_floor: float
+    """Below it a loss of the reference is no measure of a difference; 0 for SFT."""
+    grad_norm: Spread
+    """Relative to the reference's."""
+    logprob: Spread | None
+    """Nats, |a - b| of a trained token; mean over the tokens of all steps. None: not kept."""
+    gradients: Mapping[str, float]
+    """Step -> the largest |g - r| / max(|r|, 1e-6 |all r|) of any Parameter (Euclidean norms); empty: not
+    kept."""
+    worst_parameter: str = ""
+
+
+def compare(
+    rows: Sequence[StepRow],
+    reference: Sequence[StepRow],
+    *,
+    folders: tuple[Path, Path],
+    relative_to_loss: bool,
+) -> Comparison | None:
+    """None: there is no step that both have.
+
+    Args:
+        folders: of the stack and of the reference, where logprobs and gradients are.
+        relative_to_loss: each loss difference is relative to the reference's loss of that step. False (GRPO,
+            whose losses pass through 0): to the mean of its absolute losses where that is larger.
+    """
+    steps = min(len(rows), len(reference))
+    if steps == 0:
+        return None
+    ours, theirs = rows[:steps], reference[:steps]
+    floor = 0.0 if relative_to_loss else math.fsum(abs(row.loss) for row in theirs) / steps
+    losses = [relative(a.loss, b.loss, floor=floor) for a, b in zip(ours, theirs, strict=True)]
+    norms = [relative(a.grad_norm, b.grad_norm) for a, b in zip(ours, theirs, strict=True)]
+    gradients, worst = gradient_errors(*folders)
+    return Comparison(
+        steps=steps,
+        loss=spread(losses),
+        loss_floor=floor,
+        grad_norm=spread(norms),
+        logprob=logprob_spread(*folders, steps=steps),
+        gradients=gradients,
+        worst_parameter=worst,
+    )
+
+
+def relative(value: float, reference: float, *, floor: float = 0.0) -> float:
+    """|value - reference| / max(|reference|, floor); 0 when they are equal, NaN when one is not finite."""
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.nan
+    difference = abs(value - reference)
+    if difference == 0:
+        return 0.0
+    scale = max(abs(reference), floor)
+    return difference / scale if scale > 0 else math.inf
+
+
+def spread(differences: Sequence[float]) -> Spread:
+    """Largest and mean; NaN is larger than everything."""
+    at = max(
+        range(len(differences)),
+        key=lambda i: (math.isnan(differences[i]), differences[i] if differences[i] == differences[i] else 0),
+    )
+    return Spread(
+        max=differences[at], mean=math.fsum(differences) / len(differences) if differences else 0.0, at=at + 1
+    )
+
+
+def logprob_spread(folder: Path, reference: Path, *, steps: int) -> Spread | None:
+    """Of the trained tokens of each step; None where one of the two kept none."""
+    ours, theirs = (_tensors(path / LOGPROBS) for path in (folder, reference))
+    names = [name for name in (f"step-{n:06d}" for n in range(steps)) if name in ours and name in theirs]
+    if not names:
+        return None
+    largest, total, count = [], 0.0, 0
+    for name in names:
+        a, b = ours[name], theirs[name]
+        if a.shape != b.shape:
+            return Spread(max=math.nan, mean=math.nan, at=int(name[5:]) + 1)
+        difference = np.abs(a.astype(np.float64) - b)
+        largest.append(float(difference.max(initial=0.0)))
+        total, count = total + float(difference.sum()), count + difference.size
+    found = spread(largest)
+    return Spread(max=found.max, mean=total / max(count, 1), at=found.at)
+
+
+def gradient_errors(folder: Path, reference: Path) -> tuple[dict[str, float], str]:
+    """The worst Parameter's error of each step that both kept, and the name of the worst of all."""
+    found: dict[str, float] = {}
+    worst = (-1.0, "")
+    for path in sorted(folder.glob("gradients-*.safetensors")):
+        if not (reference / path.name).exists():
+            continue
+        error, name = gradient_error(_tensors(path), _tensors(reference / path.name))
+        found[str(int(path.stem.removeprefix("gradients-")) + 1)] = error
+        worst = max(worst, (math.inf if math.isnan(error) else error, name))
+    return found, worst[1]
+
+
+def gradient_error(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[float, str]:
+    """(largest |g - r| / max(|r|, 1e-6 |all r|), its Parameter); infinite where a Parameter is missing."""
+    norms = {name: float(np.linalg.norm(value.astype(np.float64))) for name, value in theirs.items()}
+    floor = 1e-6 * math.sqrt(math.fsum(norm * norm for norm in norms.values()))
+    worst, where = 0.0, ""
+    for name, norm in norms.items():
+        if name not in ours or ours[name].shape != theirs[name].shape:
+            return math.inf, name
+        error = float(np.linalg.norm(ours[name].astype(np.float64) - theirs[name]))
+        error = error / max(norm, floor) if error else 0.0
+        if not error <= worst:  # NaN too
+            worst, where = error, name
+        if math.isnan(error):
+            break
+    return worst, where
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    from safetensors.numpy import load_file
+
+    found: dict[str, Any] = load_file(path)
+    return found

@@ -1,0 +1,175 @@
+"""What one stack of a parity run is told, and what it leaves behind.
+
+A job is a JSON file; `python -m lockstep.lab.train_parity.worker JOB.json` runs it on `ranks` processes and
+writes into its folder:
+
+    metrics.jsonl                one line per optimizer step (StepRow)
+    logprobs.safetensors         "step-000003": [trained tokens] float32, in the order of the step's inputs
+    gradients-000000.safetensors Parameter name -> float32, unclipped; of the steps in `gradients_at`
+    result.json                  Outcome: status, reason, seconds, memory, versions
+    ranks/                       everything each rank printed
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from lockstep.config.base import Record
+from lockstep.config.data import DataConfig
+from lockstep.config.model import ModelConfig
+from lockstep.config.train import TrainConfig
+from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_lines
+
+METRICS, LOGPROBS, RESULT = "metrics.jsonl", "logprobs.safetensors", "result.json"
+RANK_LOGS = "ranks"
+INPUTS, REPORT = "inputs", "inputs.json"
+
+
+class InputsSpec(Record):
+    """What inputs to make."""
+
+    algorithm: Literal["sft", "grpo", "dpo"] = "sft"
+    model: ModelConfig = ModelConfig()
+    data: DataConfig | None = None
+    """SFT and DPO; None: generated documents."""
+    recording: Path | None = None
+    """GRPO; None: the shipped corpus."""
+    max_samples: PositiveInt = 160
+    batch_size: PositiveInt = 8
+    """Documents of one optimizer step."""
+    steps: PositiveInt | None = None
+    """Optimizer steps; None: one pass over the documents."""
+    min_packs: PositiveInt = 1
+    """At least so many micro-batches a step: one per rank."""
+    token_budget: PositiveInt = 4096
+    max_length: PositiveInt = 1024
+    """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO)."""
+    static_capacity: bool = False
+    seed: int = 0
+    device: str = "cpu"
+    out: Path
+
+
+class InputsReport(Record):
+    """inputs.json."""
+
+    steps: tuple[tuple[int, ...], ...]
+    """Inputs of each optimizer step, by index in the recording."""
+    source: str
+    """Where the documents come from, in words."""
+    notes: tuple[str, ...] = ()
+    documents: int
+    """Different ones."""
+    tokens: int
+    """Of all steps."""
+    trained_tokens: int
+    baselines: tuple[float, ...] | None = None
+    """GRPO: the loss of each step's inputs at the starting weights, which "falls" is measured from."""
+    heads: int
+    kv_heads: int
+    vocab_size: int
+
+
+class ParityJob(Record):
+    """One stack, its model and the optimizer steps that it takes."""
+
+    stack: str
+    """Its name, for people."""
+    ranks: PositiveInt = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    """train.backend is the backend; attention "auto" is resolved by the worker."""
+    inputs: Path
+    """A recording; the loss is its algorithm's."""
+    steps: tuple[tuple[int, ...], ...]
+    """Which inputs of the recording each optimizer step is given, on every rank."""
+    out: Path
+    """A folder that is there."""
+    timeout: PositiveFloat = 600.0
+    """Seconds of the whole job."""
+    wait: PositiveFloat = 120.0
+    """Seconds that one rank waits for another."""
+    keep_logprobs: bool = True
+    gradients_at: tuple[int, ...] = ()
+    """Steps, from 0, whose gradients are kept."""
+    total_steps: PositiveInt | None = None
+    """Where the schedule ends; None: with the last of `steps`, counted from the checkpoint that is loaded."""
+    load: Path | None = None
+    """A checkpoint folder of any backend to begin from."""
+    save: Path | None = None
+    """An empty folder to save to, behind the last step."""
+    threads: PositiveInt | None = Field(None)
+    """CPU threads of each rank; None: the launcher's choice."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ParityJob:
+        if not self.steps or not all(self.steps):
+            raise ValueError("steps must name at least one step, and each at least one input")
+        wrong = [step for step in self.gradients_at if not 0 <= step < len(self.steps)]
+        if wrong:
+            raise ValueError(f"gradients_at names step {wrong[0]}; there are {len(self.steps)}, from 0")
+        return self
+
+    def write(self) -> Path:
+        """OUT/job.json."""
+        path = self.out / "job.json"
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+class StepRow(Record):
+    """One line of metrics.jsonl."""
+
+    step: int
+    """From 1: after the step's update."""
+    loss: float = Field(allow_inf_nan=True)
+    grad_norm: float = Field(allow_inf_nan=True)
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Of real documents."""
+    seconds: float
+    """From the step's first forward to behind its optimizer step, device-synchronised."""
+    tokens_per_second: float
+    peak_memory_bytes: int
+    """Largest of any rank so far: allocated on a GPU, resident on a CPU."""
+
+
+class Outcome(Record):
+    """result.json, by rank 0."""
+
+    status: Literal["ok", "refused", "failed", "oom"]
+    """refused: the settings cannot work, and nothing was run."""
+    reason: str = ""
+    steps: int = 0
+    """Done."""
+    seconds: float = 0.0
+    """Of all steps, loading left out."""
+    load_seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    statement: str = ""
+    """Ranks and devices in words."""
+    attention: str = ""
+    dtype: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    spans: dict[str, float] = Field(default_factory=dict)
+    """Seconds in forward and backward, of rank 0, where the backend times them."""
+
+
+def read_job(path: Path) -> ParityJob:
+    """A job file. Raises ConfigError."""
+    return read_job_file(path, ParityJob)
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """What a worker wrote; None: it ended before it could. A file that is no outcome counts as none."""
+    return read_if_whole(folder / RESULT, Outcome)
+
+
+def read_rows(folder: Path) -> list[StepRow]:
+    """The steps that were done; a last line that is cut off is left out."""
+    return read_lines(folder / METRICS, StepRow)

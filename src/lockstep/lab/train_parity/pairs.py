@@ -1,0 +1,58 @@
+"""Preference pairs for a parity run of DPO: read, or made of documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lockstep.config.data import DataConfig
+from lockstep.data.preferences import Pair, PreferenceSet, load_preferences
+from lockstep.lab.train_parity.job import InputsSpec
+from lockstep.models.load import load_model, load_tokenizer
+from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
+
+
+def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int) -> PreferenceSet:
+    """At most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
+    size = min(max(1, spec.max_samples // 2), data.size or spec.max_samples)
+    config = data.model_copy(update={"size": size, "max_length": longest})
+    return load_preferences(config, tokenizer=load_tokenizer(spec.model))
+
+
+def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:
+    """Each document is preferred to itself with random ids in its second half."""
+    generator = np.random.default_rng([seed, 3])
+    pairs: list[Pair] = []
+    for sample in samples:
+        ids = sample.token_ids.clone()
+        half = len(ids) // 2
+        ids[half:] = torch.from_numpy(generator.integers(0, vocab_size, len(ids) - half))
+        if not ids.equal(sample.token_ids):
+            pairs.append((sample, dataclasses.replace(sample, token_ids=ids)))
+    return PreferenceSet(pairs, shuffle=True, report={})
+
+
+def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> list[list[PackedBatch]]:
+    """The same batches with ref_logprobs: those of the starting weights, by `local`."""
+    from lockstep.config.train import TrainConfig
+    from lockstep.train.local import LocalBackend
+
+    config = spec.model.model_copy(update={"dtype": "float32"}) if spec.device == "cpu" else spec.model
+    model = load_model(config, attention="sdpa", device=torch.device(spec.device))
+    train = TrainConfig(token_budget=spec.token_budget, device=spec.device, attention="sdpa")
+    backend = LocalBackend(train, model=model, total_steps=0)
+    found: list[list[PackedBatch]] = []
+    for batches in plan:
+        logprobs = backend.logprobs(batches, model="policy")
+        found.append(
+            [
+                dataclasses.replace(batch, ref_logprobs=values.cpu())
+                for batch, values in zip(batches, logprobs, strict=True)
+                if isinstance(batch, PreferenceBatch)
+            ]
+        )
+    backend.close()
+    return found

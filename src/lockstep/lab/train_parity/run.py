@@ -1,0 +1,340 @@
+"""`lockstep parity train`: every stack in processes of its own, from the same weights, data order and seed.
+
+data ─► OUT/inputs (one recording) ─► job.json per stack ─► ranks ─► metrics, logprobs ─► table and verdict
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from lockstep.config.backends import check_backend
+from lockstep.config.data import DataConfig
+from lockstep.config.model import ModelConfig
+from lockstep.config.support import check_support
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.lab.suite.process import (
+    Ending,
+    ProcessRunner,
+    line_that_matters,
+    looks_out_of_memory,
+    read_tail,
+    signal_name,
+)
+from lockstep.lab.train_parity.compare import compare, falls
+from lockstep.lab.train_parity.job import (
+    INPUTS,
+    RANK_LOGS,
+    REPORT,
+    InputsReport,
+    InputsSpec,
+    ParityJob,
+    read_outcome,
+    read_rows,
+)
+from lockstep.lab.train_parity.result import ParityResult, StackResult, Status, judge, learning
+from lockstep.lab.train_parity.stacks import Stack, skipped
+from lockstep.observe.files import write_json
+from lockstep.ranks.launch import TIMED_OUT, in_launcher
+
+WORKER = ("-m", "lockstep.lab.train_parity.worker")
+"""What runs a job file: arguments of the interpreter."""
+INPUT_SECONDS = 1800.0
+"""Deadline of reading and packing the data."""
+_MOST_RANKS = 4
+"""Of a stack that hangs: so many are told where they were."""
+_BEHIND_LAUNCHER = 60.0
+"""The launcher ends its ranks at the deadline; this much later it is killed itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityOptions:
+    """What to compare, and on what."""
+
+    stacks: Sequence[Stack]
+    reference: Stack
+    out: Path
+    model: ModelConfig
+    train: TrainConfig
+    """What all stacks share: lr, optimizer, schedule, ..."""
+    log_dir: Path | None = None
+    """None: OUT/logs."""
+    skip: Sequence[str] = ()
+    algorithm: Literal["sft", "grpo", "dpo"] = "sft"
+    device: Literal["cpu", "cuda"] = "cpu"
+    gpus: int | None = None
+    """Ranks of every stack; None: `default_ranks`, or what a stack needs at least."""
+    default_ranks: int = 2
+    data: DataConfig | None = None
+    recording: Path | None = None
+    max_samples: int = 160
+    batch_size: int = 8
+    steps: int | None = None
+    max_length: int = 1024
+    threshold: float = 0.05
+    must_fall: bool = True
+    timeout: float = 600.0
+    seed: int = 0
+    gradients: bool = False
+    notes: Sequence[str] = ()
+    command: str = ""
+
+
+@dataclass
+class _Suite:
+    """The run under way."""
+
+    options: ParityOptions
+    progress: Callable[[StackResult, int, int], None]
+    runner: ProcessRunner = field(default_factory=ProcessRunner)
+    results: list[StackResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.out = self.options.out.resolve()
+        self.logs = (self.options.log_dir or self.options.out / "logs").resolve()
+        chosen = [stack for stack in self.options.stacks if stack.name != self.options.reference.name]
+        self.stacks = [self.options.reference, *chosen]
+        self.interrupted = False
+
+    # --- inputs ---------------------------------------------------------------------------------------------
+
+    def make_inputs(self) -> InputsReport:
+        """The recording that all stacks are fed, by a process of its own."""
+        options = self.options
+        ranks = max([self._ranks(stack) or 1 for stack in self.stacks])
+        compiled = any(stack.execution != "eager" for stack in self.stacks)
+        spec = InputsSpec(
+            algorithm=options.algorithm,
+            model=options.model,
+            data=options.data,
+            recording=None if options.recording is None else options.recording.resolve(),
+            max_samples=options.max_samples,
+            batch_size=options.batch_size,
+            steps=options.steps,
+            min_packs=ranks,
+            token_budget=options.train.token_budget,
+            max_length=min(options.max_length, options.train.token_budget),
+            static_capacity=compiled,
+            seed=options.seed,
+            device=options.device,
+            out=self.out,
+        )
+        path = self.out / "inputs-spec.json"
+        path.write_text(spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        log = self.logs / "inputs.log"
+        log.unlink(missing_ok=True)
+        argv = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.inputs", str(path)]
+        ending = self.runner.run(argv, log=log, timeout=INPUT_SECONDS)
+        if ending.returncode != 0:
+            why = line_that_matters(read_tail(log)).removeprefix("parity inputs: ")
+            raise ConfigError(f"the inputs could not be made: {why or how(ending)} (log: {log})")
+        return InputsReport.model_validate_json((self.out / REPORT).read_text(encoding="utf-8"))
+
+    def _ranks(self, stack: Stack) -> int | None:
+        try:
+            return stack.ranks_for(self.options.gpus, default=self.options.default_ranks)
+        except ConfigError:
+            return None
+
+    # --- one stack ------------------------------------------------------------------------------------------
+
+    def run(self, stack: Stack) -> StackResult:
+        """The row of one stack, not compared yet."""
+        word = skipped(stack, self.options.skip)
+        if word is not None and stack.name != self.options.reference.name:
+            return StackResult(name=stack.name, status="skipped", reason=f"skipped: {word}")
+        is_reference = stack.name == self.options.reference.name
+        folder = self.out / stack.log_stem
+        log = self.logs / f"{stack.log_stem}_test.log"
+        base: dict[str, Any] = {"name": stack.name, "is_reference": is_reference}
+        try:
+            job = self._job(stack, folder)
+        except LockstepError as error:
+            return StackResult(status="refused", reason=str(error), **base)
+        base |= {"ranks": job.ranks, "folder": folder.name, "log": str(log)}
+        ending = self._run_job(job, log)
+        rows, outcome = tuple(read_rows(folder)), read_outcome(folder)
+        base |= {"rows": rows, "seconds": ending.seconds}
+        if outcome is not None:
+            base |= {name: getattr(outcome, name) for name in ("attention", "dtype", "statement")}
+        if outcome is not None and outcome.status == "ok" and ending.returncode == 0:
+            return StackResult(status="ok", falls=falls(self._gains(rows)), **base)
+        status, reason = self._why(ending, log, folder)
+        if outcome is not None and outcome.reason and status != "hung":
+            status, reason = cast(Status, outcome.status), outcome.reason
+        return StackResult(status=status, reason=reason, **base)
+
+    def _job(self, stack: Stack, folder: Path) -> ParityJob:
+        options, ranks = self.options, stack.ranks_for(self.options.gpus, default=self.options.default_ranks)
+        settings = {"device": options.device, "static_capacity": self._static, **stack.train_settings()}
+        train = options.train.model_copy(update=settings)
+        job = ParityJob(
+            stack=stack.name,
+            ranks=ranks,
+            device=options.device,
+            model=options.model,
+            train=TrainConfig.model_validate(train.model_dump()),
+            inputs=self.out / INPUTS,
+            steps=self.report.steps,
+            out=folder,
+            timeout=options.timeout,
+            wait=max(30.0, min(options.timeout / 2, 300.0)),
+            gradients_at=(0, len(self.report.steps) - 1) if options.gradients else (),
+        )
+        check_backend(job.train, lora=False)
+        check_support(job)
+        folder.mkdir()
+        job.write()
+        return job
+
+    def _run_job(self, job: ParityJob, log: Path) -> Ending:
+        log.unlink(missing_ok=True)
+        argv = [sys.executable, "-u", *WORKER, str(job.out / "job.json")]
+        return self.runner.run(argv, log=log, timeout=job.timeout + _BEHIND_LAUNCHER)
+
+    def _why(self, ending: Ending, log: Path, folder: Path) -> tuple[Status, str]:
+        tail = read_tail(log)
+        if ending.timed_out or ending.returncode == TIMED_OUT:
+            where = where_it_was(folder / RANK_LOGS)
+            return "hung", f"no end after {self.options.timeout:g} s (--timeout){where}"
+        line = line_that_matters(tail) or how(ending)
+        return ("oom" if looks_out_of_memory(tail) else "failed"), line
+
+    def _gains(self, rows: Sequence[Any]) -> list[float]:
+        """Losses that may be compared with each other: GRPO's are of different rollouts."""
+        base = self.report.baselines or [0.0] * len(rows)
+        return [row.loss - start for row, start in zip(rows, base, strict=False)]
+
+    # --- all of them ----------------------------------------------------------------------------------------
+
+    def run_all(self) -> ParityResult:
+        """Reference first. Ctrl-C ends it with what there is."""
+        self.report = self.make_inputs()
+        self._static = True if any(s.execution != "eager" for s in self.stacks) else None
+        try:
+            for number, stack in enumerate(self.stacks, start=1):
+                row = self._judged(self.run(stack))
+                self.results.append(row)
+                self.progress(row, number, len(self.stacks))
+                write_json(self.out / "parity.json", self.result().as_dict())
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return self.result()
+
+    def _judged(self, row: StackResult) -> StackResult:
+        reference = self.results[0] if self.results else row
+        if not row.is_reference and row.rows:
+            found = compare(
+                row.rows,
+                reference.rows,
+                folders=(self.out / row.folder, self.out / reference.folder),
+                relative_to_loss=self.options.algorithm != "grpo",
+            )
+            row = dataclasses.replace(row, comparison=found)
+        problems = judge(
+            row,
+            threshold=self.options.threshold,
+            steps=len(self.report.steps),
+            reference_ran=bool(reference.rows),
+        )
+        return dataclasses.replace(row, problems=problems, learning=learning(row, reference))
+
+    def result(self) -> ParityResult:
+        """What there is so far."""
+        options = self.options
+        return ParityResult(
+            stacks=tuple(self.results),
+            reference=options.reference.name,
+            threshold=options.threshold,
+            algorithm=options.algorithm,
+            settings=self._settings(),
+            notes=(*options.notes, *self.report.notes),
+            command=options.command,
+            must_fall=options.must_fall,
+            complete=not self.interrupted and len(self.results) == len(self.stacks),
+            machine=_machine(options.device),
+        )
+
+    def _settings(self) -> Mapping[str, Any]:
+        options, report, train = self.options, self.report, self.options.train
+        ran = next((row for row in self.results if row.dtype), None)
+        return {
+            "model": options.model.name,
+            "data": report.source,
+            "steps": len(report.steps),
+            "documents": f"{report.documents}, {options.batch_size} a step",
+            "tokens": f"{report.tokens:,}, {report.trained_tokens:,} of them trained on",
+            "optimizer": f"{train.optimizer}, lr {train.lr:g}, {train.schedule}",
+            "dtype": ran.dtype if ran else options.model.dtype,
+            "attention": ran.attention if ran else train.attention,
+            "seed": options.seed,
+        }
+
+
+def run_parity(
+    options: ParityOptions, *, progress: Callable[[StackResult, int, int], None] = lambda *_: None
+) -> ParityResult:
+    """Train every stack and compare them with the reference.
+
+    A stack that crashes, hangs or is refused is a row with its reason.
+
+    Args:
+        progress: called with each row, its number, and how many there are.
+
+    Raises:
+        ConfigError: the inputs cannot be made, OUT holds something, or this process is a rank itself.
+    """
+    if in_launcher():
+        raise ConfigError(
+            "lockstep parity starts ranks itself; run it without torchrun or deepspeed (RANK and WORLD_SIZE "
+            "are set in the environment)"
+        )
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise ConfigError(
+            f"--out {options.out} (OUTPUT_DIR) is there already and not an empty folder; name a new one"
+        )
+    for folder in (options.out, options.log_dir or options.out / "logs"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
+    return _Suite(options, progress).run_all()
+
+
+def how(ending: Ending) -> str:
+    """How a process ended, in words."""
+    if ending.returncode is None:
+        return "it was killed"
+    if ending.returncode < 0:
+        return f"it was killed by {signal_name(ending.returncode)}"
+    return f"it exited with status {ending.returncode}"
+
+
+def where_it_was(folder: Path) -> str:
+    """ "; rank 0 was in NAME (FILE:LINE); rank 1 was in ...", from what ranks write before the deadline."""
+    found: dict[int, str] = {}
+    for path in folder.glob("rank-*.log"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        start = text.rfind("Timeout (")
+        if start < 0:
+            continue
+        # the main thread comes last, its innermost frame first
+        thread = text.find("most recent call first", text.rfind("\nThread", start))
+        frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', text[max(thread, start) :])
+        if frame:
+            rank = int(re.sub(r"\D", "", path.name) or 0)
+            found[rank] = f"rank {rank} was in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
+    shown = [found[rank] for rank in sorted(found)[:_MOST_RANKS]]
+    return "".join(f"; {text}" for text in shown)
+
+
+def _machine(device: str) -> dict[str, str]:
+    from lockstep.lab.suite.machine import machine
+
+    return machine(device)

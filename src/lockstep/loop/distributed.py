@@ -1,0 +1,171 @@
+"""Several ranks of one run: how they find each other, what they compare before anything starts, and how
+rank 0 opens the folder that all of them use.
+
+Every rank runs the same loop on the same data. Rank 0 alone writes the run directory and shows what happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import lockstep
+from lockstep.config.load import check_resumable, dump_toml, override, to_values
+from lockstep.config.run import RunConfig, check_ranks
+from lockstep.observe.files import write_atomic
+from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
+from lockstep.ranks.context import RankContext, init_ranks
+from lockstep.ranks.launch import in_launcher
+
+WAIT_SECONDS = 1800.0
+"""How long a rank waits for another where nothing else is asked for: slow rewards are in it."""
+
+
+@contextlib.contextmanager
+def joined(
+    run: RunConfig, ranks: RankContext | None = None, *, seconds: float | None = None
+) -> Iterator[RankContext]:
+    """The ranks of this run: those that were joined already, those of the launcher that started this process,
+    or this process alone.
+
+    Args:
+        seconds: deadline of every wait for another rank; None: WAIT_SECONDS.
+
+    Raises:
+        ConfigError: `run` cannot be spread over so many ranks.
+        RankError: the others did not come.
+    """
+    if ranks is not None:
+        check_ranks(run, ranks.world_size)
+        yield ranks
+    elif in_launcher() and os.environ["WORLD_SIZE"] != "1":
+        check_ranks(run, int(os.environ["WORLD_SIZE"]))
+        device = run.train.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        with init_ranks(device=device, seconds=seconds or WAIT_SECONDS) as context:
+            yield context
+    else:
+        check_ranks(run, 1)
+        had_group = dist.is_initialized()
+        yield RankContext.alone()
+        if dist.is_initialized() and not had_group:  # a backend has made one, of this process
+            dist.destroy_process_group()
+
+
+def compare_settings(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> None:
+    """Raise ConfigError on every rank, naming what differs, unless all have the same config and versions."""
+    now = manifest()
+    versions = {f"version of {name}": now[name] for name in ("lockstep", "torch", "transformers", "python")}
+    values = flat(to_values(run)) | {"resume": None if resume is None else str(resume)}
+    ranks.require_same(values | versions, what="their settings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshCoordinates:
+    """Where a rank stands among those that share data (dp), tokens (ring) and matrices (tp)."""
+
+    sizes: dict[str, int]
+    at: dict[str, int]
+
+    @property
+    def stream(self) -> int:
+        """Ranks with tokens of their own draw dropout of their own; those that share matrices draw the
+        same."""
+        return self.at["dp"] * self.sizes["ring"] + self.at["ring"]
+
+
+def mesh_coordinates(run: RunConfig, ranks: RankContext) -> MeshCoordinates:
+    """tp is innermost: its ranks are neighbours."""
+    tp, ring = run.train.tp, run.train.ring
+    return MeshCoordinates(
+        sizes={"dp": ranks.world_size // (tp * ring), "ring": ring, "tp": tp},
+        at={"dp": ranks.rank // (tp * ring), "ring": ranks.rank // tp % ring, "tp": ranks.rank % tp},
+    )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted path.
+
+    Example:
+        >>> flat({"train": {"lr": 0.1}, "steps": 2})
+        {'train.lr': 0.1, 'steps': 2}
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> RunDir:
+    """The run's folder: locked and written by rank 0, read by the others, which must see the same files.
+
+    Raises:
+        ConfigError: it holds another run, or another process writes it; on every rank.
+    """
+    opened: RunDir | None = None
+    with ranks.together("opening the run directory"):
+        if ranks.is_first:
+            opened = _create(run) if resume is None else _reopen(run, resume)
+    path = ranks.broadcast(
+        None if opened is None else opened.path, Path | None, what="opening the run directory"
+    )
+    if opened is not None:
+        return opened
+    assert path is not None, "rank 0 has opened it"
+    return FollowedRunDir(path)
+
+
+def _create(run: RunConfig) -> RunDir:
+    return RunDir.create(run.run_dir or new_path(run.name), config_toml=dump_toml(run), manifest=manifest())
+
+
+def _reopen(run: RunConfig, folder: Path) -> RunDir:
+    check_resumable(folder, run)
+    opened = RunDir.open(folder)
+    # Another number of steps, say, must still hold when this process is killed and resumed again.
+    try:
+        with opened.writing(opened.config):
+            write_atomic(opened.config, dump_toml(override(run, {"run_dir": None})))
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def manifest() -> dict[str, Any]:
+    """What this process runs with."""
+    return {
+        "lockstep": lockstep.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_threads": torch.get_num_threads(),
+        "cuda_device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def resume_command(folder: Path, ranks: RankContext) -> str:
+    """What goes on with the run in `folder`."""
+    command = f"lockstep train --resume {shlex.quote(str(folder))}"
+    if ranks.world_size == 1:
+        return command
+    if ranks.on_one_machine:
+        return f"{command} --ranks {ranks.world_size}"
+    return f"{command} (on {ranks.world_size} ranks, under the launcher that started them)"

@@ -1,0 +1,87 @@
+"""An engine for a model that nobody trains: what `lockstep generate` samples with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.config.engine import EngineConfig, resolved
+from lockstep.config.model import ModelConfig
+from lockstep.engine.build import is_external, make_engine
+from lockstep.engine.spec import EngineSpec
+from lockstep.loop.axes import is_native
+from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.served import export_served, served_folder
+from lockstep.protocols.engine import InferenceEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeRequest:
+    """Which model, and what will be asked of it."""
+
+    model: ModelConfig
+    adjust: Callable[[LoadedModel], None] | None
+    """Copies other weights into the loaded model, such as a checkpoint's. None: the model as it is."""
+    longest: int
+    """Longest prompt and completion together, in tokens."""
+    temperatures: frozenset[float]
+    work_dir: Path
+    """For the logs of a started server, and for a folder of weights where it needs one. Made when used."""
+    seed: int = 0
+
+
+def served_engine(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """What "auto" is for a model that is only sampled from. Raises ConfigError."""
+    return resolved(config, native=is_native(model, _device()))
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
+    """The engine, ready to generate; the caller closes it.
+
+    Raises:
+        ConfigError: the engine cannot run like this here.
+        ModelError: the model cannot be loaded.
+        EngineError: it did not start.
+    """
+    device = _device()
+    config = served_engine(config, request.model)
+    if not is_external(config.name):
+        model = load_model(request.model, attention="sdpa", device=device)
+        if request.adjust is not None:
+            request.adjust(model)
+        return make_engine(config, model=model)
+    return make_engine(config, place=_place(config, request, device))
+
+
+def _place(config: EngineConfig, request: ServeRequest, device: torch.device) -> EngineSpec:
+    """Its folder has the weights: nothing is sent to it."""
+    work_dir = request.work_dir.absolute()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if request.adjust is not None:
+        model = load_model(request.model, attention="sdpa", device=torch.device("cpu"))
+        request.adjust(model)
+        served = export_served(model, work_dir=work_dir)
+    else:
+        served = served_folder(request.model, device=device, work_dir=work_dir)
+    return EngineSpec(
+        folder=served.folder.absolute(),
+        weights="folder",
+        model_name=request.model.name,
+        dtype=served.dtype,
+        vocab_size=served.vocab_size,
+        max_model_len=config.max_model_len or request.longest,
+        eos_token_ids=served.eos_token_ids,
+        tokenizer=served.tokenizer,
+        device="cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}",
+        shares_device=False,
+        temperatures=request.temperatures,
+        work_dir=work_dir,
+        seed=request.seed,
+    )

@@ -1,0 +1,1 @@
+"""`lockstep.record`: hooks on the modules of other programs."""

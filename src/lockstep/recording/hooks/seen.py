@@ -1,0 +1,304 @@
+"""What is kept of a foreign forward between its arguments and its gradient, and the input it becomes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lockstep.recording.hooks.calls import (
+    ForeignCall,
+    canonical_batch,
+    labelled,
+    next_tokens,
+    other_labels,
+    output_slots,
+    tensors_of,
+    unusable_call,
+)
+from lockstep.recording.hooks.surrogate import token_gradients, token_logprobs
+from lockstep.recording.storage.fingerprint import fingerprint
+from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs
+
+_LOGITS = ("logits", "output", "output.0")
+_LOGPROBS = ("log_probs", "logprobs", "logps", "action_log_probs")
+_OTHERS = ("entropy", "entropies")
+"""Per-token outputs beside the logprobs; a loss that uses them is no function of the logprobs alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SeenCall:
+    """One forward. Nothing here belongs to a graph, and only [R] tensors stay on the device."""
+
+    call: ForeignCall
+    update: int
+    micro_batch: int
+    time: float
+    keep: Any = None
+    """The argument logits_to_keep."""
+    autocast: str | None = None
+    graph: bool = True
+    """Whether the forward built one."""
+    tokens: Tensor | None = None
+    """[R] int64, host: which tokens of the documents the outputs below are of."""
+    logprobs: Tensor | None = None
+    """[R] float32."""
+    gradient: Tensor | None = None
+    """[R] float32, dL/dlogprob; None: no backward came by."""
+    unexplained: Tensor | None = None
+    total: Tensor | None = None
+    output_gradients: dict[str, Tensor] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    error: str | None = None
+
+    def relative_residual(self) -> float:
+        """|dL/dlogits less what dL/dlogprob gives| / |dL/dlogits|; 0 without a backward."""
+        if self.total is None or self.unexplained is None or not float(self.total):
+            return 0.0
+        return math.sqrt(float(self.unexplained) / float(self.total))
+
+    def give_up(self, error: Exception) -> None:
+        """Keep the arguments only."""
+        call = self.call
+        self.call = unusable_call({"input_ids": call.token_ids, **call.tensors, **call.scalars}, error)
+        self.tokens = self.logprobs = self.gradient = None
+        self.output_gradients.clear()
+        self.remarks.clear()
+
+    def add(self, values: Tensor, unexplained: Tensor, total: Tensor) -> None:
+        """One backward's part."""
+        self.gradient = values if self.gradient is None else self.gradient + values
+        self.unexplained = unexplained if self.unexplained is None else self.unexplained + unexplained
+        self.total = total if self.total is None else self.total + total
+
+
+def watch_output(
+    seen: SeenCall,
+    output: Any,
+    *,
+    temperature: float,
+    keep_gradient: Callable[[Tensor], Tensor] | None,
+) -> None:
+    """Logprobs and fingerprints of a forward's output now, dL/dlogprob when its gradient arrives."""
+    named = {name: t for name, t in tensors_of(output) if not isinstance(t, DTensor)}
+    for name, tensor in named.items():
+        seen.fingerprints[name] = fingerprint([(name, tensor.detach())])
+    if seen.call.unusable is not None:
+        return
+    rows, width = seen.call.token_ids.shape
+    for name in _LOGITS:
+        logits = named.get(name)
+        if logits is not None and logits.ndim == 3 and _is_logits(logits, seen):
+            _watch_logits(seen, logits, temperature=temperature)
+            _keep(seen, name, logits, keep_gradient)
+            return
+    for name in _LOGPROBS:
+        logprobs = named.get(name)
+        if logprobs is not None and logprobs.ndim == 2 and logprobs.shape[0] == rows:
+            if logprobs.shape[1] > width:
+                continue
+            _watch_logprobs(seen, logprobs)
+            _keep(seen, name, logprobs, keep_gradient)
+            for other in _OTHERS:
+                _watch_other(seen, named.get(other))
+            return
+    seen.remarks.append(f"no logits and no logprobs in the output {sorted(named)}")
+
+
+def _is_logits(logits: Tensor, seen: SeenCall) -> bool:
+    rows, width = seen.call.token_ids.shape
+    fits = logits.shape[0] == rows and 0 < logits.shape[1] <= width
+    return fits and logits.shape[2] > int(seen.call.token_ids.max())
+
+
+def _keep(
+    seen: SeenCall, name: str, output: Tensor, keep_gradient: Callable[[Tensor], Tensor] | None
+) -> None:
+    if keep_gradient is None or not output.requires_grad:
+        return
+
+    def kept(gradient: Tensor) -> None:
+        copy = keep_gradient(gradient)
+        before = seen.output_gradients.get(name)
+        seen.output_gradients[name] = copy if before is None else before + copy
+
+    output.register_hook(kept)
+
+
+def _watch_logits(seen: SeenCall, logits: Tensor, *, temperature: float) -> None:
+    keep = seen.keep if isinstance(seen.keep, Tensor) and seen.keep.ndim == 1 else None
+    keep = None if keep is None else keep.detach().cpu().long() % seen.call.token_ids.shape[1]
+    rows, seen.tokens = output_slots(seen.call, width=logits.shape[1], keep=keep)
+    device = logits.device
+    rows = rows.to(device, non_blocking=True)
+    labels = next_tokens(seen.call, seen.tokens).to(device, non_blocking=True)
+    flat = logits.detach().flatten(0, 1)
+    seen.logprobs = token_logprobs(flat, rows, labels, temperature=temperature)
+    if not logits.requires_grad:
+        return
+    # The hook lives in the graph, so what it holds is freed with it; the logits are let go at the first
+    # backward already, because a program may keep its loss, and with it the graph's nodes, for longer.
+    held: list[Tensor] = [flat]
+    later, version = weakref.ref(logits), logits._version
+
+    def arrived(gradient: Tensor) -> None:
+        alive = later()
+        source = held.pop() if held else None if alive is None else alive.detach().flatten(0, 1)
+        if source is None:
+            seen.remarks.append("a second backward came when the logits were gone: its gradient is missing")
+            return
+        with torch.no_grad():
+            scale = temperature
+            if source._version != version:
+                scale = _scale_now(seen, source, rows, labels, temperature)
+            if not scale:
+                seen.remarks.append("the logits were changed in place: dL/dlogprob could not be recovered")
+                return
+            found = token_gradients(gradient.flatten(0, 1), source, rows, labels, temperature=scale)
+            # dL/dx is of the logits as they were, whatever they have become
+            seen.add(found.values * (temperature / scale), found.unexplained, found.total)
+
+    logits.register_hook(arrived)
+
+
+def _scale_now(seen: SeenCall, logits: Tensor, rows: Tensor, labels: Tensor, temperature: float) -> float:
+    """What changed logits must be divided by to give the logprobs that were seen: 1 after logits.div_(T); 0
+    if nothing does."""
+    assert seen.logprobs is not None
+    for scale in dict.fromkeys((1.0, temperature)):
+        now = token_logprobs(logits, rows, labels, temperature=scale)
+        if float((now - seen.logprobs).abs().mean()) <= 0.02:
+            return scale
+    return 0.0
+
+
+def _watch_logprobs(seen: SeenCall, logprobs: Tensor) -> None:
+    """A module that returns [B, W] logprobs itself: of every slot (W = L), or of the last W tokens."""
+    length, width = seen.call.token_ids.shape[1], logprobs.shape[1]
+    first = 0 if width == length else length - 1 - width
+    rows, tokens = output_slots(seen.call, width=width, keep=torch.arange(first, first + width))
+    asked = labelled(seen.call, tokens)
+    rows, seen.tokens = rows[asked], tokens[asked]
+    rows = rows.to(logprobs.device, non_blocking=True)
+    seen.logprobs = logprobs.detach().flatten().index_select(0, rows).float()
+    if not logprobs.requires_grad:
+        return
+
+    def arrived(gradient: Tensor) -> None:
+        with torch.no_grad():
+            values = gradient.flatten().index_select(0, rows).float()
+            total = gradient.float().square().sum(dtype=torch.float64)
+            seen.add(values, (total - values.square().sum(dtype=torch.float64)).clamp(min=0), total)
+
+    logprobs.register_hook(arrived)
+
+
+def _watch_other(seen: SeenCall, output: Tensor | None) -> None:
+    if output is None or not output.requires_grad:
+        return
+
+    def arrived(gradient: Tensor) -> None:
+        with torch.no_grad():
+            square = gradient.float().square().sum(dtype=torch.float64)
+            seen.unexplained = square if seen.unexplained is None else seen.unexplained + square
+            seen.total = square if seen.total is None else seen.total + square
+
+    output.register_hook(arrived)
+
+
+def recorded_input(
+    seen: SeenCall,
+    *,
+    outcome: Literal["finished", "pending", "failed"],
+    num_micro_batches: int,
+    rank: tuple[int, int],
+    weights: str | None,
+    checkpoint: str | None,
+) -> RecordedInput:
+    """The call as a RecordedInput. `rank` is (rank, world_size)."""
+    call, count = seen.call, sum(seen.call.layout.lengths)
+    trained = weighted = logprobs = None
+    if seen.tokens is not None and seen.logprobs is not None:
+        logprobs = torch.zeros(count).index_copy_(0, seen.tokens, seen.logprobs.cpu())
+        trained = torch.zeros(count, dtype=torch.bool).index_fill_(0, seen.tokens, True)
+    if seen.tokens is not None and seen.gradient is not None:
+        weighted = torch.zeros(count).index_copy_(0, seen.tokens, -seen.gradient.cpu())
+        trained = _trained(seen, weighted)
+    batch = canonical_batch(call, trained, weighted)
+    outputs = None
+    if outcome == "finished" or (outcome == "failed" and logprobs is not None):
+        if logprobs is not None:
+            logprobs = torch.where(batch.loss_mask, logprobs, 0.0)
+        outputs = RecordedOutputs(loss=None, logprobs=logprobs, fingerprints=dict(seen.fingerprints))
+    extras = dict(call.extras)
+    for name, gradient in seen.output_gradients.items():
+        extras[f"grad.{name}"] = gradient
+    meta = InputMeta(
+        step=seen.update,
+        update=seen.update,
+        micro_batch=seen.micro_batch,
+        num_micro_batches=max(num_micro_batches, seen.micro_batch + 1),
+        rank=rank[0],
+        world_size=rank[1],
+        mesh={"dp": rank[0]},
+        time=seen.time,
+        weights=weights,
+        checkpoint=checkpoint,
+        outcome=outcome,
+        error=_error(seen),
+        documents=_documents(seen),
+    )
+    return RecordedInput(meta=meta, batch=batch, outputs=outputs, extras=extras)
+
+
+def _trained(seen: SeenCall, weighted: Tensor) -> Tensor:
+    """[N] bool: where the labels ask for a token, or where there is a gradient; with neither, all that the
+    output was computed for (a forward whose advantages are all 0)."""
+    assert seen.tokens is not None
+    with_gradient = weighted != 0
+    if seen.call.labels is not None:
+        asked = labelled(seen.call, seen.tokens)
+        return with_gradient.index_fill_(0, seen.tokens[asked], True)
+    if bool(with_gradient.any()):
+        return with_gradient
+    return torch.zeros_like(with_gradient).index_fill_(0, seen.tokens, True)
+
+
+def _error(seen: SeenCall) -> str | None:
+    """What the program raised, and why the input is only kept as it was called with."""
+    unusable = seen.call.unusable
+    kept = None if unusable is None else f"kept as it was called with, not as documents: {unusable}"
+    return "; ".join(filter(None, (seen.error, kept))) or None
+
+
+def _documents(seen: SeenCall) -> tuple[dict[str, Any], ...]:
+    """Where each document stood; the first one also has what is known of the call."""
+    documents: list[dict[str, Any]] = [{"row": r, "column": c} for r, c in seen.call.layout.starts]
+    call: dict[str, Any] = {
+        "shape": list(seen.call.token_ids.shape),
+        "padding": list(seen.call.layout.padding),
+        "graph": seen.graph,
+    }
+    if seen.call.unusable is not None:
+        call["unusable"] = seen.call.unusable
+    if seen.call.scalars:
+        call["arguments"] = dict(seen.call.scalars)
+    if seen.autocast is not None:
+        call["autocast"] = seen.autocast
+    if seen.total is not None:
+        call["relative_residual"] = seen.relative_residual()
+    if seen.call.layout.offset_positions:
+        call["positions"] = "position_ids do not start at 0 in every document; they are among the extras"
+    if seen.tokens is not None and (other := other_labels(seen.call, seen.tokens)):
+        call["labels"] = f"{other} labels are not the next token of the input"
+    if seen.remarks:
+        call["remarks"] = list(dict.fromkeys(seen.remarks))
+    documents[0]["call"] = call
+    return tuple(documents)

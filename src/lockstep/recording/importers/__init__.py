@@ -1,0 +1,1 @@
+"""Recordings of what other frameworks dumped."""

@@ -1,0 +1,240 @@
+"""Weights that inputs need: stored beside a recording, or the checkpoints of the run that it is in.
+
+A folder holds model.safetensors with every Parameter and persistent buffer under its name; of a module with
+LoRA layers only the adapters, the rest being the base model that the recording names. A checkpoint of a run
+holds a file of the same name and content.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import RecordingError
+from lockstep.observe.text import printable
+from lockstep.recording.storage.files import DTYPES, TensorFile, check_inside, write_tensors
+from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
+from lockstep.schema.recording import InputMeta
+
+FILE = "model.safetensors"
+_FORMAT = "lockstep-weights"
+_NAME = re.compile(r"(weights|\.\./checkpoints)/[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
+_ADAPTER = ".lora_"
+
+
+def save_weights(module: nn.Module, directory: Path, *, known: str | None = None) -> str:
+    """Store the module's weights in `directory`, safe on the disk; nothing is written when just these are
+    there already.
+
+    Args:
+        known: their fingerprint, where it has been computed.
+
+    Returns:
+        The fingerprint of all of the module's tensors.
+
+    Raises:
+        RecordingError: no room on the disk, or the file cannot be written.
+    """
+    return save_tensors(module_tensors(module), directory, known=known)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], directory: Path, *, known: str | None = None) -> str:
+    """`save_weights` of what `module_tensors` of the whole module would give."""
+    found = known or fingerprint(tensors.items())
+    path = directory / FILE
+    if path.exists() and stored_fingerprint(directory) == found:
+        return found
+    stored = _adapters(tensors) or tensors
+    of_file = found if len(stored) == len(tensors) else fingerprint(stored.items())
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecordingError(f"{directory}: cannot be made ({error}); weights are stored there") from error
+    metadata = {"format": "pt", "lockstep": _FORMAT, "fingerprint": found, "stored": of_file}
+    write_tensors(path, stored, metadata, sync=True)
+    return found
+
+
+def load_weights(module: nn.Module, directory: Path, *, cast: bool = False, partial: bool = False) -> str:
+    """Copy stored weights into the module, in place.
+
+    Args:
+        directory: of `save_weights`, or a checkpoint of a run.
+        cast: the module may have another dtype than the file.
+        partial: the file may hold tensors that the module lacks (a module of fewer layers).
+
+    Returns:
+        The fingerprint of the weights as they are stored. Where only adapters are, it is that of the module
+        with them; under `cast` the one that was computed when they were stored, if there is one.
+
+    Raises:
+        RecordingError: missing, damaged, or of another model; the module is as it was.
+    """
+    file = TensorFile(directory / FILE, directory)
+    own = module_tensors(module)
+    only_adapters = _only_adapters(file)
+    wanted = _adapters(own) if only_adapters else own
+    _check(file, wanted, only_adapters=only_adapters, cast=cast, partial=partial)
+    of_file = _checked_fingerprint(file)
+    with torch.no_grad():
+        for name, tensor in _read(file, wanted):
+            wanted[name].copy_(tensor)
+    if not only_adapters:
+        return of_file
+    if cast and "fingerprint" in file.metadata:
+        return file.metadata["fingerprint"]
+    return fingerprint(own.items())
+
+
+def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | None = None) -> None:
+    """Compare every tensor of the weights in `directory` with what is known of them.
+
+    Args:
+        weights: fingerprint of the module that they belong to; None: not known. One that was stored with
+            adapters is of more tensors than the file has, and is compared with the file's own word only.
+        known: fingerprints of files that were read before; this one is added.
+
+    Raises:
+        RecordingError: missing, a link that leads elsewhere, damaged, or other weights.
+    """
+    file = TensorFile(directory / FILE, directory)
+    of_file = _checked_fingerprint(file, known)
+    of_module = file.metadata.get("fingerprint", None if _only_adapters(file) else of_file)
+    if weights is not None and of_module is not None and of_module != weights:
+        raise RecordingError(
+            f"{file.path}: holds the weights {printable(of_module[:80])}, the input saw "
+            f"{printable(weights[:80])}; the file is damaged or of another run"
+        )
+
+
+def _only_adapters(file: TensorFile) -> bool:
+    return bool(file.tensors) and all(_ADAPTER in name for name in file.tensors)
+
+
+def _fingerprint_of(file: TensorFile, known: dict[Path, str] | None) -> str:
+    known = {} if known is None else known
+    if file.path not in known:
+        known[file.path] = fingerprint(_read(file, file.tensors))
+    return known[file.path]
+
+
+def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None) -> str:
+    """Of the file's tensors. Raises RecordingError: it is not the one that was stored with them."""
+    of_file = _fingerprint_of(file, known)
+    stored = file.metadata.get("stored", of_file)
+    if stored != of_file:
+        raise RecordingError(
+            f"{file.path}: its tensors have the fingerprint {of_file}, {printable(stored[:80])} was stored; "
+            "the file is damaged"
+        )
+    return of_file
+
+
+def stored_fingerprint(directory: Path) -> str | None:
+    """What the weights in `directory` are said to be, by their file; None: they do not say (a checkpoint).
+
+    Raises:
+        RecordingError: the file is missing or damaged.
+    """
+    return TensorFile(directory / FILE, directory).metadata.get("fingerprint")
+
+
+def find_weights(recording: Path, meta: InputMeta, *, known: dict[Path, str] | None = None) -> Path | None:
+    """The folder with the weights that an input needs: the one that it names; else those that are stored for
+    its step, or the run's checkpoint of that step, if their fingerprint is the input's. None: there is none.
+
+    One optimizer step per batch: checkpoint N holds what the inputs of step N see, also when it was saved
+    after they were recorded. Later optimizer steps of a batch have other weights, which no checkpoint holds.
+    A checkpoint of adapters cannot be told apart before it is loaded: compare what `load_weights` returns.
+
+    Args:
+        known: fingerprints of files that were read before; more are added.
+
+    Raises:
+        RecordingError: `meta.checkpoint` leads out of the recording and the run's checkpoints; or a file is
+            damaged.
+    """
+    names = [f"weights/step-{meta.step:06d}", f"../checkpoints/step-{meta.step:06d}"]
+    if meta.checkpoint is not None:
+        if not _NAME.fullmatch(meta.checkpoint):
+            raise RecordingError(
+                f"{recording}: field checkpoint of input {tuple(meta.key)} is {meta.checkpoint[:80]!r}; it "
+                "must be weights/NAME or ../checkpoints/NAME"
+            )
+        folder = _inside(recording, meta.checkpoint)
+        if folder is not None:
+            return folder
+    for name in names:
+        folder = None if name == meta.checkpoint else _inside(recording, name)
+        if folder is not None and _may_be(folder, meta.weights, known):
+            return folder
+    return None
+
+
+def _inside(recording: Path, name: str) -> Path | None:
+    """The folder `name`, if it holds weights. Raises RecordingError: it or its file is a link that leads
+    elsewhere, or the file is no plain one."""
+    root = recording.resolve()
+    folder = (root.parent if name.startswith("../") else root) / name.removeprefix("../")
+    if not os.path.lexists(folder / FILE):
+        return None
+    if folder.resolve() != folder:
+        raise RecordingError(f"{folder}: is a link that leads elsewhere; copy the weights themselves there")
+    check_inside(folder / FILE, folder)
+    return folder
+
+
+def _may_be(folder: Path, weights: str | None, known: dict[Path, str] | None) -> bool:
+    """Whether the fingerprint of what lies in `folder` is `weights`, as far as the file alone tells."""
+    file = TensorFile(folder / FILE, folder)
+    said = file.metadata.get("fingerprint")
+    if weights is None or said is not None:
+        return weights is None or said == weights
+    if _only_adapters(file):
+        return True
+    return _fingerprint_of(file, known) == weights
+
+
+def _adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if _ADAPTER in name}
+
+
+def _read(file: TensorFile, names: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+    """One tensor at a time."""
+    for name in names:
+        yield name, file.read_tensor(name)
+
+
+def _check(
+    file: TensorFile, wanted: Mapping[str, Tensor], *, only_adapters: bool, cast: bool, partial: bool
+) -> None:
+    """Names, shapes and dtypes. Raises RecordingError."""
+    if only_adapters and not wanted:
+        raise RecordingError(
+            f"{file.path}: holds LoRA adapters, and the model has none; load it with the model.lora of the "
+            "recording"
+        )
+    missing = sorted(wanted.keys() - file.tensors.keys())
+    extra = [] if partial else sorted(file.tensors.keys() - wanted.keys())
+    if missing or extra:
+        raise RecordingError(
+            f"{file.path}: belongs to another model: {len(missing)} tensors are missing {missing[:3]}, "
+            f"{len(extra)} are not known {[name[:80] for name in extra[:3]]}"
+        )
+    for name, tensor in wanted.items():
+        place = file.tensors[name]
+        if place.shape != tuple(tensor.shape):
+            raise RecordingError(
+                f"{file.path}: tensor {name!r} is {list(place.shape)}, the model has {list(tensor.shape)}; "
+                "it belongs to another model"
+            )
+        if DTYPES[place.dtype] != tensor.dtype and not cast:
+            raise RecordingError(
+                f"{file.path}: tensor {name!r} is {DTYPES[place.dtype]}, the model has {tensor.dtype}; load "
+                "the model in the recorded dtype"
+            )

@@ -1,0 +1,1 @@
+"""Train backend `deepspeed`: ZeRO 0 to 3."""

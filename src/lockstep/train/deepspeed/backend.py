@@ -1,0 +1,495 @@
+"""The train backend over DeepSpeed ZeRO 0 to 3, on gloo or nccl; the only file that imports deepspeed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError, TrainError
+from lockstep.execution import CompileReport, CompileWatch
+from lockstep.models.causal_lm import checkpoint_activations
+from lockstep.models.export import export_tensors
+from lockstep.models.forward import decoder_inputs
+from lockstep.models.load import LoadedModel
+from lockstep.models.lora import has_lora, without_lora
+from lockstep.observe.memory import is_out_of_memory
+from lockstep.observe.spans import Spans
+from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
+from lockstep.ranks.process_group import ensure_process_group
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+from lockstep.schema.weights import WeightUpdate
+from lockstep.train import step_errors
+from lockstep.train.contract import contract_of, counting
+from lockstep.train.deepspeed.build import ZeroBuilder
+from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
+from lockstep.train.deepspeed.state import ZeroParts, whole_weights
+from lockstep.train.loss_module import LossModule
+from lockstep.train.micro_batch_assignment import (
+    Seen,
+    dealt,
+    require_same_batches,
+    share_logprobs,
+    share_stats,
+)
+from lockstep.train.optimizer import trained_parameters
+from lockstep.train.rows import Rows, head_rows, scatter
+from lockstep.train.schedule import lr_at
+from lockstep.train.state.parts import Layout, train_progress
+from lockstep.train.state.save_load import load_state, save_state
+
+
+class DeepSpeedBackend:
+    """Trains over DeepSpeed ZeRO what LocalBackend trains alone, and computes the same numbers.
+
+    Every rank is given all micro-batches of a step; they are dealt out, and what was seen is gathered.
+    `forward_backward_own` and `logprobs_own` are the same for callers that deal micro-batches out themselves.
+    Gradients are added up over ranks and micro-batches, as `loss_weights` want it (DeepSpeed would take the
+    mean; the loss is multiplied by the number of ranks, which undoes it). One call of `forward_backward` per
+    optimizer step. Every method but `steps_done` and the like is collective.
+
+    A loss that is not finite raises TrainError on every rank. Running out of memory does so only where it
+    happened: the other ranks may be in a collective, which they leave when that rank's process ends, or at
+    the process group's timeout.
+
+    bfloat16: DeepSpeed keeps float32 masters; gradients of several micro-batches are added up in bfloat16.
+    What is whole where, and what DeepSpeed does at stage 0: docs/explanation/train-backends.md.
+
+    Args:
+        config: the train settings: `zero_stage`, `execution` (eager, compile, joint below stage 3, or
+            deepcompile: DeepSpeed's own compiler of the whole module), `optimizer_device`,
+            `parameter_device`.
+        model: the policy. At stage 3 its Parameters are empty outside the backend's own calls.
+        total_steps: optimizer steps of the whole run; 0: there will be none, and no moments are made.
+        temperature: logprobs are of logits divided by it; 0 counts as 1.
+        ref: keep the policy as it is now as frozen reference: a copy (at stage 3 its weights are split over
+            the ranks too), or with LoRA the base weights.
+        spans: times "forward" and "backward" of every micro-batch.
+
+    Raises:
+        ConfigError: deepspeed is missing, or cannot do what is asked on this machine; before anything starts.
+    """
+
+    shards_weights = False
+    """It takes a module that has its weights."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        model: LoadedModel,
+        total_steps: int,
+        temperature: float = 1.0,
+        ref: bool = False,
+        spans: Spans | None = None,
+    ) -> None:
+        self.config, self.model, self.total_steps, self.spans = config, model, total_steps, spans
+        self.module = model.module.eval()
+        self.device = next(self.module.parameters()).device
+        self.steps_done = 0
+        self.deepcompile = config.execution == "deepcompile"
+        self.contract = contract_of(config, model, self.device)
+        with_states = total_steps > 0
+        refuse_impossible(config, device=self.device, dtype=model.dtype, with_optimizer=with_states)
+        ds = _import_deepspeed(self.device)
+        ensure_process_group(self.device)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.distributed_c10d._get_default_group()
+        mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
+        self._layout = Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
+        self._lora, self._has_ref = has_lora(self.module), ref
+        self._static = (
+            config.execution != "eager" if config.static_capacity is None else config.static_capacity
+        )
+        reference = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
+        if config.activation_checkpointing:
+            checkpoint_activations(self.module)
+        named = trained_parameters(self.module)
+        build = ZeroBuilder(
+            ds=ds, config=config, device=self.device, dtype=model.dtype, temperature=temperature
+        )
+        self._outer = build.outer(self.module)
+        compiled = config.execution in ("compile", "joint")
+        self._compile_watch = build.compile(self.module) if compiled else None
+        self._zero = build.policy(self._outer, named, with_states=with_states)
+        if self.deepcompile:
+            self._zero.engine.compile(backend="inductor")
+            self._compile_watch = CompileWatch(max_recompiles=config.max_recompiles)
+        self._ref: nn.Module | None = None
+        self._ref_engine: Any = None
+        if reference is not None:
+            self._ref, self._ref_engine = build.reference(reference, like=self.module)
+        self._gradients_ready = self._trained = False
+
+    # --- forward and backward -------------------------------------------------------------------------------
+
+    def _dealt(self, batches: Sequence[PackedBatch]) -> dict[int, PackedBatch] | None:
+        """This rank's share by index, as many as every other's; one beyond the last is an empty batch. None:
+        there is none at all. Raises TrainError on every rank where ranks were given different ones."""
+        require_same_batches(batches, group=self._group, device=self.device)
+        if not batches:
+            return None
+        turns = dealt(batches, part=self.rank, parts=self.world_size)
+        return {len(batches) if index is None else index: batch for index, batch in turns}
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; each made by one rank.
+
+        Raises:
+            ConfigError: model is "ref" and the backend was made without one.
+        """
+        if (dealt := self._dealt(batches)) is None:
+            return []
+        own = self.logprobs_own(list(dealt.values()), model=model)
+        seen = {index: found for index, found in zip(dealt, own, strict=True) if index < len(batches)}
+        return share_logprobs(batches, seen, group=self._group, device=self.device)
+
+    def logprobs_own(
+        self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
+    ) -> list[Tensor]:
+        """As `logprobs`, of this rank's own batches; at stage 3 every rank must give as many.
+
+        Raises:
+            ConfigError: model is "ref" and the backend was made without one.
+        """
+        if model == "ref" and not self._has_ref:
+            raise step_errors.no_reference()
+        results = []
+        self._outer.eval()
+        with torch.no_grad(), self._as_model(model) as outer, counting(self._compile_watch):
+            for index, batch in enumerate(batches):
+                with self._memory_errors_explained(batch, index=index, count=len(batches)):
+                    rows, labels = head_rows(batch, static=self._static, device=self.device)
+                    moved = batch.to(self.device)
+                    if isinstance(outer, LossModule):
+                        logprobs = outer(moved, rows, labels, None)
+                    else:
+                        logprobs = _take(self._call_compiled(moved)[0], rows)
+                    results.append(scatter(logprobs, rows, batch.num_slots))
+        self._zero.forget_forward()
+        if self._ref_engine is not None:
+            self._ref_engine.empty_partition_cache()
+        return results
+
+    @contextlib.contextmanager
+    def _as_model(self, model: Literal["policy", "ref"]) -> Iterator[nn.Module]:
+        if model == "policy":
+            yield self._outer
+        elif self._ref is not None:
+            yield self._ref
+        else:
+            with without_lora(self.module):
+                yield self._outer
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Adds the gradients of all micro-batches of one optimizer step, each made by one rank.
+
+        Raises:
+            TrainError: on every rank: a loss is not finite, and the step's gradients were dropped; or the
+                gradients of an earlier call are still there. Out of memory: where it happened.
+        """
+        if (dealt := self._dealt(batches)) is None:
+            return StepStats(losses=[], logprobs=[], entropy=[])
+        own = self._run(dealt, loss, count=len(batches))
+        seen = {
+            index: Seen(loss=value, logprobs=logprobs, entropy=entropy)
+            for index, value, logprobs, entropy in zip(
+                dealt, own.losses, own.logprobs, own.entropy, strict=True
+            )
+            if index < len(batches)
+        }
+        stats = share_stats(batches, seen, group=self._group, device=self.device)
+        self._check_losses(batches, stats.losses)
+        self._trained = self._static or any(bool(batch.loss_mask.any()) for batch in batches)
+        return stats
+
+    def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """As `forward_backward`, of this rank's own micro-batches: every rank must give the same number of
+        them (ZeRO 3 gathers weights in each forward and backward, ZeRO 2 reduces gradients in backward). A
+        rank that has nothing gives a batch with no trained token: it takes part, with zero gradients.
+
+        Raises:
+            TrainError: as forward_backward's; of another rank's loss only that it is not finite.
+        """
+        stats = self._run(dict(enumerate(batches)), loss, count=len(batches))
+        bad = not all(math.isfinite(value) for value in _values(stats.losses))
+        if _any_rank(bad, self.device):
+            self._check_losses(batches, stats.losses)
+            self._recover()
+            raise TrainError(
+                f"step {self.steps_done}, a loss of another rank is not finite. No weight was changed"
+            )
+        return stats
+
+    def _run(self, batches: Mapping[int, PackedBatch], loss: TokenLoss, *, count: int) -> StepStats:
+        """Forward and backward of this rank's micro-batches, by their numbers among `count`."""
+        if self._gradients_ready:
+            raise TrainError(
+                "DeepSpeed reduces gradients in the last backward of a step, so a second forward_backward "
+                "cannot add to them; give all micro-batches in one call, or call drop_gradients() between"
+            )
+        stats = StepStats(losses=[], logprobs=[], entropy=[])
+        self._outer.train()
+        try:
+            for turn, (index, batch) in enumerate(batches.items()):
+                self._zero.engine.set_gradient_accumulation_boundary(turn == len(batches) - 1)
+                watched = counting(self._compile_watch)
+                with self._memory_errors_explained(batch, index=index, count=count), watched:
+                    self._backward(batch, loss, stats)
+            self._gradients_ready = self._trained = bool(batches)
+            self._zero.after_backward()
+        except BaseException:
+            self._recover()
+            raise
+        finally:
+            self._outer.eval()
+        return stats
+
+    def _backward(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
+        rows, labels = head_rows(batch, static=self._static, device=self.device)
+        moved = batch.to(self.device)
+        with self._timed("forward"):
+            value, logprobs, entropy = self._forward(moved, rows, labels, loss)
+        with self._timed("backward"):
+            self._zero.engine.backward(value * self.world_size)
+        stats.losses.append(value.detach())
+        stats.logprobs.append(scatter(logprobs.detach(), rows, batch.num_slots))
+        stats.entropy.append(scatter(entropy.detach(), rows, batch.num_slots))
+
+    def _forward(
+        self, batch: PackedBatch, rows: Rows, labels: Tensor, loss: TokenLoss
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.deepcompile:
+            logprobs, entropy = (_take(figures, rows) for figures in self._call_compiled(batch))
+            entropy = entropy if loss.entropy_grad else entropy.detach()
+            return loss(logprobs, entropy, batch, rows), logprobs, entropy
+        value: Tensor = self._zero.engine(batch, rows, labels, loss)
+        outer = self._outer
+        assert isinstance(outer, LossModule) and outer.logprobs is not None and outer.entropy is not None
+        return value, outer.logprobs, outer.entropy
+
+    def _call_compiled(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """logprobs and entropy [T] by the compiled graph. Every slot goes through the head: the number of
+        trained ones changes from batch to batch, and a graph with it."""
+        inputs = decoder_inputs(
+            self.module,
+            batch,
+            layout=self.config.layout,
+            padding_side=self.config.padding_side,
+            compiled=True,
+        )
+        labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
+        both: tuple[Tensor, Tensor] = self._zero.engine(
+            inputs.token_ids, inputs.positions, labels, inputs.cells, **inputs.kwargs
+        )
+        return both
+
+    @contextlib.contextmanager
+    def _memory_errors_explained(self, batch: PackedBatch, *, index: int, count: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            what = f"micro-batch {index} of {count}" if index < count else "an empty micro-batch"
+            raise TrainError(
+                f"step {self.steps_done}, {what}: out of memory with {batch.num_slots} token slots at ZeRO "
+                f"{self.config.zero_stage} on {self.world_size} rank(s); set train.activation_checkpointing "
+                "= true, lower train.token_budget, set train.optimizer_device = 'cpu', or use more ranks "
+                "with train.zero_stage = 3 (--zero-stage 3). No weight was changed. torch says: "
+                f"{error}"
+            ) from error
+
+    def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
+        """With the losses of all ranks: raises on every one."""
+        try:
+            step_errors.require_finite(losses, batches, step=self.steps_done)
+        except TrainError:
+            self._recover()
+            raise
+
+    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.spans is None else self.spans(name)
+
+    # --- gradients ------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        self._zero.recover()
+        self._gradients_ready = False
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient since the last optimizer step. Not collective."""
+        self._zero.drop_gradients()
+        self._gradients_ready = False
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the step, added up over ranks and micro-batches, whole, by Parameter name: float32
+        copies on the host, not clipped. Collective; the same on every rank."""
+        return self._zero.gradients() if self._gradients_ready else {}
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm over `gradients()`, from each rank's own share, in float32. Collective. (DeepSpeed's
+        get_global_grad_norm is known after a step only, and at stage 0 in float32 never.)"""
+        return self._zero.gradient_norm()
+
+    # --- update ---------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, schedule, zero the gradients. Returns grad_norm (before clipping) and lr.
+
+        Raises:
+            ConfigError: the backend was made with total_steps = 0.
+            TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
+                recompiled more often than train.max_recompiles.
+        """
+        if self.total_steps == 0:
+            raise step_errors.no_optimizer()
+        if not (self._gradients_ready and self._trained):
+            self.drop_gradients()
+            raise step_errors.no_gradients(step=self.steps_done)
+        norm = self.gradient_norm()
+        if not math.isfinite(norm):
+            self.drop_gradients()
+            raise step_errors.norm_not_finite(norm, step=self.steps_done)
+        lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
+        self._zero.step(lr)
+        self._gradients_ready = False
+        self.steps_done += 1
+        if self._compile_watch is not None:
+            self._compile_watch.check()
+            self._compile_watch.mark_warm()
+        return {"grad_norm": norm, "lr": lr}
+
+    def compile_report(self) -> CompileReport | None:
+        """What torch.compile did so far on this rank; None in eager mode."""
+        return None if self._compile_watch is None else self._compile_watch.report()
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def weights(self, *, policy_version: int) -> WeightUpdate:
+        """The current weights; with LoRA, `tensors` are merged. At stages 0 to 2 the module's Parameters are
+        whole and the very ones that it was loaded with. At stage 3 `tensors` is collective and gathers one
+        weight at a time (with LoRA all of them)."""
+        whole = self.config.zero_stage < 3
+        return WeightUpdate(
+            policy_version=policy_version,
+            tensors=lambda: whole_weights(self._zero, self.module),
+            shared_module=self.module if whole else None,
+        )
+
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+        """Everything that decides how training goes on, in the format of every backend
+        (train/state/save_load.py). Collective; each rank writes its share of the whole tensors.
+
+        Raises:
+            CheckpointError: on every rank: it does not fit on the disk.
+            TrainError: there are gradients that no optimizer step has used.
+        """
+        if self._gradients_ready:
+            raise step_errors.save_amid_step()
+        return save_state(
+            directory,
+            parts=self._parts(),
+            progress=self._progress(),
+            layout=self._layout,
+            background=background,
+        )
+
+    def load(self, directory: Path, *, verified: bool = False) -> None:
+        """The inverse, of a save by any backend on any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: on every rank: missing, damaged or of another model or optimizer, or its
+                parameters have been updated different numbers of times; nothing was changed.
+        """
+        parts, progress = self._parts(), self._progress()
+        found = load_state(directory, parts=parts, progress=progress, layout=self._layout, verified=verified)
+        parts.finish_loading()
+        self.drop_gradients()
+        self.steps_done = found["step"]
+
+    def _parts(self) -> ZeroParts:
+        kept, adamw = self.total_steps > 0, self.config.optimizer == "adamw"
+        return ZeroParts(self._zero, self.module, trained_only=self._lora, with_optimizer=kept, adamw=adamw)
+
+    def _progress(self) -> dict[str, Any]:
+        return train_progress(
+            self.config,
+            steps_done=self.steps_done,
+            total_steps=self.total_steps,
+            dtype=self.model.dtype,
+            lora=self._lora,
+        )
+
+    def export(self, directory: Path) -> None:
+        """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0 writes.
+        Collective. Raises ModelError, on every rank."""
+        export_tensors(
+            self.module,
+            self.weights(policy_version=0).tensors(),
+            tokenizer=self.model.tokenizer,
+            directory=directory,
+            dtype=self.model.dtype,
+        )
+
+    def close(self) -> None:
+        """Drop gradients and DeepSpeed's hooks; the process group stays."""
+        self._gradients_ready = False
+        self._zero.close()
+        if self._ref_engine is not None:
+            self._ref_engine.destroy()
+
+
+def _values(losses: Sequence[Tensor]) -> list[float]:
+    return torch.stack(list(losses)).tolist() if losses else []
+
+
+def _take(figures: Tensor, rows: Rows) -> Tensor:
+    return figures if isinstance(rows, slice) else figures.index_select(0, rows)
+
+
+def _any_rank(flag: bool, device: torch.device) -> bool:
+    total = torch.tensor(float(flag), device=device)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return bool(total > 0)
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """The package, with its accelerator set to `device`; on a CPU its collectives are compiled at first use.
+
+    Raises:
+        ConfigError: it is missing, has been imported for another accelerator, or cannot be compiled.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    find_ninja()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # its logger keeps the stream that it finds
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator
+    except ImportError as error:
+        raise ConfigError(
+            "DeepSpeed is not installed; `pip install wheel ninja packaging`, then "
+            f"`pip install --no-build-isolation deepspeed` ({error})"
+        ) from error
+    # DeepSpeed's calls of torch.distributed; one line per collective otherwise.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    name = get_accelerator().device_name()
+    if name != device.type:
+        raise ConfigError(
+            f"DeepSpeed runs on {name} in this process, the model is on {device.type}; set "
+            f"DS_ACCELERATOR={device.type} in the environment"
+        )
+    return deepspeed

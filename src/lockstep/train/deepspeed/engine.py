@@ -1,0 +1,283 @@
+"""What train/deepspeed/backend.py needs of DeepSpeed's inside: gradients, this rank's parts of masters and
+moments, and how to go on after a backward that failed. Everything here was read in DeepSpeed 0.19.8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.train.loss_module import LossModule
+from lockstep.train.optimizer import NamedParameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragment:
+    """This rank's part of one Parameter, in the float32 partition that the optimizer updates."""
+
+    start: int
+    stop: int
+    """Elements of the flattened whole Parameter; start = stop: this rank has none of it."""
+    flat: Tensor
+    """The partition: the optimizer's parameter, and the key of its state."""
+    offset: int
+    """Where element `start` is in it."""
+
+    def of(self, partition: Tensor) -> Tensor:
+        """The part of `flat`, or of a moment of the same shape: a view, 1-D."""
+        return partition.detach().view(-1).narrow(0, self.offset, self.stop - self.start)
+
+
+class ZeroEngine:
+    """A DeepSpeedEngine by one name for what its stages call differently.
+
+    Args:
+        ds: the deepspeed package.
+        engine: what `deepspeed.initialize` made of `outer`.
+        outer: the module around the policy.
+        named: the trained Parameters.
+        device: where they are computed with.
+    """
+
+    def __init__(
+        self,
+        ds: Any,
+        engine: Any,
+        *,
+        outer: nn.Module,
+        named: Sequence[NamedParameter],
+        device: torch.device,
+    ) -> None:
+        self.ds, self.engine, self.outer = ds, engine, outer
+        self.stage: int = engine.zero_optimization_stage()
+        self.deepcompile = not isinstance(outer, LossModule)
+        self.parameters = {p.name: p.parameter for p in named}
+        self.device = device
+        self.offloaded = bool(getattr(engine.optimizer, "cpu_offload", False)) or bool(
+            getattr(engine.optimizer, "offload_optimizer", False)
+        )
+        if self.masters_apart and self.stage == 0:
+            _undo_first_step(engine.optimizer)
+        # DeepSpeed's accessors of gradients read this very dict; DeepCompile puts another one in its place.
+        self._shares: dict[int, Any] = (
+            engine.optimizer.averaged_gradients if self.stage in (1, 2) and not self.offloaded else {}
+        )
+
+    @property
+    def masters_apart(self) -> bool:
+        """Whether float32 masters exist beside the Parameters: at stage 0 only for bfloat16 with an
+        optimizer."""
+        return self.stage > 0 or hasattr(self.engine.optimizer, "fp32_groups")
+
+    # --- gradients ------------------------------------------------------------------------------------------
+
+    def after_backward(self) -> None:
+        """Behind the last backward of a step."""
+        found = self.engine.optimizer.averaged_gradients if self.deepcompile else self._shares
+        if found is not self._shares:
+            self._shares.update(found)
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient since the last optimizer step, and whatever a forward or backward that failed
+        left behind. Not collective."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        engine.zero_grad()
+        if self.stage in (1, 2):
+            optimizer.zero_grad()
+            optimizer._release_preflattened_grad_buffers()
+            for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors, self._shares):
+                held.update(dict.fromkeys(held))
+            for bucket in optimizer.ipg_buckets.values():
+                bucket.clear()
+            optimizer._release_ipg_buffers()
+            optimizer.micro_step_id = -1
+        elif self.stage == 3:
+            optimizer.zero_grad()
+            optimizer.averaged_gradients = {}
+            # An expert that no token was routed to would find its old gradient there.
+            optimizer.grad_partitions_flat_buffer.zero_()
+        if self.offloaded:
+            for flat in self._flats():
+                if flat.grad is not None:
+                    flat.grad.zero_()
+            optimizer.norm_for_param_grads.clear()
+            if self.stage < 3:
+                optimizer._offload_accumulated_param_ids = set()
+
+    def recover(self) -> None:
+        """After a forward or backward that raised: DeepSpeed's hooks expect each module that they have seen
+        entered to be left, and each gradient of a backward to come."""
+        optimizer = self.engine.optimizer
+        if self.stage > 0:
+            state = optimizer._backward_hook_state
+            state.backward_active_depth = state.remaining_grad_acc_hooks = 0
+            state.reset_for_new_step()
+            reduced = optimizer.params_already_reduced
+            for key in range(len(reduced)) if isinstance(reduced, list) else list(reduced):
+                reduced[key] = False
+        if self.stage == 3 and not self.deepcompile:
+            parameter_offload = self.ds.runtime.zero.parameter_offload
+            for bucket in optimizer.ipg_buckets.values():
+                bucket.clear_params()
+            del parameter_offload.FWD_MODULE_STACK[:]
+            parameter_offload.FWD_MODULE_STACK.append(self.outer)
+            for module in self.outer.modules():
+                vars(module).pop("applied_pre_backward_ref_cnt", None)
+            offload = optimizer.parameter_offload
+            offload.release_backward_leftovers()
+            offload.partition_all_parameters()
+            offload.get_param_coordinator()._invalidate_trace()
+        self.drop_gradients()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole, added up over ranks, by Parameter name: float32 copies on the host, not clipped.
+        Collective; the same on every rank."""
+        full = self.ds.utils.safe_get_full_grad
+        found = {name: full(parameter) for name, parameter in self.parameters.items()}
+        return {
+            name: gradient.detach().to("cpu", torch.float32, copy=True)
+            for name, gradient in found.items()
+            if gradient is not None
+        }
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm over `gradients()`, from each rank's own share, in float32. Collective."""
+        if self.stage == 0:
+            shares = [p.grad for p in self.parameters.values() if p.grad is not None]
+        elif self.offloaded:
+            shares = [flat.grad for flat in self._flats() if flat.grad is not None]
+        else:
+            groups = self.engine.optimizer.averaged_gradients.values()
+            shares = [gradient for group in groups for gradient in group or ()]
+        squares = [g.detach().float().square().sum().double() for g in shares]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        total = total.to(self.device)
+        if self.stage > 0:
+            dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def _flats(self) -> list[Tensor]:
+        """This rank's float32 partitions, at stages 1 to 3."""
+        optimizer = self.engine.optimizer
+        found: list[Tensor] = (
+            optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else optimizer.single_partition_of_fp32_groups
+        )
+        return found
+
+    def step(self, lr: float) -> None:
+        """Clip and update; gradients are dropped."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        if hasattr(self.engine.basic_optimizer, "ds_opt_adam"):
+            _forget_powers(self.engine.basic_optimizer)
+        self.engine.step()
+        self.drop_gradients()
+
+    # --- masters and moments --------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> Any:
+        """The optimizer's state: partition -> name -> tensor."""
+        return self.engine.basic_optimizer.state
+
+    def first_step(self, flat: Tensor) -> Any:
+        """What the optimizer counts with, before its first update of `flat`."""
+        optimizer = self.engine.basic_optimizer
+        if not isinstance(optimizer, torch.optim.AdamW):
+            return 0  # DeepSpeedCPUAdam's
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        return torch.zeros((), dtype=torch.float32, device=flat.device if fused else None)
+
+    def fragments(self) -> Iterator[tuple[str, Fragment]]:
+        """This rank's part of every trained Parameter."""
+        masters = self._masters_at_0() if self.stage == 0 else {}
+        for name, parameter in self.parameters.items():
+            if self.stage == 0:
+                master = masters.get(id(parameter), parameter)
+                yield name, Fragment(0, master.numel(), master, 0)
+            elif self.stage == 3:
+                yield name, self._fragment_at_3(parameter)
+            else:
+                yield name, self._fragment_at_1(parameter)
+
+    def _masters_at_0(self) -> dict[int, Tensor]:
+        optimizer = self.engine.optimizer
+        if not self.masters_apart:
+            return {}
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        return {id(p): m for own, masters in groups for p, m in zip(own, masters, strict=True)}
+
+    def _fragment_at_1(self, parameter: nn.Parameter) -> Fragment:
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return Fragment(0, 0, self._flats()[0], 0)
+        own, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = self._flats()[mapping.param_group_index]
+        return Fragment(own.start, own.start + own.numel, flat, there.start)
+
+    def _fragment_at_3(self, parameter: nn.Parameter) -> Fragment:
+        optimizer = self.engine.optimizer
+        group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = min(size * dist.get_rank(), parameter.ds_numel)  # type: ignore[attr-defined]
+        stop = min(start + size, parameter.ds_numel)  # type: ignore[attr-defined]  # the rest is padding
+        return Fragment(start, stop, self._flats()[group], offset)
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> Any:
+        """A context in which `parameters` are whole; collective at stage 3."""
+        return self.ds.zero.GatheredParameters(list(parameters), enabled=self.stage == 3)
+
+    def refresh_persistent(self) -> None:
+        """Small Parameters stay whole on every rank at stage 3: gather them again from their parts.
+        Collective."""
+        if self.stage == 3 and self.engine.optimizer.persistent_parameters:
+            small = self.engine.optimizer.persistent_parameters
+            small[0].partition(small)
+            small[0].all_gather(small)
+
+    def forget_forward(self) -> None:
+        """Behind a forward without backward, for which stage 3 had kept the weights."""
+        if self.stage == 3 and not self.deepcompile:
+            self.engine.empty_partition_cache()
+
+    def close(self) -> None:
+        """Drop gradients and DeepSpeed's hooks."""
+        self.drop_gradients()
+        self.engine.destroy()
+
+
+def _forget_powers(optimizer: Any) -> None:
+    """DeepSpeedCPUAdam multiplies beta once more onto its power of the step before, where a run that has been
+    resumed computes the power: the last bit differs. An update of nothing at a far step makes the next one
+    compute it, always."""
+    (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
+    steps = [int(state.get("step", 0)) for state in optimizer.state.values()]
+    far = max(steps, default=0) + 1000
+    optimizer.ds_opt_adam.adam_update(
+        optimizer.opt_id,
+        far,
+        0.0,
+        beta1,
+        beta2,
+        1.0,
+        0.0,
+        True,
+        nothing[0],
+        nothing[1],
+        nothing[2],
+        nothing[3],
+    )
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """FP16_UnfusedOptimizer steps once with zero gradients when it is made: the masters are decayed, and
+    AdamW counts an update, so that its bias corrections are those of the update after (0.74 of the first
+    one's size with the usual betas)."""
+    optimizer.optimizer.state.clear()
+    optimizer.refresh_fp32_params()

@@ -1,0 +1,257 @@
+"""What is settled before DeepSpeed starts: what cannot work, its config, its compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
+from lockstep.train.optimizer import NamedParameter
+
+log = logging.getLogger(__name__)
+
+LOCK_SECONDS = 1200.0
+"""No build of DeepSpeed's takes longer."""
+LEFT_SECONDS = 60.0
+"""A lock that no process of this machine holds may be of another machine, in a shared folder, for so long."""
+
+
+def refuse_impossible(
+    config: TrainConfig, *, device: torch.device, dtype: torch.dtype, with_optimizer: bool
+) -> None:
+    """Raises ConfigError for what DeepSpeed cannot do here, before it is imported."""
+    if config.execution == "deepcompile":
+        if device.type != "cuda":
+            raise ConfigError(
+                "train.execution = 'deepcompile' (--deepcompile) needs a CUDA device, this is "
+                f"{device.type}: DeepCompile builds a CUDA extension, and DeepSpeed switches it on for no "
+                "other accelerator. Set 'compile' (--compile), which works here"
+            )
+        if config.zero_stage == 0:
+            raise ConfigError(
+                "train.execution = 'deepcompile' (--deepcompile) works with ZeRO 1, 2 and 3 only; set "
+                "train.zero_stage = 1 (--zero-stage 1), or another execution"
+            )
+        check_cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    if config.execution == "joint" and config.zero_stage == 3:
+        raise ConfigError(
+            "train.execution = 'joint' (--joint) needs ZeRO 0, 1 or 2: at stage 3 weights are gathered by "
+            "hooks of modules, and none runs inside of the graph; set train.zero_stage = 2 (--zero-stage 2), "
+            "or 'compile' (--compile)"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"the DeepSpeed backend computes in float32 or bfloat16, not {dtype}; set model.dtype"
+        )
+    if config.ring > 1:
+        raise ConfigError(
+            f"train.ring = {config.ring} is not available with train.backend = 'deepspeed': its "
+            "data-parallel group is all ranks; set train.backend = 'fsdp2', or train.ring = 1"
+        )
+    if config.tp > 1:
+        raise ConfigError(
+            f"train.tp = {config.tp} is not available with train.backend = 'deepspeed': its AutoTP puts "
+            "modules of its own in the place of the policy's, and a part of the vocabulary into the head, "
+            "whose weight the loss reads; set train.backend = 'fsdp2', or train.tp = 1"
+        )
+    _refuse_offload(config)
+    if with_optimizer and config.optimizer == "adamw8bit":
+        raise ConfigError(
+            "train.optimizer = 'adamw8bit' is not available with train.backend = 'deepspeed', whose "
+            "optimizers update flat float32 partitions; set 'adamw' or 'sgd', or train.backend = 'fsdp2'"
+        )
+
+
+def _refuse_offload(config: TrainConfig) -> None:
+    if config.optimizer_device == "cpu" and config.zero_stage == 0:
+        raise ConfigError(
+            "train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: at stage 0 DeepSpeed has no "
+            "partition that it could put into host memory"
+        )
+    if config.parameter_device == "cpu" and config.zero_stage != 3:
+        raise ConfigError(
+            f"train.parameter_device = 'cpu' needs train.zero_stage = 3, not {config.zero_stage}: at the "
+            "others every rank computes with whole weights where they are"
+        )
+    if config.parameter_device == "cpu" and config.optimizer_device != "cpu":
+        raise ConfigError(
+            "train.parameter_device = 'cpu' with DeepSpeed needs train.optimizer_device = 'cpu' too: the "
+            "step writes the weights where the masters are"
+        )
+    if config.execution == "deepcompile" and "cpu" in (config.optimizer_device, config.parameter_device):
+        raise ConfigError(
+            "train.execution = 'deepcompile' does not offload; set train.optimizer_device and "
+            "train.parameter_device to 'model', or train.execution = 'compile'"
+        )
+
+
+def check_cuda_architectures(listed: str) -> None:
+    """DeepSpeed's extension builder reads "9.0" and "9.0+PTX" in TORCH_CUDA_ARCH_LIST, and fails on "9.0a".
+
+    Raises:
+        ConfigError: an entry of the list has a letter.
+    """
+    odd = [entry for entry in re.split(r"[ ;]+", listed.strip()) if re.search(r"\d[a-z]", entry)]
+    if odd:
+        plain = re.sub(r"(?<=\d)[a-z]", "", listed)
+        raise ConfigError(
+            f"TORCH_CUDA_ARCH_LIST = {listed!r}: DeepSpeed cannot build its DeepCompile extension for "
+            f"{', '.join(odd)}; set TORCH_CUDA_ARCH_LIST='{plain}'"
+        )
+
+
+def basic_optimizer(
+    ds: Any, config: TrainConfig, named: Sequence[NamedParameter], *, with_states: bool
+) -> torch.optim.Optimizer:
+    """What DeepSpeed wraps: AdamW or SGD with the config's settings, decay on the same matrices as in
+    LocalBackend. Without states it is SGD, and only there because DeepSpeed runs no backward without an
+    optimizer. Masters in host memory are updated by DeepSpeed's own AdamW for CPUs."""
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p.parameter for p in named if p.decay == decay],
+            "weight_decay": config.weight_decay if decay else 0.0,
+        }
+        for decay in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not with_states or config.optimizer != "adamw":
+        return torch.optim.SGD(groups, lr=config.lr)
+    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    if config.optimizer_device == "cpu":
+        made: torch.optim.Optimizer = ds.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        return made
+    # LocalBackend's kernel
+    return torch.optim.AdamW(groups, fused=config.execution != "deepcompile", **settings)
+
+
+def ds_config(
+    config: TrainConfig, named: Sequence[NamedParameter], *, dtype: torch.dtype, with_optimizer: bool
+) -> dict[str, Any]:
+    """DeepSpeed's own config."""
+    stage = config.zero_stage
+    zero: dict[str, Any] = {
+        "stage": stage,
+        # DeepSpeed allocates a bucket whole, whatever the size of the model.
+        "reduce_bucket_size": min(2**28, max(sum(p.parameter.numel() for p in named), 2)),
+    }
+    pinned = torch.cuda.is_available()
+    if config.optimizer_device == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+    if config.parameter_device == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    if stage == 3:
+        vectors = [p.parameter.numel() for p in named if p.parameter.ndim < 2]
+        zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # boundaries are set by hand, so nothing is divided by it
+        "gradient_clipping": config.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # SGD in host memory is torch's
+        # Without an optimizer stage 0 needs no masters.
+        "bf16": {"enabled": dtype == torch.bfloat16 and (stage > 0 or with_optimizer)},
+        "compile": {"deepcompile": config.execution == "deepcompile"},
+    }
+
+
+def find_ninja() -> None:
+    """Let torch compile extensions with the `ninja` beside the interpreter, if there is one: a virtual
+    environment need not be activated. And always with the same one: ninja 1.11 and 1.13 hash commands
+    differently, so that each compiles anew what the other has built, while every other process waits."""
+    own = Path(sys.executable).parent
+    if (own / "ninja").exists() and shutil.which("ninja") != str(own / "ninja"):
+        os.environ["PATH"] = os.pathsep.join([str(own), os.environ.get("PATH", "")])
+
+
+@contextlib.contextmanager
+def announced_build(device: torch.device, *, offload: bool = False) -> Iterator[None]:
+    """DeepSpeed compiles at first use: on a CPU its shared-memory collectives, when the first engine is made;
+    with `offload` its AdamW for CPUs.
+
+    Raises:
+        ConfigError: the tools for it are missing, or another process builds them for too long.
+    """
+    wanted = ["deepspeed_shm_comm"] * (device.type == "cpu") + ["cpu_adam"] * offload
+    for name in wanted:
+        _wait_for_lock(_build_folder(name) / "lock")
+    names = [name for name in wanted if not (_build_folder(name) / f"{name}.so").exists()]
+    if not names:
+        yield
+        return
+    missing = [
+        tool for tool in (os.environ.get("CXX", "g++").split()[0], "ninja") if shutil.which(tool) is None
+    ]
+    what = " and ".join(names)
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed compiles {what} at first use, and {' and '.join(missing)} is not on PATH; install it "
+            "(Debian: apt install g++ ninja-build)"
+        )
+    log.warning("DeepSpeed compiles %s, once (about a minute; kept in ~/.cache/torch_extensions)", what)
+    yield
+
+
+def _build_folder(name: str) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(name, verbose=False))
+
+
+def _wait_for_lock(lock: Path) -> None:
+    """torch waits for this file to go away for ever; a process that was killed leaves it there."""
+    while True:
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            return
+        if age > LEFT_SECONDS and _removed(lock):
+            log.warning("removed %s: the build of DeepSpeed's extension that made it has been killed", lock)
+            return
+        if age > LOCK_SECONDS:
+            raise ConfigError(
+                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's extension hangs, and torch "
+                "would wait for it for ever; end that process (`fuser` names it), and delete that file"
+            )
+        time.sleep(0.2)
+
+
+def _removed(lock: Path) -> bool:
+    """The lock is deleted if no process has it open: the one that builds does. An flock of the folder is held
+    meanwhile, so that nobody deletes the lock of another's new build."""
+    if not os.path.isdir("/proc/self/fd"):
+        return False
+    folder = os.open(lock.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # held for milliseconds
+        info = lock.stat()
+        if time.time() - info.st_mtime < LEFT_SECONDS or _is_open(info):
+            return False
+        lock.unlink()
+        return True
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(folder)
+
+
+def _is_open(info: os.stat_result) -> bool:
+    """Whether any process has this file open, as far as this user may look."""
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(descriptor), info):
+                return True
+    return False

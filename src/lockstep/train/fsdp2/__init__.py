@@ -1,0 +1,1 @@
+"""Train backend `fsdp2`: sharded weights, tensor parallel and ring attention."""

@@ -1,0 +1,492 @@
+"""The train backend over FSDP2: sharded weights, gradients and optimizer states, on gloo or nccl."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.attention import kernel_of
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError, TrainError
+from lockstep.execution import CompileReport
+from lockstep.models.causal_lm import causal_lm, checkpoint_activations
+from lockstep.models.export import export_tensors
+from lockstep.models.forward import Ring, check_ring
+from lockstep.models.load import LoadedModel
+from lockstep.models.lora import has_lora
+from lockstep.observe.memory import is_out_of_memory
+from lockstep.observe.spans import Spans
+from lockstep.packing import ring_shard
+from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
+from lockstep.schema.batch import PackedBatch
+from lockstep.schema.weights import WeightUpdate
+from lockstep.train import step_errors
+from lockstep.train.compiled import compile_module
+from lockstep.train.contract import contract_of, counting
+from lockstep.train.fsdp2.mesh import make_mesh
+from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
+from lockstep.train.fsdp2.state import ShardedState
+from lockstep.train.gradients import global_norm
+from lockstep.train.loss_module import RingPart
+from lockstep.train.micro_batch_assignment import (
+    Seen,
+    dealt,
+    require_same_batches,
+    share_logprobs,
+    share_stats,
+)
+from lockstep.train.optimizer import MasterOptimizer, NamedParameter, make_optimizer, trained_parameters
+from lockstep.train.rows import Rows, head_rows, ring_rows, scatter
+from lockstep.train.schedule import lr_at
+from lockstep.train.state.parts import Layout, train_progress
+from lockstep.train.state.save_load import load_state, save_state
+
+
+class FSDP2Backend:
+    """Trains on several ranks what LocalBackend trains on one, and computes the same numbers.
+
+    Every rank makes the same calls with the same micro-batches; the backend deals them out. Each rank keeps a
+    share of every Parameter in float32, which is its master weight, of its gradient and of its optimizer
+    states. Forward and backward gather one decoder layer at a time in the compute dtype, or with execution
+    "joint" all of them. Gradients are added up, in float32, over micro-batches on each rank, then once per
+    step over ranks.
+
+    All methods but `close` and `drop_gradients` are collective.
+
+    Args:
+        config: the train settings; `backend` and `attention` were acted on by whoever loaded the model.
+        model: the policy, best without weights (`load_model(materialize=False)`): then no rank ever holds
+            it whole. Its module is sharded in place.
+        total_steps: optimizer steps of the whole run: where the schedule ends. 0: there will be none, so
+            neither master weights nor optimizer states are made.
+        temperature: logprobs are of logits divided by it; 0 counts as 1.
+        ref: keep the policy as it is now as frozen reference, sharded likewise, in the compute dtype.
+        spans: times "forward" (loss and gradients of the head included) and "backward" of every micro-batch.
+
+    Raises:
+        ConfigError: nothing to train, a missing package, sizes that do not divide, or something that this
+            backend does not have; on every rank.
+    """
+
+    shards_weights = True
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        model: LoadedModel,
+        total_steps: int,
+        temperature: float = 1.0,
+        ref: bool = False,
+        spans: Spans | None = None,
+    ) -> None:
+        _refuse_impossible(config, model)
+        self.config, self.model, self.total_steps = config, model, total_steps
+        self.temperature, self.spans, self.steps_done = temperature, spans, 0
+        self.module = model.module.eval()
+        self.device = device_of(self.module)
+        if config.ring > 1:
+            base = getattr(self.module, causal_lm(self.module).base_model_prefix)
+            compiled = config.execution != "eager"
+            kernel = kernel_of(base.config._attn_implementation)
+            check_ring(kernel, base.config, layout=config.layout, compiled=compiled, device=self.device)
+        self.contract = contract_of(config, model, self.device)
+        self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
+        self._static = (
+            config.execution != "eager" if config.static_capacity is None else config.static_capacity
+        )
+        frozen = copy.deepcopy(self.module).requires_grad_(False) if ref else None
+        decay = {p.name: p.decay for p in trained_parameters(self.module)}
+        masters_here = total_steps > 0 and config.optimizer_device == "model"
+        self._compile_watch = compile_module(self.module, config)
+        self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
+        self._ref: ShardedModel | None = None
+        if frozen is not None:
+            compile_module(frozen, config, like=self.module)
+            self._ref = self._sharded(frozen, stored=model.dtype)
+        self._names = list(decay)
+        self._made_optimizer = self._optimizer_of(decay) if total_steps > 0 else None
+        self._pending: list[tuple[PackedBatch, TokenLoss]] = []
+        self._has_gradients = False
+        self._added_up: dict[str, Tensor] | None = None
+        if config.activation_checkpointing:
+            checkpoint_activations(self.module)
+
+    # --- construction ---------------------------------------------------------------------------------------
+
+    def _sharded(self, module: nn.Module, *, stored: torch.dtype) -> ShardedModel:
+        return ShardedModel(
+            module,
+            self.model,
+            mesh=self.mesh,
+            config=self.config,
+            stored=stored,
+            temperature=self.temperature,
+        )
+
+    def _optimizer_of(self, decay: dict[str, bool]) -> MasterOptimizer:
+        """The same code as LocalBackend's, over this rank's shards."""
+        shards = [
+            NamedParameter(name=name, parameter=nn.Parameter(self._policy.local(name), False), decay=decayed)
+            for name, decayed in decay.items()
+        ]
+        return make_optimizer(shards, config=self.config)
+
+    @property
+    def _optimizer(self) -> MasterOptimizer:
+        if self._made_optimizer is None:
+            raise step_errors.no_optimizer()
+        return self._made_optimizer
+
+    # --- forward and backward -------------------------------------------------------------------------------
+
+    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False.
+
+        Raises:
+            ConfigError: model is "ref" and the backend was made without one.
+            TrainError: out of memory, or the ranks were not given the same batches.
+        """
+        sharded = self._policy if model == "policy" else self._ref
+        if sharded is None:
+            raise step_errors.no_reference()
+        require_same_batches(batches, group=self.mesh.world, device=self.device)
+        found: dict[int, Tensor] = {}
+        with torch.no_grad(), sharded.resharded_after(), counting(self._compile_watch):
+            for index, batch in self._turns(batches):
+                with self._memory_errors_explained(index, batch, count=len(batches)):
+                    rows, labels, part = self._rows(batch)
+                    logprobs = sharded.outer(batch.to(self.device), rows, labels, None, part)
+                    if index is not None and self._speaks:
+                        found[index] = scatter(logprobs, rows, batch.num_slots)
+        return share_logprobs(batches, found, group=self.mesh.world, device=self.device)
+
+    def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Adds the gradients of all micro-batches of one optimizer step.
+
+        Raises:
+            TrainError: a loss is not finite, or the ranks were not given the same batches, on every rank; or
+                memory ran out, where it did. All gradients of the step are dropped.
+        """
+        require_same_batches(batches, group=self.mesh.world, device=self.device)
+        self._added_up = None
+        try:
+            stats = self._accumulate(batches, loss)
+            self._check_losses(batches, stats.losses)
+        except BaseException:  # half a step's gradients must not leak into the next one
+            self._recover()
+            raise
+        self._pending += [(batch, loss) for batch in batches]
+        self._has_gradients |= any(self._static or bool(batch.loss_mask.any()) for batch in batches)
+        return stats
+
+    def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Forward and backward of all, this rank its share; what all ranks saw."""
+        seen: dict[int, Seen] = {}
+        turns = self._turns(batches)
+        root = self._policy.outer
+        root.train()
+        try:
+            with self._policy.resharded_after(), counting(self._compile_watch):
+                for turn, (index, batch) in enumerate(turns):
+                    self._policy.last_backward(turn == len(turns) - 1)
+                    with self._memory_errors_explained(index, batch, count=len(batches)):
+                        one = self._backward(batch, loss)
+                    if index is not None and self._speaks:
+                        seen[index] = one
+        finally:
+            root.eval()
+        return share_stats(batches, seen, group=self.mesh.world, device=self.device)
+
+    @property
+    def _speaks(self) -> bool:
+        """Of a tensor parallel group, whose ranks all see the same, one tells the others."""
+        return self.mesh.tp_rank == 0
+
+    def _turns(self, batches: Sequence[PackedBatch]) -> list[tuple[int | None, PackedBatch]]:
+        """What this rank runs, with the index into `batches`; None: nothing of its own, it takes part in
+        collectives."""
+        return dealt(batches, part=self.mesh.dp_rank, parts=self.mesh.dp)
+
+    def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor, RingPart | None]:
+        """What the head sees of a batch on the host: slots of the pack, their labels, and on a ring which of
+        this rank's rows they are."""
+        if self.mesh.ring == 1:
+            rows, labels = head_rows(batch, static=self._static, device=self.device)
+            return rows, labels, None
+        shard = ring_shard(
+            batch.lengths,
+            rank=self.mesh.ring_rank,
+            size=self.mesh.ring,
+            num_documents=len(batch.sample_ids),
+        )
+        mine, labels, local = ring_rows(batch, shard.index, static=self._static, device=self.device)
+        every, _ = head_rows(batch, static=self._static, device=self.device)
+        ring = Ring(shard=shard.to(self.device), group=self.mesh.ring_group)
+        return mine, labels, RingPart(ring=ring, local=local, every=every)
+
+    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> Seen:
+        """Forward, loss and backward of one micro-batch, or of this rank's part of it."""
+        rows, labels, part = self._rows(batch)
+        moved = batch.to(self.device)
+        outer = self._policy.outer
+        with self._timed("forward"):
+            value: Tensor = outer(moved, rows, labels, loss, part)
+        with self._timed("backward"):
+            value.backward()
+        assert outer.logprobs is not None and outer.entropy is not None
+        counted = loss.separable or self.mesh.ring_rank == 0  # otherwise it is of the whole pack
+        return Seen(
+            loss=value.detach() if counted else torch.zeros_like(value),
+            logprobs=scatter(outer.logprobs, rows, batch.num_slots),
+            entropy=scatter(outer.entropy, rows, batch.num_slots),
+        )
+
+    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.spans is None else self.spans(name)
+
+    # --- errors ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _memory_errors_explained(
+        self, index: int | None, batch: PackedBatch, *, count: int
+    ) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.sizes.items())
+            joint = self.config.execution == "joint"
+            gathered = "train.execution = 'compile'" if joint else "train.reshard_after_forward = true"
+            what = "an empty micro-batch" if index is None else f"micro-batch {index}"
+            raise TrainError(
+                f"step {self.steps_done}, {what} of {count}: out of memory with {batch.num_slots} token "
+                f"slots on a mesh of {mesh}; set train.activation_checkpointing = true, lower "
+                f"train.token_budget, set {gathered}, train.optimizer_device = 'cpu' "
+                "or train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
+                f"{error}"
+            ) from error
+
+    def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
+        """On every rank: each has the losses of all."""
+        step_errors.require_finite(losses, batches, step=self.steps_done)
+
+    def _recover(self) -> None:
+        """After a forward or backward that raised."""
+        self._policy.reset()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient since the last optimizer step."""
+        self._policy.drop_gradients()
+        self._pending, self._has_gradients, self._added_up = [], False, None
+
+    # --- gradients ------------------------------------------------------------------------------------------
+
+    def _shards(self) -> dict[str, Tensor]:
+        """This rank's shard of each gradient since the last optimizer step, by Parameter name; of Parameters
+        that all tensor parallel ranks have, added up over these."""
+        if not self._has_gradients:
+            return {}
+        if self._added_up is None:
+            found = {name: self._policy.gradient(name) for name in self._names}
+            self._added_up = {n: gradient for n, gradient in found.items() if gradient is not None}
+            self._policy.add_up(self._added_up)
+        return self._added_up
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole, added up over ranks, by Parameter name: float32 copies on the host, not clipped.
+        Parameters that took no part are left out."""
+        return {
+            name: self._policy.whole(name, shard).to("cpu", torch.float32, copy=True)
+            for name, shard in self._shards().items()
+        }
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm over all of them, before clipping; 0 when there are none."""
+        return self._norm(self._shards())
+
+    def _norm(self, shards: dict[str, Tensor]) -> float:
+        """From what each rank has of the gradients: squares are added up over all ranks, each element once,
+        however many tensor parallel ranks have it."""
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for copies in (1, self.mesh.tp):
+            norm = global_norm([g for n, g in shards.items() if self._policy.copies(n) == copies])
+            square += norm.to(self.device, torch.float64).square() / copies
+            if self.mesh.tp == 1:
+                break
+        dist.all_reduce(square, group=self.mesh.world)
+        return math.sqrt(float(square))
+
+    # --- update ---------------------------------------------------------------------------------------------
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, schedule, zero the gradients. Returns grad_norm (before clipping) and lr.
+
+        Raises:
+            TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
+                recompiled more often than train.max_recompiles.
+        """
+        update = self._updated()
+        self.drop_gradients()
+        self.steps_done += 1
+        if (watch := self._compile_watch) is not None:
+            watch.check()
+            watch.mark_warm()
+        return update
+
+    def compile_report(self) -> CompileReport | None:
+        """What torch.compile did so far on this rank; None in eager mode."""
+        watch = self._compile_watch
+        return None if watch is None else watch.report()
+
+    @torch.no_grad()
+    def _updated(self) -> dict[str, float]:
+        optimizer, shards = self._optimizer, self._shards()
+        if not shards:
+            raise step_errors.no_gradients(step=self.steps_done)
+        norm = self._norm(shards)
+        if not math.isfinite(norm):
+            with torch.enable_grad():
+                reason = self._blame()
+            raise step_errors.norm_not_finite(norm, step=self.steps_done, reason=reason)
+        lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
+        # the coefficient of torch.nn.utils.clip_grad_norm_
+        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        optimizer.step([shards.get(name) for name in self._names], lr=lr, scale=scale)
+        return {"grad_norm": norm, "lr": lr}
+
+    def _blame(self) -> str:
+        """Which micro-batch has gradients that are not finite: each is run once more, alone, by all ranks."""
+        pending = list(self._pending)
+        self.drop_gradients()
+        for index, (batch, loss) in enumerate(pending):
+            self._accumulate([batch], loss)
+            self._has_gradients = True
+            bad = self._not_finite()
+            self.drop_gradients()
+            if bad:
+                return (
+                    f"micro-batch {index} of {len(pending)} has gradients that are not finite in {len(bad)} "
+                    f"parameters ({', '.join(bad[:3])}); its samples are {list(batch.sample_ids)}"
+                )
+        samples = [list(batch.sample_ids) for batch, _ in pending]
+        return f"each micro-batch alone is finite, their sum is not; the samples by micro-batch are {samples}"
+
+    def _not_finite(self) -> list[str]:
+        """Names of the Parameters whose gradient is not finite on some rank."""
+        shards = self._shards()
+        flags = torch.zeros(len(self._names), device=self.device)
+        for index, name in enumerate(self._names):
+            if name in shards and not bool(torch.isfinite(shards[name]).all()):
+                flags[index] = 1.0
+        dist.all_reduce(flags, group=self.mesh.world)
+        return [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def weights(self, *, policy_version: int) -> WeightUpdate:
+        """The current weights in the compute dtype. Its `tensors` are gathered one at a time, by all ranks
+        together; each rank gets all of them."""
+        return WeightUpdate(policy_version=policy_version, tensors=self._whole_weights)
+
+    @torch.no_grad()
+    def _whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        first = {id(p): name for name, p in self._policy.parameters.items()}
+        names: dict[str, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(first[id(parameter)], []).append(name)
+        for own, aliases in names.items():
+            whole = self._policy.whole(own, self._policy.local(own).to(self.model.dtype))
+            for name in aliases:
+                yield name, whole
+        yield from self._policy.persistent_buffers().items()
+
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave:
+        """Everything that decides how training goes on, into an existing empty directory (see
+        train/state/save_load.py): every tensor whole, written by one of the ranks.
+
+        Raises:
+            CheckpointError: it does not fit on the disk; on every rank.
+            TrainError: there are gradients that no optimizer step has used.
+        """
+        if self._pending:
+            raise step_errors.save_amid_step()
+        return save_state(
+            directory,
+            parts=ShardedState(self._policy, self._made_optimizer),
+            progress=self._progress(),
+            layout=self._layout(),
+            background=background,
+        )
+
+    def load(self, directory: Path, *, verified: bool = False) -> None:
+        """The inverse of `save`, on the same mesh to the bit, and of a save by any backend on any ranks.
+
+        Args:
+            verified: the caller has compared the files' hashes already.
+
+        Raises:
+            CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
+        """
+        found = load_state(
+            directory,
+            parts=ShardedState(self._policy, self._made_optimizer),
+            progress=self._progress(),
+            layout=self._layout(),
+            verified=verified,
+        )
+        self.drop_gradients()
+        self.steps_done = found["step"]
+
+    def _progress(self) -> dict[str, Any]:
+        return train_progress(
+            self.config, steps_done=self.steps_done, total_steps=self.total_steps, dtype=self.model.dtype
+        )
+
+    def _layout(self) -> Layout:
+        return Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
+
+    def export(self, directory: Path) -> None:
+        """A Hugging Face folder that from_pretrained loads with all keys matched, written by rank 0 as the
+        weights are gathered. Raises ModelError, on every rank."""
+        export_tensors(
+            self.module,
+            self._whole_weights(),
+            tokenizer=self.model.tokenizer,
+            directory=directory,
+            dtype=self.model.dtype,
+        )
+
+    def close(self) -> None:
+        """Drop gradients; the process group stays."""
+        self.drop_gradients()
+
+
+def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
+    """Raises ConfigError."""
+    if config.execution not in ("eager", "compile", "joint"):
+        raise ConfigError(
+            f"train.execution = {config.execution!r} is not available with train.backend = 'fsdp2'; "
+            "set 'eager', 'compile' or 'joint'"
+        )
+    if config.optimizer == "adamw8bit":
+        raise ConfigError(
+            "train.optimizer = 'adamw8bit' is not available with train.backend = 'fsdp2': its blocks of "
+            "8-bit codes would lie across the ranks' shards; set 'adamw', and train.optimizer_device = 'cpu' "
+            "for memory"
+        )
+    if has_lora(model.module):
+        raise ConfigError(
+            "model.lora is not available with train.backend = 'fsdp2'; set train.backend = 'local', or train "
+            "all weights"
+        )

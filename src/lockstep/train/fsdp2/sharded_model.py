@@ -1,0 +1,340 @@
+"""A causal LM whose Parameters are shared out over ranks: by FSDP2 in rows, and before that over tensor
+parallel ranks.
+
+Of a Parameter [n, ...] rank s of S has rows s * ceil(n / S) and on, as torch.chunk cuts them; the last ranks
+may have fewer, or none. With tensor parallel it is rows of this rank's part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.config.train import TrainConfig
+from lockstep.execution.regions import decoder_layers
+from lockstep.models.load import LoadedModel
+from lockstep.train.fsdp2.mesh import RankMesh
+from lockstep.train.fsdp2.tensor_parallel import (
+    Replicated,
+    TensorParallel,
+    apply_tensor_parallel,
+    resolve_tp_plan,
+    tensor_parallel_plan,
+)
+from lockstep.train.loss_module import LossModule
+
+# torch 2.13 has it under a new name and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ShardedModel:
+    """A policy (or a frozen reference), sharded in place, inside of a LossModule that is the FSDP2 root.
+
+    The stored shards are the Parameters outside of forward and backward. Each decoder layer is gathered for
+    its own forward and backward; embedding, last norm and head for the whole of a forward and backward. With
+    execution "joint" layers are too.
+
+    Args:
+        module: the causal LM: `model.module`, or a copy of it; compiled already, where it will be, because
+            no graph can hold FSDP2's hooks.
+        model: where its weights come from, if it has none, and its compute dtype, in which layers are
+            gathered and run.
+        config: reshard_after_forward, parameter_device, execution, tp_plan and what LossModule reads.
+        stored: dtype of the shards.
+        temperature: of logprobs.
+
+    Raises:
+        ConfigError: the heads cannot be split over `mesh.tp` ranks, or not by this plan on this mesh.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: LoadedModel,
+        *,
+        mesh: RankMesh,
+        config: TrainConfig,
+        stored: torch.dtype,
+        temperature: float,
+    ) -> None:
+        self.module, self.mesh, self.dtype = module, mesh, model.dtype
+        self.tp: TensorParallel | None = None
+        if mesh.tp > 1:
+            kind = resolve_tp_plan(config.tp_plan, tp=mesh.tp, others=mesh.shards)
+            plan = tensor_parallel_plan(module, size=mesh.tp, plan=kind)
+            self.tp = apply_tensor_parallel(module, group=mesh.tp_group, plan=plan)
+        self.outer = LossModule(
+            module,
+            config=config,
+            temperature=temperature,
+            compiled=config.execution != "eager",
+            vocab=None if self.tp is None else self.tp.vocab,
+        )
+        self.device = device_of(self.module)
+        self.offloaded = config.parameter_device == "cpu"
+        self._reshards = config.reshard_after_forward
+        meta = next(self.module.parameters()).is_meta
+        if meta:
+            _retype(self.module, stored)
+        else:
+            for parameter in self.module.parameters():  # not Module.to: rotary tables stay float32
+                parameter.data = parameter.data.to(stored)
+        self._shard(config, stored)
+        if meta:
+            self._materialize(model.source)
+        # Pads the shards and settles where they are; otherwise the first forward would.
+        _state(self.outer)._lazy_init()
+        self.parameters = {name: cast(DTensor, p) for name, p in self.module.named_parameters()}
+
+    def _shard(self, config: TrainConfig, stored: torch.dtype) -> None:
+        # Gradients of the micro-batches of a step are added up where they are, whole, in what they are
+        # reduced in: FSDP2 casts the first one and adds the others to it.
+        summed = torch.float32 if config.grad_accum_dtype == "float32" else self.dtype
+        policy: dict[str, Any] = {
+            "mesh": self.mesh.shard,
+            "reshard_after_forward": config.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if stored == self.dtype else self.dtype,
+                reduce_dtype=summed,
+                cast_forward_inputs=False,  # rotary tables stay float32
+            ),
+        }
+        if self.offloaded:
+            policy["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        # What forward uses last backward needs first: the last layer and the root stay gathered between them.
+        stays = policy | {"reshard_after_forward": False}
+        if config.execution != "joint":  # whose graph takes the weights of all layers at once
+            *layers, last = decoder_layers(self.module)
+            for layer in layers:
+                fully_shard(layer, **policy)
+            fully_shard(last, **stays)
+        fully_shard(self.outer, **stays)
+        self._parts = [part for part in self.outer.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
+            # Sums, not means: loss_weights hold the normaliser of the whole step. The factor alone would
+            # make a PREMUL_SUM of it, which gloo does not have.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    @torch.no_grad()
+    def _materialize(self, source: Any) -> None:
+        """Shards in the place of those on the meta device, read from `source`."""
+        place = torch.device("cpu") if self.offloaded else self.device
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in self.module.named_parameters():
+            old = cast(DTensor, parameter)
+            local = torch.empty(old.to_local().shape, dtype=old.dtype, device=place)
+            rows, *columns = self._part(name, old.shape)
+            if rows.stop > rows.start:
+                found = source.read_part(name, dim=0, start=rows.start, stop=rows.stop, device=place)
+                local.copy_(found[(slice(None), *columns)])
+            whole = DTensor.from_local(
+                local, self.mesh.shard, [Shard(0)], run_check=False, shape=old.shape, stride=old.stride()
+            )
+            made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        for module in self.module.modules():
+            for key, empty in module._parameters.items():
+                if empty is not None:
+                    module._parameters[key] = made[empty]
+
+    # --- shards and wholes ----------------------------------------------------------------------------------
+
+    def part(self, name: str) -> tuple[slice, ...]:
+        """Which part of the whole Parameter this rank has: rows, and columns where tensor parallel splits
+        them."""
+        return self._part(name, self.parameters[name].shape)
+
+    def _part(self, name: str, shape: torch.Size) -> tuple[slice, ...]:
+        """`shape`: of what FSDP2 shards, a tensor parallel rank's part."""
+        chunk = -(-shape[0] // self.mesh.shards)
+        start = min(shape[0], chunk * self.mesh.shard_rank)
+        rows = slice(start, min(shape[0], start + chunk))
+        bounds = None if self.tp is None else self.tp.bounds(name)
+        if bounds is None:
+            return (rows,)
+        dim, first, last = bounds
+        if dim == 0:
+            return (slice(first + rows.start, first + rows.stop),)
+        return (rows, *[slice(None)] * (dim - 1), slice(first, last))
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole Parameter."""
+        return tuple(self.parameters[name].shape) if self.tp is None else self.tp.whole_shape(name)
+
+    def local(self, name: str) -> Tensor:
+        """This rank's shard: the stored memory itself."""
+        return self.parameters[name]._local_tensor.detach()
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor of which every rank has a part like its shard of Parameter `name`; collective.
+
+        Args:
+            local: shaped as `self.local(name)`, any dtype.
+        """
+        rows = self._gather_rows(local, self.parameters[name].shape)
+        return rows if self.tp is None else self.tp.gather(name, rows)
+
+    def whole_on(self, name: str, local: Tensor, *, owner: int) -> Tensor | None:
+        """The same on rank `owner` of all ranks, None on the others; collective."""
+        mesh, shape = self.mesh, self.parameters[name].shape
+        holder, tp_rank = divmod(owner, mesh.tp)  # tensor parallel is innermost
+        rows: Tensor | None = local.to(self.device)
+        if mesh.shards > 1:
+            padded = self._padded(local, shape)
+            parts = [torch.empty_like(padded) for _ in range(mesh.shards)]
+            mine = parts if mesh.shard_rank == holder else None
+            dist.gather(padded, mine, dst=holder * mesh.tp + mesh.tp_rank, group=mesh.shard_group)
+            rows = None if mine is None else torch.cat(mine)[: shape[0]]
+        if mesh.shard_rank != holder:
+            return None
+        assert rows is not None
+        whole = rows if self.tp is None else self.tp.gather(name, rows)
+        return whole if mesh.tp_rank == tp_rank else None
+
+    def _padded(self, local: Tensor, shape: torch.Size) -> Tensor:
+        """On the device, with as many rows as the first rank has."""
+        chunk = -(-shape[0] // self.mesh.shards)
+        padded = torch.zeros((chunk, *shape[1:]), dtype=local.dtype, device=self.device)
+        padded[: local.shape[0]].copy_(local)
+        return padded
+
+    def _gather_rows(self, local: Tensor, shape: torch.Size) -> Tensor:
+        if self.mesh.shards == 1:
+            return local.to(self.device)
+        padded = self._padded(local, shape)
+        gathered = padded.new_empty((len(padded) * self.mesh.shards, *shape[1:]))
+        _all_gather(gathered, padded, group=self.mesh.shard_group)
+        return gathered[: shape[0]]
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Those that belong to a checkpoint; every rank has all of them."""
+        persistent = self.module.state_dict().keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
+
+    # --- gradients ------------------------------------------------------------------------------------------
+
+    def copies(self, name: str) -> int:
+        """Ranks of a tensor parallel group that have the same shard of this Parameter."""
+        replicated = self.tp is None or isinstance(self.tp.plan[name], Replicated)
+        return self.mesh.tp if replicated else 1
+
+    def add_up(self, shards: dict[str, Tensor]) -> None:
+        """Make gradients whole that each tensor parallel rank has a share of; collective. Those are replaced
+        in `shards`: what FSDP2 holds stays as it is, so that more may be added to it."""
+        if self.tp is None:
+            return
+        summed = [name for name in shards if self.tp.plan[name] == Replicated(summed=True)]
+        shards |= {name: shards[name].clone() for name in summed}
+        self.tp.add_up(shards)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """This rank's shard of the gradient, added up over the shard group."""
+        gradient = self.parameters[name].grad
+        return None if gradient is None else cast(DTensor, gradient)._local_tensor
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient, those of an accumulation that was not reduced too."""
+        for part in self._parts:
+            for group in _groups(part):
+                for parameter in group.fsdp_params:
+                    parameter.sharded_param.grad = None
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+
+    def last_backward(self, last: bool) -> None:
+        """Before each backward of a step. Gradients stay where they are, whole, in float32, until the last
+        one, which adds them up over ranks; and gathered weights stay gathered where forward leaves them so.
+        """
+        root = self._parts[0]
+        root.set_requires_gradient_sync(last)
+        # The root's weights are needed from the first micro-batch to the last anyway.
+        root.set_reshard_after_backward(last, recurse=not self._reshards)
+
+    def reset(self) -> None:
+        """After a forward or backward that raised: FSDP2's hooks expect what will not come any more."""
+        root = self._parts[0]
+        if hasattr(root, "reset_iter_state"):
+            root.reset_iter_state()
+        else:  # torch before 2.13
+            _reset_iter_state(self.outer)
+
+    def reshard(self) -> None:
+        """Give gathered weights back: they are stale after an optimizer step."""
+        for part in self._parts:
+            part.reshard()
+
+    @contextlib.contextmanager
+    def resharded_after(self) -> Iterator[None]:
+        """Whatever happens inside."""
+        try:
+            yield
+        finally:
+            self.reshard()
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Of the module's tensors that are not on the meta device: its buffers, if it has no weights yet."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+
+def _retype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Other Parameters on the meta device; the old ones are a WeightSource's, which goes by their dtype."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                made[parameter] = nn.Parameter(
+                    torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad
+                )
+            part._parameters[key] = made[parameter]
+
+
+def _state(part: FSDPModule | nn.Module) -> Any:
+    return cast(FSDPModule, part)._get_fsdp_state()
+
+
+def _groups(part: FSDPModule | nn.Module) -> list[Any]:
+    """FSDP2's groups of Parameters of one module: 2.11 has at most one."""
+    state = _state(part)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _reset_iter_state(root: nn.Module) -> None:
+    """What FSDPModule.reset_iter_state of torch 2.13 does, for older versions."""
+    state = _state(root)
+    if state._device.type == "cuda":
+        torch.cuda.synchronize(state._device)
+    comm = state._comm_ctx
+    comm.all_gather_state = None
+    if hasattr(comm, "reduce_scatter_states"):
+        comm.reduce_scatter_states.clear()
+    else:
+        comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    for part in root.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        _state(part)._training_state = TrainingState.IDLE
+        for group in _groups(part):
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False

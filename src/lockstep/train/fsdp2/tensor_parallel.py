@@ -1,0 +1,364 @@
+"""Tensor parallel: the ranks of a group share every matrix of the model.
+
+Queries, keys, values, gate and up are split by outputs (whole heads), attention's output and down by inputs,
+embedding and head by vocabulary. Norms are on every rank. A rank holds plain local tensors under the names of
+the whole Parameters:
+
+    plan = tensor_parallel_plan(module, size=2)                      # Parameter name -> Split | Replicated
+    tp = apply_tensor_parallel(module, group=group, plan=plan)       # cut in place; meta Parameters stay meta
+    dim, start, stop = tp.bounds("model.layers.0.mlp.up_proj.weight")
+    whole = tp.gather("model.layers.0.mlp.up_proj.weight", local)    # collective over the group
+
+Source: Megatron-LM (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.models.causal_lm import causal_lm, text_config
+from lockstep.models.lora import has_lora
+from lockstep.models.source import aliases
+from lockstep.ops.vocab_parallel import VocabShard
+from lockstep.train.fsdp2.tensor_parallel_modules import RowParallelLinear, VocabLookup, share_input
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Each rank has a part along `dim`: its rank-th of `size` parts, as equal as they can be."""
+
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every rank has all of it."""
+
+    summed: bool = False
+    """Each rank's gradient is of its own heads only, so gradients must be added over the ranks (q_norm,
+    k_norm). Otherwise all ranks have the whole gradient."""
+
+
+Plan = Mapping[str, Split | Replicated]
+"""Parameter name, as `named_parameters` gives it, -> how it is spread."""
+
+_BY_OUTPUTS, _BY_INPUTS = Split(0), Split(1)
+_LOCKSTEP: dict[str, Split | Replicated] = {
+    "self_attn.q_proj": _BY_OUTPUTS,
+    "self_attn.k_proj": _BY_OUTPUTS,
+    "self_attn.v_proj": _BY_OUTPUTS,
+    "self_attn.o_proj": _BY_INPUTS,
+    "self_attn.q_norm": Replicated(summed=True),
+    "self_attn.k_norm": Replicated(summed=True),
+    "mlp.gate_proj": _BY_OUTPUTS,
+    "mlp.up_proj": _BY_OUTPUTS,
+    "mlp.down_proj": _BY_INPUTS,
+    "embed_tokens": _BY_OUTPUTS,
+    "lm_head": _BY_OUTPUTS,
+    "input_layernorm": Replicated(),
+    "post_attention_layernorm": Replicated(),
+    "pre_feedforward_layernorm": Replicated(),
+    "post_feedforward_layernorm": Replicated(),
+    "model.norm": Replicated(),
+}
+"""The last parts of a module's path -> how its Parameters are spread."""
+_HF_STYLES: dict[str, Split | Replicated] = {
+    "colwise": _BY_OUTPUTS,
+    "colwise_gather_output": _BY_OUTPUTS,  # the head, whose logits nobody gathers here
+    "colwise_rep": _BY_OUTPUTS,  # its older name
+    "embedding_rowwise": _BY_OUTPUTS,
+    "rowwise": _BY_INPUTS,
+    "replicated_with_grad_allreduce": Replicated(summed=True),
+    "replicate": Replicated(),
+}
+"""transformers' name of a style (distributed/tensor_parallel.py) -> ours."""
+
+
+def tensor_parallel_sizes(config: Any) -> tuple[int, ...]:
+    """Every size of tensor parallel that a model can have, ascending.
+
+    Args:
+        config: its text config (transformers).
+    """
+    common = math.gcd(config.num_attention_heads, config.num_key_value_heads)
+    return tuple(size for size in range(1, common + 1) if common % size == 0)
+
+
+def check_tensor_parallel_size(config: Any, size: int) -> None:
+    """Refuse a size that does not divide the heads.
+
+    Raises:
+        ConfigError: names heads, kv heads and the sizes that work.
+    """
+    sizes = tensor_parallel_sizes(config)
+    if size not in sizes:
+        raise ConfigError(
+            f"train.tp = {size} does not divide the model's {config.num_attention_heads} query heads and "
+            f"{config.num_key_value_heads} key/value heads, and a head cannot be split; sizes that work: "
+            f"{', '.join(map(str, sizes))}"
+        )
+
+
+def resolve_tp_plan(plan: str, *, tp: int, others: int) -> Literal["hf", "lockstep"]:
+    """The plan that a mesh gets.
+
+    Args:
+        plan: auto (which is lockstep), hf or lockstep.
+        others: ranks on the other axes of the mesh, dp * ring.
+
+    Raises:
+        ConfigError: hf on a mesh of more than tensor parallel.
+    """
+    if plan == "hf" and tp > 1 and others > 1:
+        raise ConfigError(
+            f"train.tp_plan = 'hf' with tp = {tp} on {tp * others} ranks: transformers' plan is for tensor "
+            f"parallel over all ranks and nothing else, it takes the whole world of {tp * others} for one "
+            f"group; set train.tp_plan = 'lockstep', or start {tp} ranks"
+        )
+    return "hf" if plan == "hf" else "lockstep"
+
+
+def tensor_parallel_plan(
+    module: nn.Module, *, size: int, plan: str = "auto"
+) -> dict[str, Split | Replicated]:
+    """How every Parameter of a supported causal LM is spread over `size` ranks.
+
+    Args:
+        plan: hf reads transformers' plan, as far as that goes: an embedding that it leaves out is on every
+            rank, unless it is tied to a head that is split. auto and lockstep split all matrices.
+
+    Raises:
+        ConfigError: sizes that do not divide, LoRA, or a module or style that is not known.
+    """
+    check_tensor_parallel_size(text_config(module), size)
+    if has_lora(module):
+        raise ConfigError(
+            f"train.tp = {size} with model.lora is not supported: adapters are not split; set train.tp = 1"
+        )
+    by_module = _hf_modules(module) if plan == "hf" else _lockstep_modules(module)
+    found: dict[str, Split | Replicated] = {}
+    for alias, name in aliases(module).items():
+        path, _, kind = alias.rpartition(".")
+        how = by_module[path]
+        how = Replicated() if kind == "bias" and how == _BY_INPUTS else how
+        if found.get(name, Replicated()) == Replicated():  # of tied ones, split wins
+            found[name] = how
+    return found
+
+
+def _with_parameters(module: nn.Module) -> list[str]:
+    return [path for path, part in module.named_modules() if part._parameters]
+
+
+def _lockstep_modules(module: nn.Module) -> dict[str, Split | Replicated]:
+    """Path of every module with Parameters of its own -> how they are spread, by our plan."""
+    return {path: _lookup(path, _LOCKSTEP) for path in _with_parameters(module)}
+
+
+def _lookup(path: str, plan: Plan) -> Split | Replicated:
+    for ending, how in plan.items():
+        if path == ending or path.endswith("." + ending):
+            return how
+    raise ConfigError(
+        f"train.tp: the tensor-parallel plan does not know the module {path!r}; set train.tp = 1"
+    )
+
+
+def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
+    """The same by transformers' plan: the config's for the decoder, the class's for the head."""
+    model = causal_lm(module)
+    base = model.base_model_prefix
+    styles = {f"{base}.{key}": style for key, style in (text_config(module).base_model_tp_plan or {}).items()}
+    styles |= getattr(type(model), "_tp_plan", None) or {}
+    if not styles:
+        raise ConfigError(
+            f"train.tp_plan = 'hf': transformers has no plan for {type(model).__name__}; set train.tp_plan = "
+            "'lockstep'"
+        )
+    found: dict[str, Split | Replicated] = {}
+    for path in _with_parameters(module):
+        pattern = re.sub(r"\.\d+\.", ".*.", path)
+        style = styles.get(pattern, "replicate")
+        if style not in _HF_STYLES:
+            raise ConfigError(
+                f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which is not known "
+                f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'"
+            )
+        ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
+        if how == Replicated() and ours == Replicated(summed=True):
+            how = ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
+        elif how not in (ours, Replicated()):
+            raise ConfigError(
+                f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which does not fit "
+                "the code here; set train.tp_plan = 'lockstep'"
+            )
+        found[path] = how
+    _check_blocks(found)
+    return found
+
+
+def _check_blocks(by_module: Plan) -> None:
+    """Attention and MLP are split as a whole or not at all."""
+    blocks: dict[str, set[bool]] = {}
+    for path, how in by_module.items():
+        parent, _, name = path.rpartition(".")
+        if name.endswith("_proj"):
+            blocks.setdefault(parent, set()).add(isinstance(how, Split))
+    if torn := [parent for parent, split in blocks.items() if len(split) > 1]:
+        raise ConfigError(
+            f"train.tp_plan = 'hf': transformers splits some matrices of {torn[0]!r} and not others; set "
+            "train.tp_plan = 'lockstep'"
+        )
+
+
+def part_bounds(length: int, *, rank: int, size: int) -> tuple[int, int]:
+    """start, stop of the rank-th of `size` parts that differ by at most 1.
+
+    Example:
+        >>> [part_bounds(8, rank=r, size=3) for r in range(3)]
+        [(0, 2), (2, 5), (5, 8)]
+    """
+    return length * rank // size, length * (rank + 1) // size
+
+
+class TensorParallel:
+    """Which part of each Parameter this rank of the group has."""
+
+    def __init__(
+        self, module: nn.Module, *, group: dist.ProcessGroup, plan: Plan, vocab: VocabShard | None
+    ) -> None:
+        self.group, self.plan, self.vocab = group, dict(plan), vocab
+        self.size, self.rank = group.size(), dist.get_rank(group)
+        self._shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+
+    def bounds(self, name: str, *, rank: int | None = None) -> tuple[int, int, int] | None:
+        """dim, start, stop of a rank's part (None: this rank's); None: every rank has all of it."""
+        how = self.plan[name]
+        if isinstance(how, Replicated):
+            return None
+        rank = self.rank if rank is None else rank
+        return how.dim, *part_bounds(self._shapes[name][how.dim], rank=rank, size=self.size)
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of all ranks' parts together."""
+        return self._shapes[name]
+
+    def gather(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor on every rank; collective over the group.
+
+        Args:
+            local: this rank's part, of a Parameter or of anything that has its shape (gradient, optimizer
+                state).
+        """
+        own = self.bounds(name)
+        if own is None:
+            return local
+        dim = own[0]
+        sizes = [stop - start for _, start, stop in (self._part(name, r) for r in range(self.size))]
+        rows = local.detach().movedim(dim, 0).contiguous()
+        longest = max(sizes)
+        if rows.shape[0] < longest:  # collectives want equal parts
+            rows = torch.cat([rows, rows.new_zeros(longest - rows.shape[0], *rows.shape[1:])])
+        gathered = rows.new_empty(self.size * longest, *rows.shape[1:])
+        parts = list(gathered.split(longest))
+        dist.all_gather(parts, rows, group=self.group)
+        if min(sizes) < longest:
+            gathered = torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+        return gathered.movedim(0, dim).contiguous()
+
+    def _part(self, name: str, rank: int) -> tuple[int, int, int]:
+        found = self.bounds(name, rank=rank)
+        assert found is not None
+        return found
+
+    def add_up(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add up over the group, in place, the gradients of `Replicated(summed=True)` Parameters; others are
+        left alone. Collective: one, whatever their number.
+
+        Args:
+            gradients: Parameter name -> gradient, the same names and shapes on all ranks.
+        """
+        mine = [g for n, g in gradients.items() if self.plan[n] == Replicated(summed=True)]
+        if not mine:
+            return
+        wide = torch.promote_types(mine[0].dtype, torch.float32)
+        flat = torch.cat([g.reshape(-1).to(wide) for g in mine])
+        dist.all_reduce(flat, group=self.group)
+        for gradient, total in zip(mine, flat.split([g.numel() for g in mine]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def apply_tensor_parallel(module: nn.Module, *, group: dist.ProcessGroup, plan: Plan) -> TensorParallel:
+    """Cut the Parameters of a causal LM down to this rank's parts, in place, and put the sums in.
+
+    Names stay. Parameters on the meta device stay there; others keep the values of their part, in memory of
+    their own. To be done before the module is wrapped or compiled.
+
+    Args:
+        plan: of `tensor_parallel_plan` for the size of the group; the same on all ranks.
+    """
+    known = aliases(module)
+    tp = TensorParallel(module, group=group, plan=plan, vocab=None)
+    cut: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        bounds = tp.bounds(name)
+        if bounds is not None:
+            dim, start, stop = bounds
+            part = parameter.detach().narrow(dim, start, stop - start).clone()
+            cut[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    for alias, name in known.items():
+        if name in cut:
+            path, _, kind = alias.rpartition(".")
+            module.get_submodule(path)._parameters[kind] = cut[name]
+    tp.vocab = _install(module, tp, known)
+    return tp
+
+
+def _install(module: nn.Module, tp: TensorParallel, known: Mapping[str, str]) -> VocabShard | None:
+    """Hooks, lookups and row-parallel linears; returns the head's part of the vocabulary, if it is split."""
+    group_name = str(tp.group.group_name)
+    model = causal_lm(module)
+    embedding: Any
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    split: dict[str, Split] = {}
+    for path in _with_parameters(module):
+        weight = f"{path}.weight"
+        if weight in known and isinstance(how := tp.plan[known[weight]], Split):
+            split[path] = how
+    vocab = None
+    for path, how in split.items():
+        part: Any = module.get_submodule(path)
+        if part is embedding or part is head:
+            _, start, stop = tp._part(known[f"{path}.weight"], tp.rank)
+            if part is embedding:
+                part.forward = VocabLookup(part, start=start, stop=stop, group_name=group_name)
+            else:
+                whole = tp.whole_shape(known[f"{path}.weight"])[0]
+                vocab = VocabShard(group=tp.group, start=start, stop=stop, whole=whole)
+        elif how == _BY_INPUTS:
+            parent, _, name = path.rpartition(".")
+            setattr(module.get_submodule(parent), name, RowParallelLinear(part, group_name))
+        else:
+            part.out_features = part.weight.shape[0]
+    for parent in _parents(split, model):
+        share_input(module.get_submodule(parent), group_name)
+    return vocab
+
+
+def _parents(split: Mapping[str, Split], model: Any) -> Sequence[str]:
+    """Modules (attention, MLP) whose input goes into projections that are split by outputs."""
+    ends = {path for path, part in model.named_modules() if part is model.get_output_embeddings()}
+    ends |= {path for path, part in model.named_modules() if part is model.get_input_embeddings()}
+    parents = (
+        path.rpartition(".")[0] for path, how in split.items() if how == _BY_OUTPUTS and path not in ends
+    )
+    return list(dict.fromkeys(parents))

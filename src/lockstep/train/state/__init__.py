@@ -1,0 +1,1 @@
+"""A train backend's state as files, for exact resume under any backend."""

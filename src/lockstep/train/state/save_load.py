@@ -1,0 +1,323 @@
+"""A train backend's state as files: everything that decides how training goes on, to the bit.
+
+model.safetensors       weights in the compute dtype, Hugging Face names (with LoRA: the adapters only)
+optimizer.safetensors   "master/NAME" where the master is not the Parameter itself, "exp_avg/NAME", ...
+rng.safetensors         torch, CUDA, Python and numpy generators
+state.json              step, schedule, optimizer, versions, layout, which file holds which tensor, and size
+                        and sha256 of the others
+
+Tensors are whole, whatever the layout. Of several ranks each gathers and writes a share of them, into
+model-00001-of-00004.safetensors and so on, and the ranks after the first list theirs in
+files-00001-of-00004.json. So every backend on every mesh loads what any other has saved: it reads the slices
+that it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+from lockstep.protocols.train import FinishSave
+from lockstep.train.state.files import (
+    FileRecord,
+    TensorFile,
+    check_record,
+    is_count,
+    is_out_of_space,
+    out_of_space,
+    require_free_space,
+    write_json,
+    write_tensors,
+)
+from lockstep.train.state.index import (
+    FORMAT,
+    STATE,
+    VERSION,
+    StateIndex,
+    Stored,
+    StoredTensors,
+    rank_file,
+    read_index,
+)
+from lockstep.train.state.parts import MODEL, Layout, TensorMeta, TensorParts
+from lockstep.train.state.ranks import StateRanks
+from lockstep.train.state.rng import (
+    check_rng_state,
+    derived_rng_state,
+    read_rng,
+    restore_rng_state,
+    rng_state,
+)
+
+_MARGIN = 1 << 20  # headers, JSON, rng
+_HELD = 1 << 28
+"""Bytes of gathered tensors that a rank keeps before it writes them: so that ranks write at the same time."""
+
+
+def save_state(
+    directory: Path,
+    *,
+    parts: TensorParts,
+    progress: Mapping[str, Any],
+    layout: Layout,
+    background: bool = False,
+) -> FinishSave:
+    """Write this rank's files into an existing directory. Collective over `parts.group`.
+
+    Args:
+        progress: JSON values (`state_parts.train_progress`), kept under "progress" in state.json.
+        background: copy what this rank is to write into host memory (its share of all whole tensors) and
+            leave the writing to the returned function, which any thread may call.
+
+    Returns:
+        What ends the save: returns sha256 of this rank's files by name. Not collective; raises
+        CheckpointError when the disk is full or failed in another way.
+
+    Raises:
+        CheckpointError: on every rank: the disk is full or failed in another way, on one of them.
+    """
+    ranks = StateRanks(parts.group)
+    tensors = dict(sorted(parts.tensors().items(), key=lambda item: not item[0].startswith(MODEL)))
+    save_id = ranks.gather(secrets.token_hex(8))[0]
+    owners = share_out({name: meta.bytes for name, meta in tensors.items()}, ranks.size)
+    needed = sum(meta.bytes for meta in tensors.values()) + _MARGIN * ranks.size
+    with ranks.together():
+        require_free_space(directory, needed)
+    own = {name: meta for name, meta in tensors.items() if owners[name] == ranks.rank}
+    files = _RankFiles(directory, own, ranks=ranks, needed=needed)
+    files.held_limit = math.inf if background else 0 if ranks.size == 1 else _HELD
+    for name in tensors:
+        tensor = parts.whole(name, owner=owners[name])
+        if owners[name] == ranks.rank:
+            assert tensor is not None, f"the owner of {name} was given nothing"
+            files.put(name, tensor)
+    files.rng = rng_state(all_devices=ranks.size == 1)
+    if ranks.rank == 0:
+        files.document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "save_id": save_id,
+            "progress": dict(progress),
+            "versions": _versions(),
+            "backend": layout.backend,
+            "mesh": dict(layout.mesh),
+            "world_size": ranks.size,
+            "tensors": {name: _file_of(name, owners[name], ranks.size) for name in tensors},
+        }
+    else:
+        files.document = {"save_id": save_id}
+    if not background:
+        with ranks.together():
+            files.finish()
+    return files.finish
+
+
+class _RankFiles:
+    """What one rank writes: tensors as they come, or as copies later."""
+
+    def __init__(
+        self, directory: Path, tensors: Mapping[str, TensorMeta], *, ranks: StateRanks, needed: int
+    ) -> None:
+        self._directory, self._ranks, self._needed = directory, ranks, needed
+        self._left: dict[str, dict[str, TensorMeta]] = {}
+        for name, meta in tensors.items():
+            file = _file_of(name, ranks.rank, ranks.size)
+            self._left.setdefault(file, {})[name.removeprefix(MODEL)] = meta
+        self._open: dict[str, TensorFile] = {}
+        self._held: list[tuple[str, Tensor]] = []
+        self._held_bytes = 0
+        self._failure: OSError | None = None
+        self._records: dict[str, FileRecord] | None = None
+        self.held_limit: float = 0
+        """Bytes of copies in host memory before anything is written."""
+        self.rng: dict[str, Tensor] = {}
+        self.document: dict[str, Any] = {}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """The next tensor. An OSError is kept for `finish`: the other ranks are in the middle of their
+        collectives."""
+        if self.held_limit == 0:
+            self._write([(name, tensor)])
+            return
+        self._held.append((name, tensor.detach().to("cpu", copy=True)))
+        self._held_bytes += tensor.numel() * tensor.element_size()
+        if self._held_bytes >= self.held_limit:
+            self._write_held()
+
+    def _write_held(self) -> None:
+        held, self._held, self._held_bytes = self._held[::-1], [], 0
+        while held:  # each copy is given back as soon as it is written
+            self._write([held.pop()])
+
+    def _write(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
+        if self._failure is not None:
+            return
+        for name, tensor in pairs:
+            file = _file_of(name, self._ranks.rank, self._ranks.size)
+            try:
+                if file not in self._open:
+                    self._open[file] = TensorFile(self._directory / file, self._left[file])
+                self._open[file].write(name.removeprefix(MODEL), tensor)
+            except OSError as error:
+                self._failure = error
+                return
+
+    def finish(self) -> dict[str, str]:
+        """Write what is left, and wait until all of it is on the disk; sha256 by name."""
+        if self._records is None:
+            self._write_held()
+            try:
+                self._records = self._finish()
+            except OSError as error:
+                raise self._explained(error) from error
+            finally:
+                for opened in self._open.values():
+                    opened.abandon()
+        return {name: record.sha256 for name, record in self._records.items()}
+
+    def _finish(self) -> dict[str, FileRecord]:
+        if self._failure is not None:
+            raise self._failure
+        records = {}
+        for file in list(self._open):
+            records[file] = self._open.pop(file).close()
+        rank, size = self._ranks.rank, self._ranks.size
+        rng = rank_file("rng", "safetensors", rank=rank, size=size)
+        records[rng] = write_tensors(self._directory / rng, self.rng)
+        self.document["files"] = {name: asdict(record) for name, record in records.items()}
+        name = STATE if rank == 0 else rank_file("files", "json", rank=rank, size=size)
+        records[name] = write_json(self._directory / name, self.document)
+        return records
+
+    def _explained(self, error: OSError) -> CheckpointError:
+        if not is_out_of_space(error):
+            return CheckpointError(f"{self._directory} could not be written: {error}")
+        free = shutil.disk_usage(self._directory).free
+        return CheckpointError(f"{error}: {out_of_space(self._directory, needed=self._needed, free=free)}")
+
+
+def load_state(
+    directory: Path,
+    *,
+    parts: TensorParts,
+    progress: Mapping[str, Any],
+    layout: Layout,
+    verified: bool = False,
+) -> dict[str, Any]:
+    """Check everything, then fill the live tensors and restore the generators. Collective over `parts.group`.
+
+    Ranks of the same layout as the checkpoint's get their own generators' states back; on another layout all
+    get those of the first rank, and torch's are seeded anew from them where `layout.stream` is not 0.
+
+    Args:
+        progress: this run's: "optimizer" and "lora" must be the checkpoint's.
+        verified: the caller has compared the files' hashes already.
+
+    Returns:
+        The `progress` that was saved.
+
+    Raises:
+        CheckpointError: on every rank: a file is missing, damaged or belongs to something else; nothing was
+            changed.
+    """
+    ranks = StateRanks(parts.group)
+    wanted = parts.tensors()
+    with ranks.together():
+        index = read_index(directory)
+        found = checked_progress(index, progress)
+        _check_files(index, ranks, contents=not verified)
+    with ranks.together():
+        stored = StoredTensors(index)
+    with stored:
+        with ranks.together():
+            sources = stored.resolve(wanted, optimizer=progress.get("total_steps") != 0)
+            rng = _rng(index, layout, ranks)
+        with ranks.together():
+            _fill(parts, wanted, stored, sources)
+    restore_rng_state(rng)
+    return found
+
+
+def _fill(
+    parts: TensorParts,
+    wanted: Mapping[str, TensorMeta],
+    stored: StoredTensors,
+    sources: Mapping[str, Stored],
+) -> None:
+    for name, meta in wanted.items():
+        parts.fill(name, stored.reader(sources[name], meta))
+
+
+def checked_progress(index: StateIndex, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's progress. Raises CheckpointError: of another optimizer, or without a step."""
+    path, found = index.directory / STATE, index.progress
+    for key in ("optimizer", "lora"):
+        if key in own and found.get(key) != own[key]:
+            raise CheckpointError(
+                f"{path}: field 'progress.{key}' is {found.get(key)!r}, this run has {own[key]!r}"
+            )
+    if not is_count(found.get("step")):
+        raise CheckpointError(f"{path}: field 'progress.step' is {found.get('step')!r}")
+    return found
+
+
+def _check_files(index: StateIndex, ranks: StateRanks, *, contents: bool) -> None:
+    """Sizes of all files on every rank, hashes by one rank each."""
+    owners = share_out({name: record.bytes for name, record in index.files.items()}, ranks.size)
+    for name, record in index.files.items():
+        check_record(index.directory / name, record, contents=contents and owners[name] == ranks.rank)
+
+
+def _rng(index: StateIndex, layout: Layout, ranks: StateRanks) -> dict[str, Tensor]:
+    """The generators' states of this rank, checked."""
+    same = index.world_size == ranks.size and index.mesh == dict(layout.mesh)
+    path = index.rng_file(ranks.rank if same else 0)
+    state = read_rng(path)
+    check_rng_state(path, state)
+    return state if same else derived_rng_state(state, stream=layout.stream)
+
+
+def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
+    """Which of `parts` gets what: the largest first, each to whoever has least. The same wherever it is
+    called.
+
+    Example:
+        >>> share_out({"a": 3, "b": 5, "c": 2, "d": 2}, 2)
+        {'b': 0, 'a': 1, 'c': 1, 'd': 0}
+    """
+    filled = [0] * parts
+    owners = {}
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        owner = filled.index(min(filled))
+        owners[name] = owner
+        filled[owner] += size
+    return owners
+
+
+def _file_of(name: str, owner: int, size: int) -> str:
+    stem = "model" if name.startswith(MODEL) else "optimizer"
+    return rank_file(stem, "safetensors", rank=owner, size=size)
+
+
+def _versions() -> dict[str, str]:
+    from lockstep import __version__
+
+    return {
+        "lockstep": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "numpy": numpy.__version__,
+    }
