@@ -2,7 +2,7 @@
 
 docs/reference/config.md       from the config models
 docs/reference/support.md      from lockstep.config.support
-docs/reference/engines.md      from lockstep.engine.translate, by calling it
+docs/reference/engines.md      from the translate.py of each engine, by calling it
 docs/reference/algorithms.md   its options table, from lockstep.config.algorithm.PUBLISHED
 README.md                      its table of statuses, from lockstep.config.support
 """
@@ -21,14 +21,14 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
-from lockstep.config.engine import EngineConfig
-from lockstep.config.engines import HAS_EFFECT
+from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
 from lockstep.config.toml import toml_value
-from lockstep.engine import translate
+from lockstep.engine.sglang import translate as sglang
 from lockstep.engine.spec import EngineSpec
+from lockstep.engine.vllm import translate as vllm
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import SamplingParams
 
@@ -362,10 +362,8 @@ def engines_page() -> str:
 def start_rows() -> tuple[Iterator[tuple[str, ...]], str]:
     """What each setting changes, and a list of what is sent without any."""
     makers: dict[str, Callable[[EngineConfig, EngineSpec], dict[str, Any]]] = {
-        "vllm": lambda c, p: (
-            translate.vllm_constructor(c, p) | translate.vllm_environment(c, p, in_process=False)
-        ),
-        "sglang": lambda c, p: translate.sglang_constructor(c, p) | translate.sglang_environment(c, p),
+        "vllm": lambda c, p: vllm.vllm_constructor(c, p) | vllm.vllm_environment(c, p, in_process=False),
+        "sglang": lambda c, p: sglang.sglang_constructor(c, p) | sglang.sglang_environment(c, p),
     }
     plain = {name: make(CONFIGS[name], PLACE) for name, make in makers.items()}
     rows = []
@@ -384,10 +382,10 @@ def sampling_rows() -> tuple[Iterator[tuple[str, ...]], dict[str, int], str]:
     """What each sampling field changes, or the number of its refusal; the refusals; a list of the rest."""
     refusals: dict[str, int] = {}
     ways: tuple[Callable[[SamplingParams], dict[str, Any]], ...] = (
-        lambda p: translate.vllm_sampling(p, seed=11, eos_token_ids=(2,), logprobs_mode="raw_logprobs"),
-        lambda p: translate.vllm_sampling(p, seed=11, eos_token_ids=(2,), logprobs_mode="processed_logprobs"),
-        lambda p: translate.sglang_sampling(p, seed=11, eos_token_ids=(2,), seeded=True),
-        lambda p: translate.sglang_sampling(p, seed=11, eos_token_ids=(2,), seeded=False),
+        lambda p: vllm.vllm_sampling(p, seed=11, eos_token_ids=(2,), logprobs_mode="raw_logprobs"),
+        lambda p: vllm.vllm_sampling(p, seed=11, eos_token_ids=(2,), logprobs_mode="processed_logprobs"),
+        lambda p: sglang.sglang_sampling(p, seed=11, eos_token_ids=(2,), seeded=True),
+        lambda p: sglang.sglang_sampling(p, seed=11, eos_token_ids=(2,), seeded=False),
     )
     plain = SamplingParams(max_tokens=128)
     rows = []

@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep.version import __version__
+
 if TYPE_CHECKING:
     from lockstep.config.load import load_run as load_run
     from lockstep.config.run import DPORun as DPORun
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from lockstep.loop.online import OnlineTrainer as OnlineTrainer
     from lockstep.loop.online import train_online as train_online
     from lockstep.recording.hooks.record import record as record
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "DPORun": "lockstep.config.run",

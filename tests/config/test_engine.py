@@ -1,7 +1,6 @@
 import pytest
 
-from lockstep.config.engine import EngineConfig, resolved
-from lockstep.config.engines import HAS_EFFECT, kind
+from lockstep.config.engine import HAS_EFFECT, EngineConfig, kind, resolved
 from lockstep.config.run import GRPORun
 
 PYTHON, URL = "/envs/vllm/bin/python", "http://127.0.0.1:8000"

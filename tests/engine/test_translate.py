@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.engine import EngineConfig
-from lockstep.config.engines import HAS_EFFECT
-from lockstep.engine import translate
+from lockstep.config.engine import HAS_EFFECT, EngineConfig
+from lockstep.engine.sglang import translate as sglang
 from lockstep.engine.spec import EngineSpec
+from lockstep.engine.vllm import translate as vllm
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import SamplingParams
 
@@ -29,17 +29,15 @@ CHANGES = {
     "logprob_kind": "raw",
 }
 WAYS = {
-    "vllm, raw": lambda p: translate.vllm_sampling(
-        p, seed=1, eos_token_ids=(2,), logprobs_mode="raw_logprobs"
-    ),
-    "vllm, processed": lambda p: translate.vllm_sampling(
+    "vllm, raw": lambda p: vllm.vllm_sampling(p, seed=1, eos_token_ids=(2,), logprobs_mode="raw_logprobs"),
+    "vllm, processed": lambda p: vllm.vllm_sampling(
         p, seed=1, eos_token_ids=(2,), logprobs_mode="processed_logprobs"
     ),
-    "vllm, http": lambda p: translate.vllm_completion_body(
+    "vllm, http": lambda p: vllm.vllm_completion_body(
         (7,), p, seed=1, eos_token_ids=(2,), logprobs_mode="raw_logprobs"
     ),
-    "sglang, seeded": lambda p: translate.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=True),
-    "sglang, unseeded": lambda p: translate.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=False),
+    "sglang, seeded": lambda p: sglang.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=True),
+    "sglang, unseeded": lambda p: sglang.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=False),
 }
 OURS = {"sglang": {"stop", "keep_stop"}}
 """Done by the engine's client, in the ids that stream in."""
@@ -118,12 +116,12 @@ def test_a_changed_setting_changes_what_an_engine_is_started_with(name, setting)
     def started(**settings):
         config = EngineConfig(name=name, python="/p", **settings)
         if name == "vllm":
-            sent = translate.vllm_constructor(config, PLACE)
-            environment = translate.vllm_environment(config, PLACE, in_process=False)
-            return sent, environment, translate.vllm_server_command(config, PLACE, port=1)
-        sent = translate.sglang_constructor(config, PLACE)
+            sent = vllm.vllm_constructor(config, PLACE)
+            environment = vllm.vllm_environment(config, PLACE, in_process=False)
+            return sent, environment, vllm.vllm_server_command(config, PLACE, port=1)
+        sent = sglang.sglang_constructor(config, PLACE)
         every = frozenset(f"--{field.replace('_', '-')}" for field in (*sent, "host", "port"))
-        return sent, translate.sglang_server_command(
+        return sent, sglang.sglang_server_command(
             config,
             PLACE,
             port=1,

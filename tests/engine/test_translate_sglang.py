@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate import (
+from lockstep.engine.sglang.translate import (
     sglang_constructor,
     sglang_environment,
     sglang_sampling,
     sglang_server_command,
 )
+from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 

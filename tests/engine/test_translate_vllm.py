@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate import (
+from lockstep.engine.vllm.translate import (
     vllm_completion_body,
     vllm_constructor,
     vllm_environment,

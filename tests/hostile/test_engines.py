@@ -330,7 +330,7 @@ def rising(by):
 )
 def test_only_growth_that_samples_could_need_is_progress(monkeypatch, count):
     clock = Clock(monkeypatch)
-    watch = silence.Silence(Engine(count))
+    watch = silence.StallDetector(Engine(count))
     with pytest.raises(EngineError, match="no progress for"):
         while clock.now < 4000.0:
             watch.check(1)
@@ -339,7 +339,7 @@ def test_only_growth_that_samples_could_need_is_progress(monkeypatch, count):
 
 def test_growth_that_samples_need_is_progress(monkeypatch):
     clock = Clock(monkeypatch)
-    watch = silence.Silence(Engine(rising(1)))
+    watch = silence.StallDetector(Engine(rising(1)))
     while clock.now < 40.0:  # ten times the limit, 40 of the 256 tokens that one sample may cost
         watch.check(1)
 

@@ -20,7 +20,8 @@ from pydantic import JsonValue
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.ranks import objects, rendezvous
-from lockstep.ranks.launch import SECRET, _Launch
+from lockstep.ranks.environment import SECRET
+from lockstep.ranks.launch import _Launch
 from lockstep.ranks.rendezvous import RankError
 
 RANK = """

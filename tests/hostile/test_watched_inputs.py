@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.config.model import ModelConfig
 from lockstep.lab.replay.cell import resolve_cell
-from lockstep.lab.replay.run import ReplayOptions, replay
+from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.run import replay
 from lockstep.models.load import load_model
 from lockstep.recording import Recording
 

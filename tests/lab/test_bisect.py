@@ -18,7 +18,7 @@ from lockstep.lab.bisect.documents import reversed_order
 from lockstep.lab.bisect.report import as_dict, lines, markdown, verdict
 from lockstep.lab.bisect.run import bisect
 from lockstep.lab.replay.cell import Cell
-from lockstep.lab.replay.run import ReplayOptions
+from lockstep.lab.replay.options import ReplayOptions
 
 INPUTS = [(4, batch_of([6])), (5, batch_of([5, 12, 3], seed=1)), (6, batch_of([7, 2, 9, 4], seed=2))]
 

@@ -14,7 +14,7 @@ from lockstep.lab.bisect.crash import CrashSearch, find_crash
 from lockstep.lab.bisect.report import crash_dict, crash_lines, crash_markdown, crash_verdict
 from lockstep.lab.bisect.shrink_worker import crash_of, options_from_json, options_to_json
 from lockstep.lab.replay.cell import Cell
-from lockstep.lab.replay.run import ReplayOptions
+from lockstep.lab.replay.options import ReplayOptions
 from lockstep.recording import Recording
 
 PLANTED = """

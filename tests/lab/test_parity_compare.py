@@ -5,15 +5,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lockstep.lab.train_parity.compare import (
-    compare,
-    falls,
-    gradient_error,
-    gradient_errors,
-    logprob_spread,
-    relative,
-    spread,
-)
+from lockstep.lab.loss_curves.differences import falls, relative, spread
+from lockstep.lab.train_parity.compare import compare, gradient_error, gradient_errors, logprob_spread
 from lockstep.lab.train_parity.job import StepRow
 
 

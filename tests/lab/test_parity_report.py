@@ -12,8 +12,9 @@ from rich.console import Console
 
 from lockstep.errors import ConfigError
 from lockstep.lab.loss_curves import draw as curves_draw
+from lockstep.lab.loss_curves.differences import Spread, falls
 from lockstep.lab.loss_curves.draw import Curve, Panel, nice_ticks, svg, write_png
-from lockstep.lab.train_parity.compare import Comparison, Spread, falls
+from lockstep.lab.train_parity.compare import Comparison
 from lockstep.lab.train_parity.job import StepRow
 from lockstep.lab.train_parity.report import brief, markdown, page, panels, problems, show, write_reports
 from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning

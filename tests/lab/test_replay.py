@@ -20,8 +20,10 @@ from lockstep.lab.replay import ranks as rank_replay
 from lockstep.lab.replay import run as lab_replay
 from lockstep.lab.replay.cell import Cell
 from lockstep.lab.replay.deadline import Deadline
+from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import Replayer, ReplayOptions, ReplayResult, replay
+from lockstep.lab.replay.run import ReplayResult, replay
 from lockstep.packing import Bucket
 from lockstep.schema.recording import RecordedInput
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from conformance import EOS, LONG, VOCAB, conformance_model, gaps, prompt, request
 
-from lockstep.engine.translate import vllm_environment
+from lockstep.engine.vllm.translate import vllm_environment
 from lockstep.errors import ConfigError, EngineError
 
 TOLERANCE = 1e-4

@@ -22,7 +22,7 @@ from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.lab.replay.options import ReplayOptions
     from lockstep.recording import Recording
 
 _TEXTS = ("--a", "--b")

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from lockstep import __version__
 from lockstep.config.support import AXES, TABLE
 from lockstep.errors import ModelError
 from lockstep.observe.text import echo, printable
+from lockstep.version import __version__
 
 if TYPE_CHECKING:
     import torch

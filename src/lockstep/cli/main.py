@@ -18,10 +18,10 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-from lockstep import __version__
 from lockstep.errors import ConfigError, LockstepError, unknown_name
 from lockstep.observe.text import echo
 from lockstep.ranks.launch import in_launcher, leave, without_local_rank
+from lockstep.version import __version__
 
 COMMANDS = {
     "train": "train a policy: lockstep train grpo --recipe demo",

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
+from lockstep.cli.replay_output import Progress, conclude
 from lockstep.ranks.launch import in_launcher, launch_ranks
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.lab.replay.options import ReplayOptions
     from lockstep.ranks.context import RankContext
     from lockstep.recording import Recording
 
@@ -25,7 +26,6 @@ def main(
     if options.cell.ranks > 1 and not options.simulate:
         command = ["replay", *argv, "--out", str(out)]
         return launch_ranks(command, ranks=options.cell.ranks, timeout=None, log_dir=out / "logs")
-    from lockstep.cli.replay import Progress, conclude
     from lockstep.lab.replay.ranks import replay_simulated
     from lockstep.lab.replay.results import ReplayFiles
     from lockstep.models.quiet import quiet_transformers
@@ -58,7 +58,6 @@ def _as_first(
     args: argparse.Namespace, recording: Recording, options: ReplayOptions, ranks: RankContext, out: Path
 ) -> int:
     """Rank 0 shows what happens, and concludes for all."""
-    from lockstep.cli.replay import Progress, conclude
     from lockstep.lab.replay.ranks import RankPlace, replay_ranks
     from lockstep.lab.replay.results import ReplayFiles
 

@@ -1,35 +1,106 @@
-"""From our config and sampling parameters to each engine's own arguments: pure functions, no engine's import.
+"""What the translations to all engines share."""
 
-Every field is either sent under the engine's name for it or refused with what to set instead; none is left
-to an engine's default. docs/reference/engines.md is written from these functions.
-"""
+from __future__ import annotations
 
-from lockstep.engine.sglang.translate import (
-    sglang_constructor,
-    sglang_environment,
-    sglang_sampling,
-    sglang_server_command,
-)
-from lockstep.engine.vllm.translate import (
-    LogprobsMode,
-    vllm_completion_body,
-    vllm_constructor,
-    vllm_environment,
-    vllm_logprobs_mode,
-    vllm_sampling,
-    vllm_server_command,
-)
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = [
-    "LogprobsMode",
-    "sglang_constructor",
-    "sglang_environment",
-    "sglang_sampling",
-    "sglang_server_command",
-    "vllm_completion_body",
-    "vllm_constructor",
-    "vllm_environment",
-    "vllm_logprobs_mode",
-    "vllm_sampling",
-    "vllm_server_command",
-]
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.spec import EngineSpec
+from lockstep.errors import ConfigError, EngineError
+from lockstep.schema.rollout import SamplingParams
+
+SHARED_MEMORY_FRACTION = 0.45
+"""Of a GPU that a trainer uses too: the rest is for weights, gradients and optimizer state."""
+
+
+def memory_fraction(config: EngineConfig, place: EngineSpec) -> float | None:
+    """What the engine may take of its GPU; None: its own default."""
+    if config.memory_fraction is not None:
+        return config.memory_fraction
+    return SHARED_MEMORY_FRACTION if place.shares_device and place.device != "cpu" else None
+
+
+def checked_options(
+    config: EngineConfig, own: Mapping[str, Any], *, aliases: Mapping[str, str], refused: Mapping[str, str]
+) -> dict[str, Any]:
+    """`config.options` under the engine's field names.
+
+    Args:
+        own: what is sent already.
+        aliases: other spellings of the engine for fields in `own`.
+        refused: option -> why it may not be set, and what to set instead.
+
+    Raises:
+        ConfigError: an option that we set ourselves, or that would change what a request means.
+    """
+    found = {}
+    for written, value in config.options.items():
+        name = written.lstrip("-").replace("-", "_")
+        name = aliases.get(name, name)
+        if name in refused:
+            raise ConfigError(f"engine.options.{written} is not available: {refused[name]}")
+        if name in own:
+            raise ConfigError(
+                f"engine.options.{written} = {value!r} would override what Lockstep sets itself ({name} = "
+                f"{own[name]!r}); leave it out, and use the settings under [engine] and [model]"
+            )
+        if name in found:
+            raise ConfigError(f"engine.options names {name} twice ({written!r} is another spelling of it)")
+        found[name] = value
+    return found
+
+
+def command_flags(arguments: Mapping[str, Any], *, no_flags: bool) -> list[str]:
+    """`--name value` for each argument; a switch is `--name`, or `--no-name` where the engine knows it.
+
+    Args:
+        no_flags: whether a switch can be turned off with --no-NAME; else False is left out.
+    """
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            flags += [f"--no-{flag[2:]}"] if no_flags else []
+        elif value is not None:
+            flags += [flag, str(value)]
+    return flags
+
+
+def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> list[int]:
+    """Every id that ends a sample, each once."""
+    eos = () if params.ignore_eos else eos_token_ids
+    return list(dict.fromkeys((*params.stop_token_ids, *eos)))
+
+
+def refuse(engine: str, field: str, value: object, why: str, instead: str) -> EngineError:
+    """The error for a sampling field that `engine` cannot honour."""
+    return EngineError(f"engine {engine} cannot honour sampling.{field} = {value!r}: {why}; {instead}")
+
+
+def check_common(engine: str, params: SamplingParams) -> None:
+    """Raises EngineError for values that vLLM and SGLang alike refuse or change."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if not -2.0 <= value <= 2.0:
+            raise refuse(engine, name, value, "its range is [-2, 2]", f"set {name} within it")
+    if params.logprob_kind != "temperature_scaled":
+        raise refuse(
+            engine, "logprob_kind", params.logprob_kind, "only one kind is known", "set 'temperature_scaled'"
+        )
+
+
+def penalties_of(params: SamplingParams) -> list[str]:
+    """The penalties that are on."""
+    off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return [name for name, value in off.items() if getattr(params, name) != value]
+
+
+def truncations_of(params: SamplingParams) -> list[str]:
+    """The truncations that are on and have an effect: at temperature 0 none has."""
+    if params.temperature == 0.0:
+        return []
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    return [name for name, value in off.items() if getattr(params, name) != value]

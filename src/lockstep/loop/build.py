@@ -18,7 +18,6 @@ import torch
 import transformers
 from torch import Tensor
 
-import lockstep
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
@@ -51,6 +50,7 @@ from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
 from lockstep.transfer import make_transfer
 from lockstep.transfer.verify import Verifier
+from lockstep.version import __version__
 
 OnProgress = Callable[[int, int], None]
 """Called with (samples finished, samples in all) during generation."""
@@ -348,7 +348,7 @@ def recording_header(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         framework="lockstep",
         versions={
-            "lockstep": lockstep.__version__,
+            "lockstep": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),

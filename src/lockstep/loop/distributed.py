@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import lockstep
 from lockstep.config.load import check_resumable, dump_toml, override, to_values
 from lockstep.config.run import RunConfig, check_ranks
 from lockstep.observe.files import write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.ranks.launch import in_launcher
+from lockstep.version import __version__
 
 WAIT_SECONDS = 1800.0
 """How long a rank waits for another where nothing else is asked for: slow rewards are in it."""
@@ -150,7 +150,7 @@ def _reopen(run: RunConfig, folder: Path) -> RunDir:
 def manifest() -> dict[str, Any]:
     """What this process runs with."""
     return {
-        "lockstep": lockstep.__version__,
+        "lockstep": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-import lockstep
 from lockstep import attention
 from lockstep.errors import LockstepError, ModelError
 from lockstep.models.bundled import cache_root
@@ -38,6 +37,7 @@ from lockstep.observe.text import printable
 from lockstep.ops.logprobs import linear_logprobs
 from lockstep.packing import pack
 from lockstep.schema.batch import TrainSample
+from lockstep.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -199,9 +199,7 @@ def _sample(number: int, ids: Sequence[int]) -> TrainSample:
 def proof_key(small: PretrainedConfig, kind: str) -> str:
     """Hash of all that the proof depends on: the miniature's config, versions, and our own code."""
     config = {key: value for key, value in small.to_dict().items() if key not in _NO_OPTIONS}
-    versions = {name: version(name) for name in ("torch", "transformers")} | {
-        "lockstep": lockstep.__version__
-    }
+    versions = {name: version(name) for name in ("torch", "transformers")} | {"lockstep": __version__}
     whole = {"config": config, "kind": kind, "versions": versions, "code": _own_code()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -216,7 +214,7 @@ def _own_code() -> str:
     """Hash of the packages that a proof runs: a change to them asks for new proofs."""
     digest = hashlib.sha256()
     for package in _CODE:
-        for file in sorted((Path(lockstep.__file__).parent / package).rglob("*.py")):
+        for file in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -36,7 +36,8 @@ from lockstep import errors
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo
 from lockstep.ranks import rendezvous
-from lockstep.ranks.launch import ERROR_KEY, LAUNCHER_PID, POSITION_KEY, leave
+from lockstep.ranks.environment import LAUNCHER_PID
+from lockstep.ranks.launch import ERROR_KEY, POSITION_KEY, leave
 from lockstep.ranks.objects import (
     broadcast_object,
     decode_object,

@@ -28,15 +28,10 @@ from typing import Any, NoReturn
 
 from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
+from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 
 ENDED_KEY = "lockstep/ended/{rank}"
 """Store: how a rank ended, text, by the launcher: one that was killed could not say it."""
-LAUNCHER_PID = "LOCKSTEP_LAUNCHER_PID"
-"""In the environment of ranks that `launch_ranks` started: whose death ends them."""
-SECRET = "LOCKSTEP_RANKS_SECRET"
-"""In the environment of ranks, never in an argument, which everybody on the machine can read: what they prove
-to each other that they know. `launch_ranks` draws one; under torchrun the user may set one on every node."""
-
 POSITION_KEY = "lockstep/position/{rank}"
 """Store: what a rank is about to do, JSON (lockstep.ranks.guard.Position)."""
 ERROR_KEY = "lockstep/error/{rank}"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.ranks.launch import LAUNCHER_PID, SECRET
+from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 from lockstep.wire.groups import host_store as host_store
 
 _SHORTEST = 32

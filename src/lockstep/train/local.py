@@ -32,7 +32,8 @@ from lockstep.train import step_errors
 from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of, counting
 from lockstep.train.gradients import GradientStore, global_norm
-from lockstep.train.optimizer import MasterOptimizer, make_optimizer, trained_parameters
+from lockstep.train.make_optimizer import make_optimizer
+from lockstep.train.optimizer import MasterOptimizer, trained_parameters
 from lockstep.train.rows import Rows, head_rows, part, scatter
 from lockstep.train.schedule import lr_at
 from lockstep.train.single_samples import joined, single_samples

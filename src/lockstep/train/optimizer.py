@@ -274,18 +274,5 @@ class SGD(MasterOptimizer):
         )
 
 
-def make_optimizer(parameters: Sequence[NamedParameter], *, config: TrainConfig) -> MasterOptimizer:
-    """The optimizer that `config.optimizer` names.
-
-    Raises:
-        ConfigError: adamw8bit without torchao.
-    """
-    if config.optimizer == "adamw8bit":
-        from lockstep.train.optimizer8bit import AdamW8bit
-
-        return AdamW8bit(parameters, config=config)
-    return {"adamw": AdamW, "sgd": SGD}[config.optimizer](parameters, config=config)
-
-
 def _flat(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor.view(-1)[piece.start : piece.stop]

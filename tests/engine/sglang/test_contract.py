@@ -22,8 +22,8 @@ import torch
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.sglang.package import SGLangPackage, check_version
 from lockstep.engine.sglang.samples import NOT_FINITE, request_body
+from lockstep.engine.sglang.translate import sglang_constructor, sglang_sampling, sglang_server_command
 from lockstep.engine.sglang.weights import tensor_payload
-from lockstep.engine.translate import sglang_constructor, sglang_sampling, sglang_server_command
 from lockstep.schema.rollout import SamplingParams
 
 from .fakes import FAKE, place_in, weights

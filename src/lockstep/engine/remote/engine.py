@@ -24,7 +24,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.driver import Driver, Job, Sample, check_sample
 from lockstep.engine.remote.http import BadReply, HttpBatch, HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
-from lockstep.engine.remote.stall import Silence
+from lockstep.engine.remote.stall import StallDetector
 from lockstep.engine.requests import check_requests
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.stop import completion_text
@@ -183,7 +183,7 @@ class RemoteEngine:
         finish: Callable[[Job, Completion], None],
     ) -> None:
         """Ask for all of `jobs`, until each has finished."""
-        watch = Silence(self)
+        watch = StallDetector(self)
         tries: dict[str, int] = {}
         abort_again = 0.0
         with self._client.batch(limit=_open_limit(self._config.max_batch)) as batch:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lockstep.engine.remote.http import HttpError
-
-if TYPE_CHECKING:
-    from lockstep.engine.remote.engine import RemoteEngine
+from lockstep.errors import EngineError
 
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 5.0
 """How often a server that generates is asked for its progress and the use of its KV cache."""
@@ -18,7 +16,23 @@ _RECOMPUTED = 4
 progress."""
 
 
-class Silence:
+class Watched(Protocol):
+    """What the detector needs of an engine."""
+
+    name: str
+    request_seconds: float
+    max_model_len: int
+
+    def note_load(self, *, seconds: float) -> float | None:
+        """The server's own count of tokens; None: it has none."""
+        ...
+
+    def hung(self, reason: str) -> EngineError:
+        """The error for it."""
+        ...
+
+
+class StallDetector:
     """Time since the last progress of a server that generates.
 
     Progress is a sample that finished, new tokens of one, or growth of the server's own count of tokens, if
@@ -26,7 +40,7 @@ class Silence:
     nobody waiting.
     """
 
-    def __init__(self, engine: RemoteEngine) -> None:
+    def __init__(self, engine: Watched) -> None:
         self._engine = engine
         self._limit = engine.request_seconds
         self._last = self._asked = time.monotonic()

@@ -34,7 +34,7 @@ from lockstep.engine.remote.reply_fields import number, whole
 from lockstep.engine.remote.server import ServerProcess, masked
 from lockstep.engine.sglang.package import check_version
 from lockstep.engine.sglang.samples import Partial
-from lockstep.engine.sglang.translate import SPARE_CONTEXT
+from lockstep.engine.sglang.translate import SPARE_CONTEXT, sglang_sampling
 from lockstep.engine.sglang.weights import (
     LOAD_FORMAT,
     READ_VALUES,
@@ -43,7 +43,6 @@ from lockstep.engine.sglang.weights import (
     tensor_payload,
 )
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate import sglang_sampling
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.files import read_json
 from lockstep.observe.text import printable

@@ -35,14 +35,14 @@ from lockstep.engine.remote.server import (
     server_environment,
     server_gpus,
 )
-from lockstep.engine.remote.stall import Silence
+from lockstep.engine.remote.stall import StallDetector
 from lockstep.engine.sglang.driver import NAME, SGLangDriver
 from lockstep.engine.sglang.package import find_package
 from lockstep.engine.sglang.samples import Partial, read_event, request_body, rid
 from lockstep.engine.sglang.stream import EventStreams
+from lockstep.engine.sglang.translate import sglang_environment, sglang_server_command
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.stop import StopStrings
-from lockstep.engine.translate import sglang_environment, sglang_server_command
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import Completion
 
@@ -143,7 +143,7 @@ class _Flow:
         """Samples at the server, by wave and by id there."""
         self._opened = 0
         self._tries: dict[str, int] = {}
-        self._watch = Silence(engine)
+        self._watch = StallDetector(engine)
         self._abort_began: float | None = None
         self._abort_again = 0.0
 

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate import vllm_constructor
+from lockstep.engine.vllm.translate import vllm_constructor
 from lockstep.errors import EngineError
 
 NAME = "vllm"

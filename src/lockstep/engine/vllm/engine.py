@@ -25,8 +25,8 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.requests import check_requests
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.stop import completion_text
-from lockstep.engine.translate import vllm_environment, vllm_logprobs_mode, vllm_sampling
 from lockstep.engine.vllm.core import NAME, Core, claim, release, same_threads
+from lockstep.engine.vllm.translate import vllm_environment, vllm_logprobs_mode, vllm_sampling
 from lockstep.engine.vllm.worker_thread import OwnThread, same_noise
 from lockstep.errors import ConfigError, EngineError
 from lockstep.protocols.engine import EngineStats, OnCompletion

@@ -38,13 +38,13 @@ from lockstep.engine.remote.server import (
     server_gpus,
 )
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate import (
+from lockstep.engine.vllm.server_checks import check_served, served_name
+from lockstep.engine.vllm.translate import (
     vllm_environment,
     vllm_logprobs_mode,
     vllm_sampling,
     vllm_server_command,
 )
-from lockstep.engine.vllm.server_checks import check_served, served_name
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket

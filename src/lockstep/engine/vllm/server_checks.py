@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.engine.remote.driver import SHORT_SECONDS
 from lockstep.engine.remote.http import BadReply, HttpClient, Reply
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate import LogprobsMode, vllm_logprobs_mode
+from lockstep.engine.vllm.translate import LogprobsMode, vllm_logprobs_mode
 from lockstep.errors import EngineError
 from lockstep.observe.files import read_json
 

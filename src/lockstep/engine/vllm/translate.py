@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.translate_common import (
+from lockstep.engine.translate import (
     check_common,
     checked_options,
     command_flags,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from lockstep import invariant
 from lockstep.errors import ConfigError
 from lockstep.lab.bisect.arms import Side
+from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.policy import check_usable
-from lockstep.lab.replay.run import Replayer, ReplayOptions
+from lockstep.lab.replay.replayer import Replayer
 from lockstep.models.load import share_parameters
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.local import LocalBackend

@@ -17,8 +17,8 @@ from lockstep.lab.bisect.documents import exact, take
 from lockstep.lab.bisect.shrink import MAX_TRIALS, Shrunk, Trial, shrink
 from lockstep.lab.bisect.shrink_worker import TRIAL_SECONDS, TrialRunner
 from lockstep.lab.replay.buckets import select_inputs
+from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.policy import check_inputs_fit, check_usable, model_config, model_size
-from lockstep.lab.replay.run import ReplayOptions
 from lockstep.models.dtypes import DTYPES
 from lockstep.observe.files import write_atomic
 

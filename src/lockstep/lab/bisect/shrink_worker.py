@@ -30,7 +30,7 @@ from lockstep.lab.bisect.shrink import Crash, Trial
 from lockstep.lab.replay.results import is_out_of_memory
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.lab.replay.options import ReplayOptions
     from lockstep.recording import Recording
     from lockstep.schema.batch import PackedBatch
 
@@ -195,7 +195,7 @@ def options_to_json(options: ReplayOptions) -> dict[str, Any]:
 def options_from_json(values: Mapping[str, Any]) -> ReplayOptions:
     """The inverse; lists become tuples again."""
     from lockstep.lab.replay.cell import Cell
-    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.lab.replay.options import ReplayOptions
 
     fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
     return ReplayOptions(**{**fields, "cell": Cell(**values["cell"])})

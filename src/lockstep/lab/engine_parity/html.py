@@ -11,7 +11,8 @@ from html import escape
 
 from lockstep.lab.engine_parity.compare import BAR_NAMES
 from lockstep.lab.engine_parity.phase import PhaseReport
-from lockstep.lab.engine_parity.report import (
+from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
+from lockstep.lab.engine_parity.text import (
     COLUMNS,
     DIVERGENCE_HEADS,
     EXAMPLE_HEADS,
@@ -25,7 +26,6 @@ from lockstep.lab.engine_parity.report import (
     problems,
     versions_of,
 )
-from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
 from lockstep.lab.matrix.html import STYLE as TABLE_STYLE
 from lockstep.observe.text import printable_lines
 

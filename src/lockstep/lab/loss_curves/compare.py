@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
+from lockstep.lab.loss_curves.differences import Falls, Spread, falls, ratio, relative, spread
 from lockstep.lab.loss_curves.draw import COLOURS, Curve, Panel, write_png
 from lockstep.lab.loss_curves.read import Losses
-from lockstep.lab.train_parity.compare import Falls, Spread, falls, relative, spread
-from lockstep.lab.train_parity.result import ratio
 from lockstep.observe.text import printable_lines
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from lockstep.recording.replayable import recorded_axes
 from lockstep.schema.batch import PackedBatch
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.lab.replay.options import ReplayOptions
     from lockstep.recording import Recording
 
 _ALIGNMENT = 64

@@ -30,7 +30,7 @@ from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import InputMeta, RecordingHeader
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.run import ReplayOptions
+    from lockstep.lab.replay.options import ReplayOptions
     from lockstep.recording import Recording
 
 Match = Literal["match", "mismatch", "unknown"]

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.lab.replay.deadline import Deadline
+from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.rank_backend import PeerFailed, RankBackend, SimulatedBackend
+from lockstep.lab.replay.replayer import Replayer
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
-from lockstep.lab.replay.run import Replayer, ReplayOptions, ReplayResult, finish, opening
+from lockstep.lab.replay.run import ReplayResult, finish, opening
 from lockstep.lab.replay.step_plan import PlannedStep, PlanReport, StepPlan, diagnose, plan_steps
 from lockstep.lab.replay.summary import counted
 from lockstep.ranks.context import RankContext

@@ -14,7 +14,7 @@ from lockstep.lab.replay.policy import weights_summary
 from lockstep.lab.replay.results import ReplayRow, aggregate
 
 if TYPE_CHECKING:
-    from lockstep.lab.replay.run import Replayer
+    from lockstep.lab.replay.replayer import Replayer
 
 GIB = 1024**3
 
@@ -146,7 +146,7 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Libraries that decide what is computed."""
-    from lockstep import __version__
+    from lockstep.version import __version__
 
     return {
         "lockstep": __version__,

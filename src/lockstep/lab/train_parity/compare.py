@@ -1,67 +1,17 @@
-"""How far apart two stacks' steps are, and whether a loss falls: pure functions of what was written."""
+"""How far apart two stacks' steps are: pure functions of what was written."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from lockstep.lab.loss_curves.differences import Spread, relative, spread
 from lockstep.lab.train_parity.job import LOGPROBS, StepRow
-
-WINDOW = 5
-STANDARD_ERRORS = 3.0
-
-Trend = Literal["falls", "does not fall", "too few steps"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Falls:
-    """Whether a loss falls, and by what."""
-
-    trend: Trend
-    first: float
-    """Mean of the first `window` losses."""
-    last: float
-    standard_error: float
-    """Of the difference of the two means."""
-    window: int
-
-
-def falls(losses: Sequence[float]) -> Falls:
-    """The mean of the last 5 below that of the first 5 by more than 3 standard errors; of fewer than 10
-    steps, the last and the first half. A loss that is not finite does not fall.
-
-    Example:
-        >>> falls([4.0, 3.9, 3.8, 3.7, 3.6, 3.0, 2.9, 2.8, 2.7, 2.6]).trend
-        'falls'
-    """
-    window = min(WINDOW, len(losses) // 2)
-    if window < 2:
-        nan = math.nan
-        return Falls(trend="too few steps", first=nan, last=nan, standard_error=nan, window=window)
-    head, tail = losses[:window], losses[-window:]
-    first, last = math.fsum(head) / window, math.fsum(tail) / window
-    if not all(map(math.isfinite, losses)):
-        return Falls(trend="does not fall", first=first, last=last, standard_error=math.nan, window=window)
-    error = math.sqrt((statistics.variance(head) + statistics.variance(tail)) / window)
-    trend: Trend = "falls" if first - last > STANDARD_ERRORS * error else "does not fall"
-    return Falls(trend=trend, first=first, last=last, standard_error=error, window=window)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """Differences of one figure over the steps."""
-
-    max: float
-    """NaN as soon as one difference is."""
-    mean: float
-    at: int
-    """Step, from 1, of the largest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,28 +64,6 @@ def compare(
         logprob=logprob_spread(*folders, steps=steps),
         gradients=gradients,
         worst_parameter=worst,
-    )
-
-
-def relative(value: float, reference: float, *, floor: float = 0.0) -> float:
-    """|value - reference| / max(|reference|, floor); 0 when they are equal, NaN when one is not finite."""
-    if not (math.isfinite(value) and math.isfinite(reference)):
-        return math.nan
-    difference = abs(value - reference)
-    if difference == 0:
-        return 0.0
-    scale = max(abs(reference), floor)
-    return difference / scale if scale > 0 else math.inf
-
-
-def spread(differences: Sequence[float]) -> Spread:
-    """Largest and mean; NaN is larger than everything."""
-    at = max(
-        range(len(differences)),
-        key=lambda i: (math.isnan(differences[i]), differences[i] if differences[i] == differences[i] else 0),
-    )
-    return Spread(
-        max=differences[at], mean=math.fsum(differences) / len(differences) if differences else 0.0, at=at + 1
     )
 
 

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.lab.loss_curves.differences import ratio, relative
 from lockstep.lab.loss_curves.draw import COLOURS, SVG_STYLE, Curve, Panel, svg, write_png
-from lockstep.lab.train_parity.compare import relative
-from lockstep.lab.train_parity.result import ParityResult, StackResult, by_name, ratio
+from lockstep.lab.train_parity.result import ParityResult, StackResult, by_name
 from lockstep.observe.files import write_atomic, write_json
 from lockstep.observe.text import printable_lines
 

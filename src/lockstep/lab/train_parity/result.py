@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.lab.train_parity.compare import WINDOW, Comparison, Falls
+from lockstep.lab.loss_curves.differences import WINDOW, Falls, ratio
+from lockstep.lab.train_parity.compare import Comparison
 from lockstep.lab.train_parity.job import StepRow
 
 ENOUGH_STEPS = 2 * WINDOW
@@ -232,13 +233,6 @@ def learning(stack: StackResult, reference: StackResult) -> Learning | None:
     fell = reference.falls is not None and reference.falls.trend == "falls"
     shown = len(stack.rows) >= ENOUGH_STEPS or (fell and stack.falls.trend == "does not fall")
     return "does not fall" if shown else "not shown"
-
-
-def ratio(value: float) -> str:
-    """A relative difference, as --threshold has it: 0.0123 -> "0.0123", small ones in powers of ten."""
-    if math.isnan(value):
-        return "NaN"
-    return f"{value:.3g}" if value >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def _as_dict(stack: StackResult) -> dict[str, Any]:

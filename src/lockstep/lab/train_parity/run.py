@@ -19,6 +19,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.lab.loss_curves.differences import falls
 from lockstep.lab.suite.process import (
     Ending,
     ProcessRunner,
@@ -27,7 +28,7 @@ from lockstep.lab.suite.process import (
     read_tail,
     signal_name,
 )
-from lockstep.lab.train_parity.compare import compare, falls
+from lockstep.lab.train_parity.compare import compare
 from lockstep.lab.train_parity.job import (
     INPUTS,
     RANK_LOGS,

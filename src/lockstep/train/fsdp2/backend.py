@@ -36,6 +36,7 @@ from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
 from lockstep.train.fsdp2.state import ShardedState
 from lockstep.train.gradients import global_norm
 from lockstep.train.loss_module import RingPart
+from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.micro_batch_assignment import (
     Seen,
     dealt,
@@ -43,7 +44,7 @@ from lockstep.train.micro_batch_assignment import (
     share_logprobs,
     share_stats,
 )
-from lockstep.train.optimizer import MasterOptimizer, NamedParameter, make_optimizer, trained_parameters
+from lockstep.train.optimizer import MasterOptimizer, NamedParameter, trained_parameters
 from lockstep.train.rows import Rows, head_rows, ring_rows, scatter
 from lockstep.train.schedule import lr_at
 from lockstep.train.state.parts import Layout, train_progress

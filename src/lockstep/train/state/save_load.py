@@ -312,7 +312,7 @@ def _file_of(name: str, owner: int, size: int) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from lockstep import __version__
+    from lockstep.version import __version__
 
     return {
         "lockstep": __version__,

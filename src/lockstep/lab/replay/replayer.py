@@ -1,0 +1,255 @@
+"""The policy of a replay, ready to be fed recorded inputs, and the row that each of them gives."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.execution import CompileWatch
+from lockstep.lab.replay.buckets import computed_slots, plan_capacities, select_inputs, shape_of
+from lockstep.lab.replay.budget import memory_limit
+from lockstep.lab.replay.cell import check_cell
+from lockstep.lab.replay.deadline import Deadline
+from lockstep.lab.replay.losses import token_loss
+from lockstep.lab.replay.memory import PeakMemory
+from lockstep.lab.replay.options import ReplayOptions
+from lockstep.lab.replay.outputs import KeptOutputs
+from lockstep.lab.replay.policy import (
+    Match,
+    Policy,
+    check_ids,
+    check_inputs_fit,
+    check_tail,
+    check_usable,
+    model_config,
+    model_size,
+)
+from lockstep.lab.replay.results import ReplayFiles, ReplayRow, error_line, is_out_of_memory
+from lockstep.models.dtypes import DTYPES
+from lockstep.observe.spans import Spans
+from lockstep.schema.batch import PackedBatch
+from lockstep.schema.recording import RecordedInput
+
+if TYPE_CHECKING:
+    from lockstep.recording import Recording
+
+
+class Replayer:
+    """The policy, ready to be fed inputs of one recording.
+
+    Args:
+        files: where tracebacks are kept; None: nowhere.
+
+    Raises:
+        ConfigError, RecordingError, ModelError: before the first forward.
+    """
+
+    def __init__(
+        self, recording: Recording, options: ReplayOptions, *, files: ReplayFiles | None = None
+    ) -> None:
+        self.recording, self.options, self.files = recording, options, files
+        cell = options.cell
+        check_cell(cell)
+        self.order = select_inputs(recording, options)
+        config = model_config(recording.header, options)
+        self.size = model_size(config, dtype=DTYPES[cell.dtype])
+        check_inputs_fit(recording, self.order, self.size, name=config.name)
+        self.loss = token_loss(recording.header, options.loss)
+        limit = memory_limit(cell, self.size.shape, backward=options.backward, given=options.max_memory)
+        planned = plan_capacities(recording, self.order, options, max_positions=self.size.max_positions)
+        self.capacities = replace(planned, limit=limit)
+        self.device = torch.device(cell.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
+        synchronize = torch.cuda.synchronize if self.device.type == "cuda" else None
+        self._spans = Spans(synchronize=synchronize)
+        self.memory = PeakMemory(self.device)
+        self.watch = CompileWatch()
+        started = time.perf_counter()
+        self.policy = Policy(
+            recording, options, order=self.order, capacities=self.capacities, spans=self._spans
+        )
+        self.load_seconds = time.perf_counter() - started
+        self.statement = self.policy.statement(recording.metas[self.order[0]])
+        self.kept = None
+        if options.keep_outputs:
+            self.kept = KeptOutputs(
+                options.gradient_inputs if options.backward else 0, options.gradient_entries
+            )
+        self.matches: Counter[Match] = Counter()
+        self.recompiles = 0
+        self.broken: str | None = None
+        """Why the device cannot be used any more."""
+        self._seen: set[Any] = set()
+        self._graphs = 0
+
+    # --- one input ------------------------------------------------------------------------------------------
+
+    def run(self, index: int) -> ReplayRow:
+        """Replay one input. What it raises becomes the row's error; only KeyboardInterrupt passes."""
+        base = self._base(index)
+        if self.broken is not None:
+            return ReplayRow(**base, status="skipped")
+        try:
+            values = self._replayed(index)
+        except Exception as error:  # kept with its traceback, counted, shown
+            return self._failed(index, base, error)
+        return ReplayRow(**base, status="ok", **values)
+
+    def late(self, index: int) -> ReplayRow:
+        """The row of an input that took longer than `timeout`."""
+        line = f"it took more than {self.options.timeout} s"
+        log = f"tracebacks/{index:06d}.txt"
+        return ReplayRow(
+            **self._base(index), status="failed", error={"type": "Timeout", "line": line, "log": log}
+        )
+
+    def _base(self, index: int) -> dict[str, Any]:
+        meta, lengths = self.recording.metas[index], self.recording.lengths[index]
+        where = {name: getattr(meta, name) for name in ("step", "update", "micro_batch", "rank")}
+        return where | {
+            "index": index,
+            "documents": len(lengths),
+            "tokens": sum(lengths),
+            "longest": max(lengths, default=0),
+            "shortest": min(lengths, default=0),
+        }
+
+    def _replayed(self, index: int) -> dict[str, Any]:
+        recorded = self.recording[index]
+        check_usable(recorded.meta, index=index)
+        name = self.policy.config.name
+        check_ids(recorded.batch, index=index, vocab_size=self.size.vocab_size, name=name)
+        check_tail(recorded.batch, index=index, max_positions=self.size.max_positions, name=name)
+        batch = self.capacities.fit(recorded.batch)
+        match = self.policy.use(recorded.meta)
+        self.matches[match] += 1
+        if recorded.rng is not None:
+            torch.set_rng_state(recorded.rng)
+        self._spans.start()
+        self.memory.reset()
+        loss, logprobs = self._computed(batch)
+        times = self._spans.flush()
+        peak = self.memory.peak()
+        values: dict[str, Any] = {"weights": match, "peak_memory_bytes": peak}
+        values |= self._timing(batch, times) | self._graphs_made(batch)
+        values["loss"] = None if loss is None else float(loss)
+        values |= self._differences(recorded, values["loss"], logprobs)
+        values["grad_norm"] = self._after_backward(index) if self.options.backward else None
+        if self.kept is not None:
+            self.kept.add_logprobs(index, logprobs, batch)
+        return values
+
+    def _computed(self, batch: PackedBatch) -> tuple[Tensor | None, Tensor]:
+        """(loss, logprobs [T]). Forward only: the loss of a policy that has not moved, if it needs no
+        entropy."""
+        backend = self.policy.backend
+        if self.options.backward:
+            stats = backend.forward_backward([batch], self.loss)
+            return stats.losses[0], stats.logprobs[0]
+        with self._spans("forward"):
+            logprobs = backend.logprobs([batch], model="policy")[0]
+        if self.loss.entropy_grad or not bool(batch.loss_mask.any()):
+            return None, logprobs
+        moved = batch.to(logprobs.device)
+        return self.loss(logprobs, torch.zeros_like(logprobs), moved, slice(0, batch.num_slots)), logprobs
+
+    def _timing(self, batch: PackedBatch, times: dict[str, float]) -> dict[str, Any]:
+        forward, backward = times.get("time/forward", 0.0), times.get("time/backward")
+        seconds, slots = forward + (backward or 0.0), computed_slots(batch, self.options.cell)
+        return {
+            "forward_ms": forward * 1000,
+            "backward_ms": None if backward is None else backward * 1000,
+            "tokens_per_second": batch.num_tokens / seconds if seconds else None,
+            "slots_per_second": slots / seconds if seconds else None,
+            "computed_slots": slots,
+        }
+
+    def _graphs_made(self, batch: PackedBatch) -> dict[str, Any]:
+        """A graph that is made for a shape that was there before is a recompile."""
+        compiled = self.options.cell.execution != "eager"
+        shape = shape_of(batch)
+        key = shape if compiled else None
+        first, new = key not in self._seen, 0
+        self._seen.add(key)
+        if compiled:
+            graphs = self.watch.report().graphs
+            new, self._graphs = graphs - self._graphs, graphs
+            self.recompiles += 0 if first else new
+        return {"shape": shape, "first_call": first, "new_graphs": new}
+
+    def _differences(self, recorded: RecordedInput, loss: float | None, logprobs: Tensor) -> dict[str, Any]:
+        outputs = recorded.outputs
+        if outputs is None:
+            return {}
+        found: dict[str, Any] = {"loss_recorded": outputs.loss}
+        if loss is not None and outputs.loss is not None and self.options.loss == "recorded":
+            found["loss_difference"] = loss - outputs.loss
+        if outputs.logprobs is not None:
+            used = recorded.batch.num_tokens
+            mask = recorded.batch.loss_mask[:used]
+            if bool(mask.any()):
+                difference = (logprobs[:used].cpu() - outputs.logprobs[:used])[mask].abs()
+                found["logprob_max_difference"] = float(difference.max())
+                found["logprob_mean_difference"] = float(difference.mean())
+        return found
+
+    def _after_backward(self, index: int) -> float | None:
+        """Keep gradients, measure them, and drop or use them."""
+        backend = self.policy.backend
+        norm = backend.gradient_norm()
+        if self.kept is not None and self.kept.wants_gradients:
+            live: Callable[[], dict[str, Tensor]] = getattr(backend, "live_gradients", backend.gradients)
+            self.kept.add_gradients(index, live())
+        if self.options.optimizer_step:
+            self.policy.moved = True
+            return backend.optimizer_step()["grad_norm"]
+        backend.drop_gradients()
+        return norm
+
+    def _failed(self, index: int, base: dict[str, Any], error: Exception) -> ReplayRow:
+        log = "" if self.files is None else self.files.traceback(index, error)
+        memory = is_out_of_memory(error)
+        line, kind = error_line(error), type(error).__name__
+        # The frames hold activations; without this the next input would start with less memory.
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        if not memory and self.device.type == "cuda" and "CUDA error" in str(error):
+            self.broken = line
+        else:
+            self._cleared(memory)
+        return ReplayRow(
+            **base, status="oom" if memory else "failed", error={"type": kind, "line": line, "log": log}
+        )
+
+    def _cleared(self, memory: bool) -> None:
+        self.policy.backend.drop_gradients()
+        if memory:
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def warm_up(self, deadline: Deadline) -> None:
+        """Run the first inputs once, unmeasured; what they raise, they raise again when it counts."""
+        for index in self.order[: self.options.warmup]:
+            kept, self.kept = self.kept, None
+            files, self.files = self.files, None
+            deadline.start(index)
+            self.run(index)
+            deadline.stop()
+            self.kept, self.files = kept, files
+        self.matches.clear()
+
+    def close(self) -> None:
+        """Drop gradients."""
+        self.policy.close()
