@@ -191,6 +191,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     """
     from lockstep.cli.parity import device_of
     from lockstep.lab.step_bench.run import BenchOptions
+    from lockstep.loop.axes import resolve_attention
 
     cells = _cells(args)
     if (args.ranks or 1) > 1 and all(cell.backend == "local" for cell in cells):
@@ -204,7 +205,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     notes = []
     attention = args.attention
     if attention == "auto" and any(cell.invariant for cell in cells):
-        attention = "varlen"
+        attention = resolve_attention(attention, device=device, dtype=args.dtype, batch_invariant=True)
         notes.append("attention auto -> varlen in all cells, because one of them is invariant")
     return BenchOptions(
         cells=cells,

@@ -49,10 +49,10 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
     """
     train = run.train
     device = _device(train, ranks)
-    attention = train.attention
-    if attention == "auto":
-        attention = "varlen" if device.startswith("cuda") or train.batch_invariant else "sdpa"
     dtype = str(resolve_dtype(run.model.dtype, torch.device(device))).removeprefix("torch.")
+    attention = resolve_attention(
+        train.attention, device=device, dtype=dtype, batch_invariant=train.batch_invariant
+    )
     invariant = train.batch_invariant
     if invariant is None:
         invariant = engine == "native" and _in_the_claim(run, attention=attention, device=device, dtype=dtype)
@@ -74,6 +74,22 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
         support=entry.status,
         support_note=entry.reason,
     )
+
+
+def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:
+    """The attention kernel that train.attention means here.
+
+    "auto" is varlen where a batch-invariant step is asked for, which needs it, and on a GPU below float32,
+    which flash kernels do not have; sdpa elsewhere.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: of the computation, as in "bfloat16".
+    """
+    if attention != "auto":
+        return attention
+    flash = device.startswith("cuda") and dtype != "float32"
+    return "varlen" if flash or batch_invariant else "sdpa"
 
 
 def resolve_engine(run: GRPORun, *, ranks: RankContext | None = None) -> GRPORun:

@@ -13,6 +13,7 @@ from lockstep.algorithms.samples import policy_sample
 from lockstep.config.train import TrainConfig
 from lockstep.lab.engine_parity.ask import Asked
 from lockstep.lab.engine_parity.job import EnginesJob
+from lockstep.loop.axes import resolve_attention
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.load import load_model
@@ -31,9 +32,8 @@ class Trainer:
         torch.manual_seed(job.model.seed)
         self.job, self.device = job, torch.device(job.device)
         dtype = resolve_dtype(job.model.dtype, self.device)
-        attention = job.attention
-        if attention == "auto":  # flash kernels of a GPU have no float32
-            attention = "varlen" if self.device.type == "cuda" and dtype != torch.float32 else "sdpa"
+        name = str(dtype).removeprefix("torch.")
+        attention = resolve_attention(job.attention, device=self.device.type, dtype=name)
         with quiet_transformers():
             self.model = load_model(job.model, attention=attention, device=self.device)
         self.attention = attention

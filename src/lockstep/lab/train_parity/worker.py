@@ -131,20 +131,18 @@ class _Run:
         self.say(f"{job.stack}: {self.ranks.statement}; {self.attention}, {self.dtype}")
 
     def _model(self, *, shards: bool) -> LoadedModel:
-        import torch
-
+        from lockstep.loop.axes import resolve_attention
         from lockstep.models.dtypes import resolve_dtype
         from lockstep.models.load import load_model
         from lockstep.models.quiet import quiet_transformers
 
         dtype = resolve_dtype(self.job.model.dtype, self.device)
+        self.dtype = str(dtype).removeprefix("torch.")
         attention = self.job.train.attention
-        if attention == "auto":  # flash kernels of a GPU have no float32
-            attention = "varlen" if self.device.type == "cuda" and dtype != torch.float32 else "sdpa"
-        self.attention, self.dtype = attention, str(dtype).removeprefix("torch.")
+        self.attention = resolve_attention(attention, device=self.device.type, dtype=self.dtype)
         options: dict[str, Any] = {"materialize": False} if shards else {}
         with quiet_transformers():
-            return load_model(self.job.model, attention=attention, device=self.device, **options)
+            return load_model(self.job.model, attention=self.attention, device=self.device, **options)
 
     # --- training -------------------------------------------------------------------------------------------
 
