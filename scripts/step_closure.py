@@ -1,0 +1,94 @@
+"""How much code one GRPO step is: the functions of lockstep that it calls, and the files they stand in.
+
+    python scripts/step_closure.py              # the installed tree
+    PYTHONPATH=OTHER/src python scripts/step_closure.py --list
+
+One step (sample, update, push) of the recipe `tiny` with a KL to the reference, backend local, engine hf, is run
+under Python's profiler, after a first one that imports and compiles what only the first step does. Counted is each
+function or method of src/lockstep that is entered, once; lambdas, comprehensions, generated methods of
+dataclasses, what runs at import and what runs in other processes are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import lockstep
+from lockstep import GRPORun, OnlineTrainer, build_online, load_run
+
+OVERRIDES = {
+    "algorithm.kl.coef": 0.01,
+    "algorithm.kl.place": "loss",
+    "engine.name": "hf",
+    "train.device": "cpu",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Print the counts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="every function too")
+    given = parser.parse_args(argv)
+    root = Path(lockstep.__file__).parent
+    called = sorted(
+        (str(Path(code.co_filename).relative_to(root)), code.co_firstlineno, code.co_qualname)
+        for code in step_functions(root)
+    )
+    files = Counter(file for file, _, _ in called)
+    for file, count in sorted(files.items()):
+        print(f"{count:4} {file}")
+        if given.list:
+            print("".join(f"       {line}: {name}\n" for f, line, name in called if f == file), end="")
+    print(f"one GRPO step: {len(called)} functions in {len(files)} files")
+    return 0
+
+
+def step_functions(root: Path) -> set[CodeType]:
+    """The functions below `root` that the second step of a run enters."""
+    run = load_run("tiny", overrides=OVERRIDES)
+    assert isinstance(run, GRPORun)
+    parts = build_online(run)
+    try:
+        trainer = OnlineTrainer(parts)
+        trainer.push(policy_version=0)
+        take_step(trainer, 0)
+        return profiled(lambda: take_step(trainer, 1), root)
+    finally:
+        parts.close()
+
+
+def take_step(trainer: OnlineTrainer, step: int) -> None:
+    """Rollouts, update, weights to the engine."""
+    sampled = trainer.sample(step)
+    trainer.update(sampled.groups)
+    trainer.push(policy_version=step + 1)
+
+
+def profiled(work: Any, root: Path) -> set[CodeType]:
+    """The code objects of functions below `root` that `work` enters."""
+    seen: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {c for c in seen if c.co_filename.startswith(f"{root}/") and not c.co_name.startswith("<")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
