@@ -3,7 +3,8 @@
 reasoning_gym gives answers, and some texts of rows, to Python's `eval` and to sympy's `parse_expr`, which is
 an `eval` too. `guard` puts a check before both, for every module of the package, so that a task of a later
 version is covered as well. A text that does not match raises ValueError where the evaluation would, and so
-scores as that task scores junk.
+scores as that task scores junk. Numbers and powers have bounds, so that a short text does not cost a whole
+time-out; whatever else takes long in sympy, the reward's time-out ends.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ import builtins
 import functools
 import importlib
 import math
+import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
-MAX_LITERAL, MAX_FORMULA = 1_000_000, 10_000
-"""Characters."""
+MAX_LITERAL, MAX_FORMULA = 100_000, 10_000
+"""Characters. reasoning_gym's curricula go up to 30,200 (a matrix of 100 x 100), and 4,600 (a product of ten
+polynomials)."""
 MAX_BITS = 100_000
 """Largest number that arithmetic on constants may come to, in binary digits: 9**9**9**9 has no place."""
-MAX_EXPONENT_BITS = 10
+MAX_EXPONENT = 100
+"""Of what holds a variable: the highest degree in reasoning_gym's curricula, ten polynomials of degree 10."""
+MAX_TERMS = 1000
+"""Of a product or power that sympy expands to compare it: (1+x)**30*(1+y)**30 has 961, for 1 to 2 s."""
 
 FUNCTIONS = {
     *("sqrt", "cbrt", "root", "exp", "log", "ln", "Abs", "abs", "erf", "erfi", "Si", "Ci", "Ei", "li"),
@@ -31,12 +39,9 @@ FUNCTIONS = {
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
 }
 """Functions that a formula may call, by sympy's names."""
-_NAME = re.compile(r"[A-Za-z][0-9]*(_[0-9A-Za-z]{1,2})?|pi|oo|alpha|beta|gamma|theta|phi|lambda")
+_NAME = re.compile(r"[A-Za-z][0-9]*(_[0-9A-Za-z]{1,2})?|pi|oo|alpha|beta|gamma|theta|phi")
 _FORMULA = re.compile(r"[0-9A-Za-z_.,+\-*/^%() \t\n]*")
-_ARITHMETIC = (
-    ast.Add | ast.Sub | ast.Mult | ast.Div | ast.FloorDiv | ast.Mod | ast.Pow | ast.LShift | ast.RShift
-    | ast.BitOr | ast.BitXor | ast.BitAnd
-)  # fmt: skip
+_Operations = dict[type[ast.AST], Callable[..., Any]]
 
 
 class NotInGrammar(ValueError):
@@ -130,35 +135,127 @@ def _formula(node: ast.expr) -> None:
     _size(node, formula=True)
 
 
-def _size(node: ast.expr, *, formula: bool) -> float | None:
-    """Bound the binary digits of the value; None: it holds a variable."""
+_Number = int | float | complex | Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class _Symbolic:
+    """What is known of an expression that holds a variable or a function."""
+
+    reach: float = 1.0
+    """At least its absolute value if every variable were 1: x**(1000*y/y) has an exponent of 1000."""
+    terms: int = 1
+    """At most so many summands when it is expanded."""
+
+
+def _size(node: ast.expr, *, formula: bool) -> _Number | _Symbolic:
+    """The number that constants come to, or the bounds of an expression with variables."""
     match node:
         case ast.Constant(value=bool() | int() | float() | complex() as value):
-            return float(value.bit_length()) if isinstance(value, int) else 64.0
-        case ast.UnaryOp(op=ast.UAdd() | ast.USub() | ast.Invert(), operand=operand):
-            return _size(operand, formula=formula)
-        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _ARITHMETIC):
+            return value
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            inner = _size(operand, formula=formula)
+            return inner if isinstance(inner, _Symbolic) else _computed(op, inner)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             return _combined(_size(left, formula=formula), op, _size(right, formula=formula))
         case ast.Name(id=name) if formula and _NAME.fullmatch(name):
-            return None
+            return _Symbolic()
         case ast.Call(func=ast.Name(id=name), args=[*args], keywords=[]) if formula and name in FUNCTIONS:
-            for argument in args:
-                _size(argument, formula=True)
-            return None
+            return _called(name, [_size(argument, formula=True) for argument in args])
     raise NotInGrammar(f"{type(node).__name__} has no place in an answer")
 
 
-def _combined(left: float | None, op: ast.operator, right: float | None) -> float | None:
-    if isinstance(op, ast.Pow | ast.LShift):
-        if right is not None and right != 64.0 and right > MAX_EXPONENT_BITS + (6 if left is not None else 0):
-            raise NotInGrammar("an exponent is too large")
-        if left is None or right is None:
-            return None
-        size = left * 2**right if isinstance(op, ast.Pow) else left + 2**right
-    elif left is None or right is None:
-        return None
-    else:
-        size = left + right if isinstance(op, ast.Mult | ast.Div) else max(left, right) + 1
-    if not math.isfinite(size) or size > MAX_BITS:
-        raise NotInGrammar("a number is too large")
-    return size
+def _combined(left: _Number | _Symbolic, op: ast.operator, right: _Number | _Symbolic) -> _Number | _Symbolic:
+    if not isinstance(left, _Symbolic) and not isinstance(right, _Symbolic):
+        return _computed(op, left, right)
+    if isinstance(op, ast.Pow):
+        return _power(_symbolic(left), right)
+    if isinstance(op, ast.Div) and not isinstance(right, _Symbolic):
+        op, right = ast.Mult(), _computed(op, 1, right)
+    a, b = _symbolic(left), _symbolic(right)
+    if isinstance(op, ast.Add | ast.Sub):
+        return _Symbolic(a.reach + b.reach, a.terms + b.terms)
+    if a.terms > 1 and b.terms > 1 and a.terms * b.terms > MAX_TERMS:
+        raise NotInGrammar(f"a product has more than {MAX_TERMS} terms")
+    return _Symbolic(a.reach * b.reach if isinstance(op, ast.Mult) else math.inf, a.terms * b.terms)
+
+
+def _power(base: _Symbolic, exponent: _Number | _Symbolic) -> _Symbolic:
+    times = _symbolic(exponent).reach
+    if not times <= MAX_EXPONENT:  # also NaN
+        raise NotInGrammar(f"an exponent may come to more than {MAX_EXPONENT}")
+    terms = math.comb(base.terms + math.ceil(times) - 1, math.ceil(times)) if base.terms > 1 else 1
+    if terms > MAX_TERMS:
+        raise NotInGrammar(f"a power has more than {MAX_TERMS} terms")
+    bounded = isinstance(exponent, int | float | Fraction) and exponent >= 0 and base.reach <= MAX_EXPONENT
+    return _Symbolic(base.reach**times if bounded else math.inf, terms)
+
+
+def _called(name: str, arguments: Sequence[_Number | _Symbolic]) -> _Symbolic:
+    match name, arguments:
+        case "root", [base, index]:
+            return _power(_symbolic(base), _combined(1, ast.Div(), index))
+        case "sqrt" | "Abs" | "abs", [argument]:
+            return _Symbolic(max(1.0, _symbolic(argument).reach))
+        case "sin" | "cos", [_]:
+            return _Symbolic()
+    return _Symbolic(math.inf)  # log(exp(1000)) is 1000
+
+
+def _symbolic(size: _Number | _Symbolic) -> _Symbolic:
+    if isinstance(size, _Symbolic):
+        return size
+    return _Symbolic(math.inf if _bits(size) > 1000 else float(_absolute(size)))
+
+
+def _absolute(number: _Number) -> Any:
+    return abs(number)
+
+
+def _bits(number: _Number) -> int:
+    match number:
+        case int():
+            return number.bit_length()
+        case Fraction():
+            return number.numerator.bit_length() + number.denominator.bit_length()
+    return 64
+
+
+def _computed(op: ast.operator | ast.unaryop, *numbers: _Number) -> _Number:
+    bits = [max(1, _bits(number)) for number in numbers]
+    try:
+        match op:
+            case ast.Pow():
+                size = bits[0] * _absolute(numbers[1])
+            case ast.LShift():
+                size = bits[0] + _absolute(numbers[1])
+            case _:
+                size = sum(bits)
+        if not size <= MAX_BITS:
+            raise NotInGrammar(f"a number may have more than {MAX_BITS} binary digits")
+        value: _Number = _OPERATIONS[type(op)](*numbers)
+    except (ArithmeticError, TypeError) as error:
+        raise NotInGrammar(f"a number cannot be computed ({error})") from None
+    return value
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    return Fraction(a, b) if isinstance(a, int | Fraction) and isinstance(b, int | Fraction) else a / b
+
+
+_UNARY: _Operations = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Invert: operator.invert}
+_BINARY: _Operations = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.BitAnd: operator.and_,
+}
+_OPERATIONS = _UNARY | _BINARY
