@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.cli.doctor import settings
+from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout import grammar, sandbox, verifiers
+from lockstep.rollout import rewards as rewards_module
 from lockstep.rollout.extract import EXTRACTORS
 from lockstep.rollout.rewards import RewardSet
 from lockstep.rollout.verifier_child import evaluates
@@ -281,6 +284,46 @@ def test_code_in_the_sandbox_reaches_nothing() -> None:
     outcome = json.loads(ended.stdout)
     assert {name: outcome.pop(name) for name in refused} == dict.fromkeys(refused, "PermissionError")
     assert outcome == {"forking": "done", "library": "done", "environment": "KeyError"}
+
+
+SECCOMP_ALONE = """
+import sys
+sys.path.insert(0, {root!r})
+from lockstep.rollout import sandbox
+namespaces = sandbox.isolate()
+given = sandbox.lock(None, may_fork=False)
+try:
+    open({file!r} + "2", "w")
+except PermissionError:
+    sys.stdout.write(open({file!r}).read() + str(given["seccomp"]) + "".join(namespaces))
+"""
+
+
+@pytest.mark.skipif(not sandbox.probe().seccomp, reason="this kernel gives no seccomp")
+def test_without_landlock_files_of_the_user_can_be_read_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "private"
+    file.write_text("secret ")
+    file.chmod(0o600)
+    code = SECCOMP_ALONE.format(root=sandbox.ROOT, file=str(file))
+    ended = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    names = sandbox.probe().namespaces
+    assert ended.stdout == "secret True" + "".join(names), ended.stderr  # a mount namespace hides nothing
+
+    given = sandbox.Isolation(namespaces=names, landlock=0, seccomp=True)
+    for module in (rewards_module, sandbox):
+        monkeypatch.setattr(module, "probe", lambda: given)
+    (note,) = RewardSet([RewardConfig(name="math")]).notes()
+    (finding,) = (found for found in settings() if found.name == "verifier sandbox")
+    assert finding.status == "warning"
+    for text in (note, finding.detail):
+        assert "missing: Landlock: " in text and "could read every file of this user" in text
+        assert "/sys/kernel/security/lsm" in text
+    assert note.startswith("warning: ") and RewardSet([RewardConfig(name="ids")]).notes() == []
+    whole = sandbox.Isolation(namespaces=tuple(sandbox.NAMESPACES), landlock=3, seccomp=True)
+    nothing = sandbox.Isolation(namespaces=(), landlock=0, seccomp=False)
+    assert whole.warning is None and "are refused" in str(nothing.warning)
 
 
 BARE = """

@@ -466,10 +466,10 @@ def _sandbox() -> Finding:
     from lockstep.rollout.sandbox import probe
 
     given = probe()
-    reason = "" if given.sufficient else "; verifiers that evaluate text are refused (allow_unsandboxed)"
+    meaning = "" if given.warning is None else f": {given.warning}"
     return Finding(
         group="setting",
         name="verifier sandbox",
-        status="ok" if given.sufficient and not given.missing else "warning",
-        detail=given.describe() + reason,
+        status="warning" if given.missing else "ok",
+        detail=given.describe() + meaning,
     )

@@ -132,9 +132,12 @@ class RewardSet:
 
     def notes(self) -> list[str]:
         """Say, for the start of a run, which layers of the verifiers' sandbox are missing."""
-        if not any(config.name in ("verifier", "math") for config in self._configs) or not probe().missing:
+        if not any(config.name in ("verifier", "math") for config in self._configs):
             return []
-        return [f"verifiers' sandbox: {probe().describe()}"]
+        given = probe()
+        if given.warning is not None:
+            return [f"warning: verifiers' sandbox: {given.describe()}: {given.warning}"]
+        return [f"verifiers' sandbox: {given.describe()}"] if given.missing else []
 
     def close(self) -> None:
         """End the processes of verifiers and rewards. The set stays usable: it starts others when needed."""

@@ -2,7 +2,8 @@
 
 Three layers, each used where the kernel has it: namespaces of its own (user, pid, mount, network, ipc),
 Landlock (files can only be read, and only where Python and its packages lie) and a seccomp filter (only the
-system calls that computing needs). Standard library only, as every judge process imports it.
+system calls that computing needs). Without Landlock it can read what its user can. Standard library only, as
+every judge process imports it.
 
     start of the child:  supervise(lifeline, confined=True)   # returns in a fork, the supervised process
     after its imports:   lock(readable_places(), may_fork=True)
@@ -57,8 +58,22 @@ class Isolation:
 
     @property
     def sufficient(self) -> bool:
-        """Whether text may be evaluated: no exec, no writes, no network, and an end of the whole tree."""
+        """Whether text may be evaluated: no exec, no writes, no network, and an end of the whole tree. Files
+        may be read where Landlock is missing."""
         return self.seccomp or (self.landlock > 0 and {"pid", "network"} <= set(self.namespaces))
+
+    @property
+    def warning(self) -> str | None:
+        """What the missing layers mean for verifiers that evaluate text, and what to do; None: nothing."""
+        if not self.sufficient:
+            return "tasks that evaluate text are refused, unless allow_unsandboxed names them"
+        if not self.landlock:
+            return (
+                "without Landlock, text that gets round the check before an eval could read every file of "
+                "this user (not write, and not send); use Linux 5.13 or later with landlock in "
+                "/sys/kernel/security/lsm and, in a container, a seccomp profile that allows landlock_*"
+            )
+        return None
 
     def describe(self) -> str:
         """One line for people."""
@@ -208,7 +223,10 @@ def _children() -> list[int]:
 
 def isolate() -> list[str]:
     """Leave the namespaces of the parent, as far as the kernel allows it; the names of those left. The pid
-    namespace is that of this process's next child."""
+    namespace is that of this process's next child.
+
+    The mount namespace is a copy in which nothing is unmounted: it hides no file. Only Landlock limits what
+    may be read, see `lock`."""
     uid, gid = os.geteuid(), os.getegid()
     unshare = getattr(_libc, "unshare", None)
     if unshare is None:
