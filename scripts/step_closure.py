@@ -3,10 +3,10 @@
     python scripts/step_closure.py              # the installed tree
     PYTHONPATH=OTHER/src python scripts/step_closure.py --list
 
-One step (sample, update, push) of the recipe `tiny` with a KL to the reference, backend local, engine hf, is run
-under Python's profiler, after a first one that imports and compiles what only the first step does. Counted is each
-function or method of src/lockstep that is entered, once; lambdas, comprehensions, generated methods of
-dataclasses, what runs at import and what runs in other processes are not.
+One step (sample, update, push) of the recipe `tiny` with a KL to the reference, backend local, engine hf,
+is run under Python's profiler, after a first one that imports and compiles what only the first step does.
+Counted is each function or method of src/lockstep that is entered, once; lambdas, comprehensions, generated
+methods of dataclasses, what runs at import and what runs in other processes are not.
 """
 
 from __future__ import annotations
