@@ -189,13 +189,13 @@ def suites() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def start_suite(out: Path, *worker: str) -> subprocess.Popen[bytes]:
-    """A process that starts a worker in a session of its own and then only waits."""
+    """A process that runs a worker as suites do."""
     code = (
-        "import subprocess, sys, time\n"
-        "log = open(sys.argv[1], 'wb')\n"
-        "subprocess.Popen([sys.executable, '-u', *sys.argv[2:]], stdout=log, stderr=log, "
-        "start_new_session=True)\n"
-        "time.sleep(600)"
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from lockstep.lab.suite.process import ProcessRunner\n"
+        "argv = [sys.executable, '-u', *sys.argv[2:]]\n"
+        "ProcessRunner().run(argv, log=Path(sys.argv[1]), timeout=600)"
     )
     words = [str(out / "log"), *worker, str(out / "job.json")]
     return subprocess.Popen([sys.executable, "-c", code, *words])

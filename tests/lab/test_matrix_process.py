@@ -1,5 +1,7 @@
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.lab.suite.parent_death import tied
 from lockstep.lab.suite.process import (
     ProcessRunner,
     hung_in,
@@ -119,6 +122,68 @@ def test_stop_kills_what_runs_and_starts_nothing_more(tmp_path: Path) -> None:
     assert gone(int(started.read_text()))
     with pytest.raises(KeyboardInterrupt):
         runner.run([sys.executable, "-c", "pass"], log=tmp_path / "log.txt", timeout=10.0)
+
+
+KILLED_SUITE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from lockstep.lab.suite.process import ProcessRunner
+
+folder, words = Path(sys.argv[1]), sys.argv[2:]
+runner = ProcessRunner()
+with ThreadPoolExecutor(2) as pool:  # as `lockstep matrix --jobs 2` does
+    for n in range(2):
+        pool.submit(runner.run, [sys.executable, *words], log=folder / f"{n}.log", timeout=600)
+"""
+HOLDS_THE_LOCK = "import ctypes\nprint('waiting', flush=True)\nctypes.PyDLL(None).sleep(600)"
+"""In a C call that no thread of the process can look out of; it answers SIGTERM when it is over."""
+LOADS = "import runpy\nprint('waiting', flush=True)\nrunpy.run_module('lockstep', run_name='__main__')"
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends them, on Linux")
+@pytest.mark.parametrize(
+    "words",
+    [["-c", HOLDS_THE_LOCK], ["-c", LOADS, "replay", "--device", "cpu"]],
+    ids=["in a C call", "a replay that loads"],
+)
+def test_no_cell_outlives_a_suite_that_is_killed(words: list[str], tmp_path: Path) -> None:
+    suite = subprocess.Popen([sys.executable, "-c", KILLED_SUITE, str(tmp_path), *words], cwd=tmp_path)
+    try:
+        logs = [tmp_path / "0.log", tmp_path / "1.log"]
+        assert wait_for(lambda: all("waiting" in read_tail(log) for log in logs), 30.0)
+        cells = children(suite.pid)
+        assert len(cells) == 2 and not any(map(gone, cells))
+    finally:
+        suite.kill()
+        suite.wait()
+    try:
+        assert wait_for(lambda: all(map(gone, cells)), 5.0)
+    finally:
+        for cell in cells:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(cell, signal.SIGKILL)
+
+
+def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    ending = ProcessRunner().run([str(tmp_path / "none")], log=log, timeout=30.0)
+    assert ending.returncode == 1
+    assert read_tail(log) == f"cannot start {tmp_path}/none: No such file or directory\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it, on Linux")
+def test_what_is_started_when_its_suite_has_gone_already_does_not_begin(tmp_path: Path) -> None:
+    code = f"import pathlib; pathlib.Path({str(tmp_path / 'began')!r}).touch()"
+    words = tied([sys.executable, "-c", code])
+    words[words.index(str(os.getpid()))] = str(os.getppid())  # not the parent of what is started here
+    assert subprocess.run(words, timeout=30).returncode == 1
+    assert not (tmp_path / "began").exists()
 
 
 @pytest.mark.parametrize(

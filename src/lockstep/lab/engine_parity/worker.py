@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +31,6 @@ from lockstep.lab.engine_parity.job import (
     Row,
     read_job,
 )
-from lockstep.lab.suite.parent_watchdog import ended_with
 from lockstep.observe.files import jsonable, write_json
 from lockstep.observe.text import echo
 
@@ -49,7 +47,6 @@ _TRACEBACK_SECONDS = 15.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parent = os.getppid()
     words = sys.argv[1:] if argv is None else argv
     if len(words) != 1:
         echo("usage: python -m lockstep.lab.engine_parity.worker JOB.json", file=sys.stderr)
@@ -57,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = read_job(Path(words[0]).resolve())
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(job.timeout / 2, job.timeout - _TRACEBACK_SECONDS), exit=False)
-    with ended_with(parent):
-        return _work(_Run(job))
+    return _work(_Run(job))
 
 
 def _work(run: _Run) -> int:

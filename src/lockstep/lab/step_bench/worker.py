@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,6 @@ from lockstep.lab.step_bench.job import (
     read_turn,
 )
 from lockstep.lab.step_bench.work import peak_flops, requests, samples, training_flops
-from lockstep.lab.suite.parent_watchdog import ended_with
 from lockstep.observe.files import jsonable, write_json
 from lockstep.observe.text import echo
 from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
@@ -91,18 +89,16 @@ class PhaseClock:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
-    parent = os.getppid()
     words = without_local_rank(sys.argv[1:] if argv is None else argv)
     if len(words) != 1:
         echo("usage: python -m lockstep.lab.step_bench.worker JOB.json", file=sys.stderr)
         return REFUSED
     path = Path(words[0]).resolve()
     job = read_job(path)
-    with ended_with(parent):
-        if job.ranks > 1 and not in_launcher():
-            command = [sys.executable, "-u", "-m", "lockstep.lab.step_bench.worker", str(path)]
-            return launch_command(command, ranks=job.ranks, timeout=None, log_dir=job.out / RANK_LOGS)
-        return run_rank(job)
+    if job.ranks > 1 and not in_launcher():
+        command = [sys.executable, "-u", "-m", "lockstep.lab.step_bench.worker", str(path)]
+        return launch_command(command, ranks=job.ranks, timeout=None, log_dir=job.out / RANK_LOGS)
+    return run_rank(job)
 
 
 def run_rank(job: BenchJob) -> int:

@@ -1,7 +1,7 @@
 """One cell's subprocess: a log of its own, a deadline, and how it ended in a few words.
 
 A process that hangs is first asked for a traceback of all its threads (SIGABRT, which Python's faulthandler
-answers), then killed with everything it started.
+answers), then killed with everything it started. It does not outlive this process, whatever ends that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from lockstep.lab.suite.parent_death import tied
 
 TRACEBACK_SECONDS = 5.0
 """How long a process that ran past its deadline may take to write its traceback."""
@@ -72,7 +74,7 @@ class ProcessRunner:
                     raise KeyboardInterrupt
                 # A session of its own: the terminal's Ctrl-C comes here only, and one kill reaches all of it.
                 process = subprocess.Popen(
-                    list(argv),
+                    tied(argv),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,

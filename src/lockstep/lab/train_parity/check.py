@@ -22,6 +22,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.lab.suite.parent_death import tied
 from lockstep.lab.train_parity.stacks import Stack
 from lockstep.protocols.train import TrainBackend
 from lockstep.train import BACKENDS
@@ -101,7 +102,9 @@ def import_failure(name: str) -> str:
     change settings; empty: it works."""
     command = [sys.executable, "-c", f"import {name}"]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+        ended = subprocess.run(
+            tied(command), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return f"import {name} takes more than {IMPORT_SECONDS:g} s"
     last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
