@@ -139,6 +139,16 @@ def test_all_tasks_of_the_package_hold(judge: VerifierProcess, canaries: Canarie
     canaries.check()
 
 
+@pytest.mark.skipif(not sandbox.probe().sufficient, reason="this kernel gives no sandbox")
+def test_a_data_set_that_takes_too_long_is_an_error_with_the_task(judge: VerifierProcess) -> None:
+    _, row = rows("n_queens")
+    slow = {**row, "verifier_settings": {"n": 12}}  # every board is found first, which takes 2 s
+    with pytest.raises(VerifierFailure, match=r"'n_queens': its data set could not be made: TimeoutError"):
+        judge.reasoning_gym(slow, row["answer"], timeout=0.2)
+    for _ in range(2):
+        assert judge.reasoning_gym(row, row["answer"], timeout=60) == (1.0, None)
+
+
 def test_math_holds(judge: VerifierProcess, canaries: Canaries) -> None:
     for payload in canaries.payloads():
         for text in (payload, f"${payload}$", f"\\boxed{{{payload}}}"):

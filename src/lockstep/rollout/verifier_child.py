@@ -62,6 +62,8 @@ def _settings(job: Message) -> str:
 
 def _reasoning_gym(job: Message) -> float:
     dataset = _dataset(job["task"], _settings(job))
+    if job.get("builds"):
+        return 0.0
     return float(dataset.score_answer(answer=job["answer"], entry=decoded(job["entry"], "entry")))
 
 
@@ -123,6 +125,29 @@ class Judge:
     def __init__(self, package: str) -> None:
         self._score = SCORES[package]
         self._evaluator: tuple[int, int, int] | None = None
+        self._built: set[tuple[str, str]] = set()
+
+    def build(self, job: Message) -> Message | None:
+        """Make the task's data set here, so that every later evaluator has it; None, or {error}.
+
+        An evaluator makes it first, as that can be ended: a data set is made by a package and settings of the
+        row, and some take for ever.
+        """
+        made = job["task"], _settings(job)
+        try:
+            built = made in self._built or "score" in self._exchange({**job, "builds": True})
+        except Ended as error:
+            self._end()
+            task = job["task"]
+            return {
+                "error": f"reasoning_gym task {task!r}: its data set could not be made: {error}; choose "
+                "smaller verifier_settings for the row, or a larger timeout_seconds for the reward"
+            }
+        if built:  # otherwise the evaluator of the answer meets it again, and says so
+            self._built.add(made)
+            _dataset(*made)
+            _warm_up()
+        return None
 
     def reply(self, job: Message) -> Message:
         """Return {score}, {score, junk} or {error}.
@@ -242,10 +267,7 @@ def _answer(judge: Judge, job: Message, isolation: sandbox.Isolation) -> Message
         return judge.reply(job)
     if not isolation.sufficient and task not in job["allowed"]:
         return {"refused": isolation.describe()}
-    with contextlib.suppress(Exception):  # the evaluator meets it again, and says so
-        _dataset(task, _settings(job))
-        _warm_up()
-    return judge.reply(job)
+    return judge.build(job) or judge.reply(job)
 
 
 def main(package: str, jobs: int, replies: int) -> None:

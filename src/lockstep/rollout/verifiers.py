@@ -20,7 +20,9 @@ from lockstep.rollout.row_values import encoded
 _START_SECONDS = 180.0
 """For importing a library, which the job's own limit does not count."""
 _GRACE_SECONDS = 30.0
-"""What the judge may take beyond the two runs of a job: it keeps their time itself."""
+"""What the judge may take beyond the runs of a job: it keeps their time itself."""
+_RUNS = 4
+"""On the answer, on the row's own answer, and to make the task's data set twice."""
 PACKAGES = {"reasoning_gym": "reasoning-gym", "math_verify": "math-verify"}
 
 Score = tuple[float, str | None]
@@ -85,7 +87,7 @@ class VerifierProcess:
     def _score(self, package: str, job: Message, timeout: float) -> Score:
         with self._lock:
             process = self._processes.get(package) or self._start(package)
-            seconds = 2 * timeout + _GRACE_SECONDS
+            seconds = _RUNS * timeout + _GRACE_SECONDS
             try:
                 reply = process.exchange({**job, "timeout": timeout}, seconds=seconds)
             except TimeoutError:
