@@ -649,6 +649,31 @@ def test_evaluations_on_resume_never_change_the_training_data(started_with: bool
         train_online(turned, resume=folder)  # type: ignore[arg-type]
 
 
+def test_a_run_of_a_version_that_always_held_prompts_out_trains_on_the_same_ones(tmp_path: Path) -> None:
+    """Such a version had no evaluation to make here, and still trained on six of the ten prompts."""
+    folder = tmp_path / "run"
+    settings = {"data.size": 10, "steps": 1, "eval_data.source": "ids", "eval_data.size": 4}
+    off = {"eval.before": False, "eval.after": False, "eval.every": 0, "eval.num_prompts": 4}
+    run = load_run("tiny", overrides=TINY | settings | off | {"run_dir": str(folder)})
+    train_online(run)  # type: ignore[arg-type]
+    file = folder / "manifest.json"
+    written = json.loads(file.read_text())
+    older = {name: value for name, value in written.items() if name not in ("held_out", "algorithm")}
+    # As commit 56d1f28 wrote them for this run.
+    older["data"] = {"prompts": 10, "excluded": 4, "dropped_overlong": 0, "truncated": 0}
+    older["data_fingerprint"] = "c65c8c77c9a493dfe7e952ac9a58a197"
+    file.write_text(json.dumps(older))
+    resumed = load_resumed(folder, {"steps": 2})
+    assert train_online(resumed, resume=folder)["steps"] == 2  # type: ignore[arg-type]
+    again = json.loads(file.read_text())
+    assert (again["held_out"], again["data"], again["data_fingerprint"]) == (
+        True,
+        older["data"],
+        older["data_fingerprint"],
+    )
+    assert written["data_fingerprint"] != older["data_fingerprint"]
+
+
 def test_a_finished_summary_is_read_with_care(spoilt: Callable[[], Path]) -> None:
     """Its numbers are printed: where they are none, the run writes it again."""
     run = spoilt()
