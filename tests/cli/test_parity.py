@@ -116,6 +116,16 @@ def test_an_environment_that_cannot_be_right(environ: dict[str, str], problem: s
         (["--skip", "everything"], "--skip: unknown word 'everything'"),
         (["--reference", "fsdp"], "unknown train backend"),
         (["--data", "max_length=5"], "is about --dataset"),
+        (
+            ["--dataset", "ids", "--data", "max_length=5"],
+            "--data max_length=5 is not read with --dataset ids",
+        ),
+        (
+            ["--dataset", "reasoning_gym:gsm_symbolic", "--data", "size=5"],
+            "--data size=5 is not read.*--max-samples",
+        ),
+        (["--algorithm", "grpo", "--dataset", "x.jsonl"], "--dataset .* is not read with --algorithm grpo"),
+        (["--algorithm", "dpo", "--recording", "x"], "--recording x is not read with --algorithm dpo"),
         (["--dataset", "x.jsonl", "--data", "prompt"], "write NAME=VALUE"),
         (["--dataset", "x.jsonl", "--data", "promt_column=q"], r"data\.promt_column"),
         (["--json", "nowhere/x.json"], "--json 'nowhere/x.json': no such folder"),

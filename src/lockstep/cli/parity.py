@@ -323,13 +323,16 @@ def _train(args: argparse.Namespace, model: str) -> Any:
 
 
 def _data(args: argparse.Namespace) -> Any:
-    """The data settings, checked as those of an SFT run; None: made-up documents."""
+    """The data settings, checked as those of an SFT run; None: made-up documents.
+
+    Raises:
+        ConfigError: one of them is wrong, or would not be read.
+    """
     from lockstep.config.load import load_run, parse_value
     from lockstep.config.run import SFTRun
 
+    _check_read(args)
     if args.dataset is None:
-        if args.data:
-            raise ConfigError(f"--data {args.data[0]} is about --dataset (DATASET), which is not given")
         return None
     overrides: dict[str, Any] = {"data.source": args.dataset}
     for word in args.data:
@@ -344,6 +347,29 @@ def _data(args: argparse.Namespace) -> Any:
     run = load_run(kind="sft", overrides=overrides)
     assert isinstance(run, SFTRun)
     return run.data
+
+
+def _check_read(args: argparse.Namespace) -> None:
+    """Raises ConfigError: a flag about inputs that nothing would read."""
+    if args.algorithm == "grpo" and args.dataset is not None:
+        raise ConfigError(
+            f"--dataset (DATASET) {args.dataset} is not read with --algorithm grpo, whose inputs are those "
+            "of a recording; give --recording, or leave --dataset out"
+        )
+    if args.algorithm != "grpo" and args.recording is not None:
+        raise ConfigError(
+            f"--recording {args.recording} is not read with --algorithm {args.algorithm}, whose inputs are "
+            "documents; give --dataset, or --algorithm grpo"
+        )
+    if not args.data:
+        return
+    if args.dataset is None:
+        raise ConfigError(f"--data {args.data[0]} is about --dataset (DATASET), which is not given")
+    if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
+        raise ConfigError(
+            f"--data {args.data[0]} is not read with --dataset {args.dataset}: these documents are made up "
+            "here, by --max-samples, --max-length and --seed alone; leave --data out"
+        )
 
 
 def console() -> PlainConsole:

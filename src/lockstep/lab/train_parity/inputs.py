@@ -135,7 +135,7 @@ def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, 
     else:
         source = data.source
     size = min(spec.max_samples, data.size or spec.max_samples)
-    data = data.model_copy(update={"size": size, "max_length": longest})
+    data = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
     return load_sft(data, tokenizer=tokenizer), source, tuple(notes)
 
 

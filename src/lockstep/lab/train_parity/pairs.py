@@ -18,7 +18,7 @@ from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
 def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int) -> PreferenceSet:
     """At most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
     size = min(max(1, spec.max_samples // 2), data.size or spec.max_samples)
-    config = data.model_copy(update={"size": size, "max_length": longest})
+    config = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
     return load_preferences(config, tokenizer=load_tokenizer(spec.model))
 
 
