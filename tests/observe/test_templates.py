@@ -1,11 +1,17 @@
 """A chat template gives in its child process what transformers gives in this one."""
 
 import datetime
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from lockstep.observe.templates import render_chat
+from lockstep.errors import DataError
+from lockstep.observe.templates import Renderer, render_chat
 
 CHAT = [
     {"role": "system", "content": "Be <brief> & \u00fcber \U0001f600"},
@@ -54,3 +60,49 @@ def tiny_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_child_that_does_not_read_is_late_as_one_that_does_not_reply() -> None:
+    """A stopped process, and a job that no pipe holds."""
+    renderer = Renderer(seconds=0.5)
+    job = {"template": "{{ x }}", "variables": {"x": ""}}
+    assert Renderer(seconds=60).run(job, "row 1")["text"] == ""
+    stopped = renderer._start()
+    os.kill(stopped.pid, signal.SIGSTOP)
+    with pytest.raises(DataError, match="row 1: the chat template does not end"):
+        renderer.run(job | {"variables": {"x": "y" * 2**22}}, "row 1")
+    assert stopped.returncode == -signal.SIGKILL
+
+
+FORK = """
+import os, sys
+from lockstep.observe.templates import _renderer
+def rendered(text):
+    reply = _renderer.run({"template": "{{ x }}", "variables": {"x": text}}, "row 1")
+    return reply["text"], _renderer._process.pid
+first = rendered("first")
+if fork := os.fork():
+    assert os.waitpid(fork, 0)[1] == 0
+    assert rendered("again") == ("again", first[1])
+else:
+    text, process = rendered("fork")
+    assert text == "fork" and process != first[1]
+"""
+
+
+def test_a_fork_has_a_renderer_of_its_own_and_leaves_the_other_alone() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORK], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_child_gets_no_variables_of_ours_that_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    renderer = Renderer()
+    process = renderer._start()
+    renderer.run({"template": "", "variables": {}}, "row 1")  # it has surely started
+    given = Path(f"/proc/{process.pid}/environ").read_bytes()
+    assert b"TZ=Asia/Tokyo" in given and b"HF_TOKEN" not in given
+    renderer.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +23,10 @@ from lockstep.observe.text import printable
 
 _CHILD = Path(__file__).with_name("template_child.py")
 _SECONDS = 120.0
-"""For a reply; the child's own limit is CPU time, which other work on the machine does not use up."""
+"""For a job and its reply; the child's own limit is CPU time, which other work does not use up."""
+_END_SECONDS = 10.0
+_KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
+"""Variables that the child gets: what finds Python's packages, and what strftime_now writes."""
 _NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 _NAME = re.compile(r"[A-Za-z]\w*")
 
@@ -93,9 +98,14 @@ def _variables(
 
 
 class Renderer:
-    """The child process: started on first use, and again after one that ran out of its budget."""
+    """The child process: started on first use, and again after one that ran out of its budget.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: for a job and its reply.
+    """
+
+    def __init__(self, seconds: float = _SECONDS) -> None:
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: weakref.finalize[Any, Any] | None = None
@@ -104,12 +114,13 @@ class Renderer:
         """The child's reply to one job.
 
         Raises:
-            DataError: it ended, or gave no reply in time.
+            DataError: it ended, or did not take the job and reply in time.
         """
         with self._lock:
             process = self._process or self._start()
             try:
-                line = _exchange(process, json.dumps(job).encode() + b"\n")
+                data = json.dumps(job).encode() + b"\n"
+                line = _exchange(process, data, time.monotonic() + self._seconds)
             except BaseException:  # a late reply must not answer the next job
                 self.close()
                 raise
@@ -128,40 +139,72 @@ class Renderer:
             self._stop()
         self._process, self._stop = None, None
 
+    def after_fork(self) -> None:
+        """For the copy of this object in a fork: leave the process to its owner; start another when needed.
+
+        Two that write jobs to one process would get each other's replies, and the copy's end would end it.
+        """
+        self._lock = threading.Lock()  # the other one may be held by a thread that is not in the fork
+        process, self._process = self._process, None
+        if process is not None and self._stop is not None:
+            self._stop.detach()
+            process.returncode = -signal.SIGKILL  # there is nothing to wait for here
+            _close_pipes(process)
+        self._stop = None
+
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", str(_CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", "-W", "ignore", str(_CHILD)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={name: os.environ[name] for name in _KEPT if name in os.environ},
         )
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
         self._process = process
         self._stop = weakref.finalize(self, _end, process)
         return process
 
 
 _renderer = Renderer()
+os.register_at_fork(after_in_child=_renderer.after_fork)
 
 
-def _exchange(process: subprocess.Popen[bytes], data: bytes) -> bytes | None:
+def _exchange(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> bytes | None:
     """The reply to one job; None: the process ended, or is late."""
     assert process.stdin is not None and process.stdout is not None
-    deadline, reply = time.monotonic() + _SECONDS, b""
-    try:
-        process.stdin.write(data)
-        process.stdin.flush()
-    except BrokenPipeError:
-        return None
+    stdin, stdout = process.stdin.fileno(), process.stdout.fileno()
+    left, reply = memoryview(data), bytearray()
+    while left:
+        if not _is_ready(stdin, select.POLLOUT, deadline):
+            return None
+        try:
+            left = left[os.write(stdin, left) :]
+        except BrokenPipeError:
+            return None
     while not reply.endswith(b"\n"):
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = process.stdout.read1(1 << 16) if ready else b""  # type: ignore[attr-defined]
+        chunk = os.read(stdout, 1 << 16) if _is_ready(stdout, select.POLLIN, deadline) else b""
         if not chunk:
             return None
         reply += chunk
-    return reply
+    return bytes(reply)
+
+
+def _is_ready(fd: int, event: int, deadline: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait()
+    _close_pipes(process)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # killed, and the kernel ends it when it can
+        process.wait(_END_SECONDS)
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # a job was still in the pipe's buffer
-                pipe.close()
+            pipe.close()
