@@ -44,7 +44,7 @@ from lockstep.recording import Recording, RecordingWriter
 from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.rollout.extract import last_number
-from lockstep.rollout.sampler import Draw, GroupSampler
+from lockstep.rollout.sampler import GroupSampler, SampleKey
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.recording import RecordedOutputs
 from lockstep.schema.rollout import RolloutGroup
@@ -155,7 +155,7 @@ def sample(parts: OnlineParts, step: int) -> list[RolloutGroup]:
     sampler = GroupSampler(engine=parts.engine, rewards=parts.rewards)
     own = sampler.groups(
         prompts[rank::world],
-        Draw(run_seed=run.seed, step=step),
+        SampleKey(run_seed=run.seed, step=step),
         sampling=run.rollout.sampling,
         group_size=GROUP_SIZE,
     ).groups

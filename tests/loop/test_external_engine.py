@@ -24,7 +24,7 @@ from lockstep.config.load import load_run  # noqa: E402
 from lockstep.config.run import GRPORun  # noqa: E402
 from lockstep.errors import ConfigError, EngineError  # noqa: E402
 from lockstep.loop.axes import resolve_axes  # noqa: E402
-from lockstep.loop.engine_spec import engine_place, max_model_len  # noqa: E402
+from lockstep.loop.engine_spec import external_engine_spec, max_model_len  # noqa: E402
 from lockstep.loop.online import train_online  # noqa: E402
 from lockstep.models.load import load_model  # noqa: E402
 
@@ -141,7 +141,7 @@ def test_the_place_of_a_model(tmp_path: Path) -> None:
     run = run_of(tmp_path, "run")
     model = load_model(run.model, attention="sdpa", device=torch.device("cpu"))
     axes = resolve_axes(run, engine="vllm")
-    place = engine_place(run, axes, model, work_dir=tmp_path / "engine")
+    place = external_engine_spec(run, axes, model, work_dir=tmp_path / "engine")
     config = AutoConfig.from_pretrained(place.folder)
     assert config.architectures == ["LlamaForCausalLM"] and config.vocab_size == place.vocab_size == 256
     assert not list(place.folder.glob("*.safetensors"))
@@ -154,7 +154,7 @@ def test_the_place_of_a_model(tmp_path: Path) -> None:
     gpu = dataclasses.replace(axes, device="cuda:1")
     for settings, shared in (({}, True), ({"cuda_devices": (0,)}, False), ({"cuda_devices": (0, 1)}, True)):
         engine = run.engine.model_copy(update={"url": None, **settings})
-        there = engine_place(
+        there = external_engine_spec(
             run.model_copy(update={"engine": engine}), gpu, model, work_dir=tmp_path / "engine"
         )
         assert (there.device, there.shares_device) == ("cuda:1", shared)

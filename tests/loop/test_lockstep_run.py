@@ -17,7 +17,12 @@ from lockstep.config.run import GRPORun, SFTRun
 from lockstep.engine.native import NativeEngine
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.loop.axes import resolve_axes
-from lockstep.loop.batch_invariance import claim_lines, claim_manifest, contract_change, make_invariant
+from lockstep.loop.batch_invariance import (
+    batch_invariance_lines,
+    batch_invariance_manifest,
+    contract_change,
+    make_invariant,
+)
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online
 from lockstep.models.load import load_model
@@ -135,10 +140,12 @@ def test_a_model_outside_of_the_claim(monkeypatch: pytest.MonkeyPatch, tmp_path:
     layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Tanh())
     axes = resolve_axes(run_of(tmp_path), engine="native")
     with pytest.raises(ModelError, match=r"model.layers.0.mlp.down_proj .*set train.batch_invariant = false"):
-        make_invariant(model, axes=axes, asked=True)
-    claim = make_invariant(model, axes=axes, asked=None)
-    assert "down_proj" in (claim.refused or "")
-    assert claim_lines(claim, None)[0].startswith("train.batch_invariant is off: model.layers.0.mlp.down")
+        make_invariant(model, axes=axes, required=True)
+    result = make_invariant(model, axes=axes, required=None)
+    assert "down_proj" in (result.refused or "")
+    assert batch_invariance_lines(result, None)[0].startswith(
+        "train.batch_invariant is off: model.layers.0.mlp.down"
+    )
 
 
 def test_a_resumed_run_with_other_kernels_says_so(tmp_path: Path) -> None:
@@ -152,7 +159,7 @@ def test_a_resumed_run_with_other_kernels_says_so(tmp_path: Path) -> None:
     assert contract_change(None, changed) == []
     (line,) = contract_change(manifest["contract"], None)
     assert "goes on without one: its logprob_gap was 0" in line
-    assert claim_manifest(None, None) == {"batch_invariant": None, "contract": None}
+    assert batch_invariance_manifest(None, None) == {"batch_invariant": None, "contract": None}
     (line,) = contract_change(manifest["contract"], changed)
     assert "gemm 'cpu-tiles" in line and "now 'triton-persistent'; " in line and "now '2.11.0')" in line
     train_online(run, resume=tmp_path / "run")

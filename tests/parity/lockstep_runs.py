@@ -117,7 +117,7 @@ def build(text: str, *, gate: bool = True) -> OnlineParts:
     """gate: equal logprobs are used and checked as in any run; else they are only measured."""
     torch._dynamo.reset()
     parts = build_online(GRPORun.model_validate(tomllib.loads(text)))
-    return parts if gate else dataclasses.replace(parts, agreement=None)
+    return parts if gate else dataclasses.replace(parts, bitwise_check=None)
 
 
 def train(parts: OnlineParts, *, steps: int) -> list[Step]:

@@ -98,7 +98,7 @@ def test_adapters_without_a_gap(model, dtype, execution):
     pytest.importorskip("peft")
     adapters = '[model.lora]\nrank = 4\nalpha = 8.0\ntarget_modules = ["q_proj", "o_proj", "down_proj"]\n'
     parts = build(config(model, dtype, execution).replace("[data]", adapters + "[data]"))
-    assert {"linear 4x64", "linear 64x4"} <= parts.claim.self_test.keys()
+    assert {"linear 4x64", "linear 64x4"} <= parts.batch_invariance.self_test.keys()
     assert_lockstep(train(parts, steps=4))
     parts.close()
 
@@ -157,7 +157,9 @@ def _linear(monkeypatch, product):
 
 
 def _needs_own_linears(parts):
-    chosen = [verdict["choice"] for name, verdict in parts.claim.self_test.items() if "linear" in name]
+    chosen = [
+        verdict["choice"] for name, verdict in parts.batch_invariance.self_test.items() if "linear" in name
+    ]
     if "stock" in chosen:
         pytest.skip("on this processor F.linear itself is batch-invariant")
 

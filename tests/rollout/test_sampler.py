@@ -8,7 +8,7 @@ from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
 from lockstep.ranks.objects import decode_object, encode_object
 from lockstep.rollout.rewards import Scored
-from lockstep.rollout.sampler import Draw, GroupSampler, Resampling, sampling_params
+from lockstep.rollout.sampler import GroupSampler, Resampling, SampleKey, sampling_params
 from lockstep.rollout.seeds import sample_seed
 from lockstep.schema.rollout import Completion, Prompt, SamplingParams
 
@@ -80,15 +80,15 @@ def sample(engine=None, rewards=None, prompts=(3, 1), on_progress=None):
     sampler = GroupSampler(
         engine=engine or FakeEngine(), rewards=rewards or FakeRewards(), on_progress=on_progress
     )
-    draw = Draw(run_seed=5, step=2)
+    key = SampleKey(run_seed=5, step=2)
     sampling = SamplingConfig(max_tokens=4)
-    return sampler.groups([make_prompt(i) for i in prompts], draw, sampling=sampling, group_size=3)
+    return sampler.groups([make_prompt(i) for i in prompts], key, sampling=sampling, group_size=3)
 
 
 def step(engine, keep, *, prompts=None, max_rounds=10, n=4):
     return GroupSampler(engine=engine, rewards=FakeRewards()).step(
         prompts or Prompts(1000),
-        Draw(run_seed=0, step=0),
+        SampleKey(run_seed=0, step=0),
         rollout=RolloutConfig(prompts_per_step=n, group_size=2),
         resampling=None if keep is None else Resampling(keep=keep, max_rounds=max_rounds),
     )
@@ -196,7 +196,7 @@ def test_a_cancelled_step_does_not_start_another_round():
     sampler = GroupSampler(engine=engine, rewards=rewards, cancelled=lambda: len(rewards.inputs) > 0)
     out = sampler.step(
         Prompts(1000),
-        Draw(run_seed=0, step=0),
+        SampleKey(run_seed=0, step=0),
         rollout=RolloutConfig(prompts_per_step=4, group_size=2),
         resampling=Resampling(keep=lambda group: False, max_rounds=10),
     )
@@ -231,7 +231,7 @@ def test_ranks_share_the_prompts_and_all_get_what_one_would(size):
         sampler = GroupSampler(engine=engine, rewards=FakeRewards(drop=3), ranks=ranks)
         found = sampler.groups(
             [make_prompt(i) for i in (3, 1, 8, 5, 2)],
-            Draw(run_seed=5, step=2),
+            SampleKey(run_seed=5, step=2),
             sampling=SamplingConfig(max_tokens=4),
             group_size=3,
         )
@@ -254,7 +254,7 @@ def test_dynamic_sampling_on_ranks_takes_the_same_rounds():
     def samples(ranks):
         return GroupSampler(engine=FakeEngine(), rewards=FakeRewards(), ranks=ranks).step(
             Prompts(1000),
-            Draw(run_seed=0, step=0),
+            SampleKey(run_seed=0, step=0),
             rollout=RolloutConfig(prompts_per_step=4, group_size=2),
             resampling=Resampling(keep=keep, max_rounds=10),
         )
@@ -272,7 +272,7 @@ def test_a_generation_that_one_rank_aborts_is_aborted_on_all():
         engine = FakeEngine(finish_reason="abort" if ranks.rank == 1 else "length")
         return GroupSampler(engine=engine, rewards=FakeRewards(), ranks=ranks).groups(
             [make_prompt(i) for i in range(4)],
-            Draw(run_seed=5, step=2),
+            SampleKey(run_seed=5, step=2),
             sampling=SamplingConfig(max_tokens=4),
             group_size=2,
         )

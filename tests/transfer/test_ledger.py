@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import EngineError, RewardError, TrainError
-from lockstep.loop.engine_report import naming_memory
+from lockstep.loop.engine_report import explain_out_of_memory
 from lockstep.transfer.ledger import Ledger, ran_out_of_memory, take
 
 GIB = 1024.0**3
@@ -53,7 +53,7 @@ def test_the_side_and_the_ledgers_around_the_last_update_are_named(side, error, 
     engine = SimpleNamespace(memory=lambda: {"weights": 3 * GIB})
     with (
         pytest.raises(kind) as caught,
-        naming_memory(side, engine=engine, transfer=transfer, device="cpu"),
+        explain_out_of_memory(side, engine=engine, transfer=transfer, device="cpu"),
     ):
         raise error
     text = str(caught.value)
@@ -69,7 +69,7 @@ def test_other_errors_are_left_as_they_are(error) -> None:
     transfer = SimpleNamespace(before=None, after=None)
     with (
         pytest.raises(type(error)) as caught,
-        naming_memory("engine", engine=SimpleNamespace(), transfer=transfer, device="cpu"),
+        explain_out_of_memory("engine", engine=SimpleNamespace(), transfer=transfer, device="cpu"),
     ):
         raise error
     assert caught.value is error

@@ -224,10 +224,10 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         if os.environ.get("RANK", "0") == "0":
             echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
-    from lockstep.loop.distributed import joined
+    from lockstep.loop.distributed import connect_ranks
 
     try:
-        with joined(command.run, seconds=command.rank_timeout) as ranks:
+        with connect_ranks(command.run, seconds=command.rank_timeout) as ranks:
             return _train(command, ranks)
     except Interrupted as stop:
         return stop.summary

@@ -56,7 +56,7 @@ class KLConfig(Config):
         return self
 
     def resolved(self) -> KLConfig:
-        """With the estimator filled in."""
+        """Return the config with the estimator filled in."""
         if self.estimator is not None:
             return self
         return KLConfig.model_validate(
@@ -149,7 +149,7 @@ class GRPOConfig(Config):
         return self
 
     def resolved(self) -> GRPOConfig:
-        """The same config with every option that was left at None set to the published value."""
+        """Return the config with every option that was left at None set to the published value."""
         values: dict[str, Any] = self.model_dump()
         published = PUBLISHED[self.name]
         for key, value in published.items():
@@ -157,8 +157,8 @@ class GRPOConfig(Config):
                 values[key] = value
         overlong = self.overlong
         if overlong.penalty is None:
-            given = 0.0 if overlong.buffer_tokens is None else 1.0
-            values["overlong"]["penalty"] = published["overlong"].get("penalty", given)
+            default_penalty = 0.0 if overlong.buffer_tokens is None else 1.0
+            values["overlong"]["penalty"] = published["overlong"].get("penalty", default_penalty)
         return GRPOConfig.model_validate(values | {"kl": self.kl.resolved()})
 
 

@@ -1,4 +1,4 @@
-"""Which settings a train backend has, and what it cannot do with them: refused when a run is made.
+"""Which settings a train backend supports; others are refused when a run is constructed.
 
 What depends on the model's sizes, the device or the number of ranks is refused when those are known.
 """
@@ -26,12 +26,12 @@ _ONLY: dict[str, tuple[object, tuple[str, ...], str]] = {
 
 
 def shards_weights(train: TrainConfig) -> bool:
-    """Whether no rank has whole weights between steps."""
+    """Return whether weights are sharded between steps, so that no rank has whole ones."""
     return train.backend == "fsdp2" or (train.backend == "deepspeed" and train.zero_stage == 3)
 
 
 def check_backend(train: TrainConfig, *, lora: bool) -> None:
-    """Raise unless `train.backend` has what the other settings ask of it.
+    """Raise ConfigError unless `train.backend` supports the other settings.
 
     Args:
         lora: whether the policy has LoRA layers.

@@ -1,4 +1,5 @@
-"""What every config shares: frozen, an unknown key is an error, and every value is one that code can use."""
+"""The base of every config: frozen, unknown keys are errors, and every value is in a range that code can
+use."""
 
 from __future__ import annotations
 

@@ -75,13 +75,13 @@ class DataConfig(Config):
 
     @property
     def generated(self) -> bool:
-        """Whether the source makes its rows up."""
+        """Whether the source generates its rows."""
         return self.source == "ids" or self.source.startswith("reasoning_gym:")
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        """A setting that this kind of source does not read is a mistake, not a wish. (subset and split of a
-        file are let through: a recipe for a hub set runs on a local copy by its source alone.)"""
+        """Refuse a setting that this kind of source does not read. (subset and split of a file are let
+        through: a recipe for a hub set then runs on a local copy by changing its source alone.)"""
         unread = {"task": bool(self.task)}
         if self.generated:
             unread = {

@@ -1,4 +1,4 @@
-"""The inference engine of a run: its settings, and which of them have an effect where."""
+"""The inference engine of a run: its settings, and which engines each of them has an effect on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 _OWN_WEIGHTS = ("vllm, in process", "vllm, started", "vllm, at a url", "sglang, started", "sglang, at a url")
 _MADE_HERE = ("vllm, in process", "vllm, started", "sglang, started")
 _EMBEDDED = ("native", "hf")
-"""What "auto" may come to."""
+"""The engines that "auto" can resolve to."""
 _STARTED = ("vllm, started", "sglang, started")
 
 HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
@@ -117,23 +117,23 @@ class EngineConfig(Config):
 
 
 def resolved(config: EngineConfig, *, native: bool) -> EngineConfig:
-    """`config` with the engine that "auto" comes to, checked as if it had been named.
+    """Return `config` with "auto" resolved, checked as if the engine had been named.
 
     Args:
-        native: whether it is native; otherwise hf.
+        native: whether "auto" resolves to native; otherwise hf.
 
     Raises:
         ConfigError: a setting has no effect with that engine.
     """
     if config.name != "auto":
         return config
-    found = config.model_copy(update={"name": "native" if native else "hf"})
-    check_engine(found)
-    return found
+    with_name = config.model_copy(update={"name": "native" if native else "hf"})
+    check_engine(with_name)
+    return with_name
 
 
 def kind(config: EngineConfig) -> str:
-    """Which engine, and where: "native", "hf", "vllm, in process", "sglang, at a url", ..."""
+    """Return the engine and where it runs: "native", "hf", "vllm, in process", "sglang, at a url", ..."""
     if config.name not in ("vllm", "sglang"):
         return config.name
     if config.url is not None:
@@ -144,7 +144,7 @@ def kind(config: EngineConfig) -> str:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Raise unless `config.name` has what the other settings ask of it. A `module:Class` may have them all.
+    """Raise ConfigError unless the engine supports the other settings. A `module:Class` may support them all.
 
     A name that is not known here is refused where engines are looked up.
 
@@ -213,22 +213,23 @@ def _check_own_weights(config: EngineConfig) -> None:
 
 
 def _check_devices(config: EngineConfig) -> None:
-    wanted, given = config.replicas * config.tp, config.cuda_devices
-    if given and len(given) != wanted:
+    needed, devices = config.replicas * config.tp, config.cuda_devices
+    if devices and len(devices) != needed:
         raise ConfigError(
-            f"engine.cuda_devices = {list(given)} names {len(given)} GPUs, and engine.replicas * engine.tp = "
-            f"{config.replicas} * {config.tp} need {wanted}; list each replica's one after the other"
+            f"engine.cuda_devices = {list(devices)} names {len(devices)} GPUs, and engine.replicas * "
+            f"engine.tp = {config.replicas} * {config.tp} need {needed}; list each replica's one after the "
+            "other"
         )
-    for start in range(0, len(given), config.tp):
-        share = given[start : start + config.tp]
+    for start in range(0, len(devices), config.tp):
+        share = devices[start : start + config.tp]
         if len(set(share)) < len(share):
             raise ConfigError(
-                f"engine.cuda_devices = {list(given)} gives one replica the GPUs {list(share)}, one of them "
-                f"twice; name {config.tp} different ones"
+                f"engine.cuda_devices = {list(devices)} gives one replica the GPUs {list(share)}, one of "
+                f"them twice; name {config.tp} different ones"
             )
-    if len(set(given)) < len(given) and config.memory_fraction is None:
+    if len(set(devices)) < len(devices) and config.memory_fraction is None:
         raise ConfigError(
-            f"engine.cuda_devices = {list(given)} puts several replicas on one GPU; set "
+            f"engine.cuda_devices = {list(devices)} puts several replicas on one GPU; set "
             "engine.memory_fraction, of the whole GPU for each of them"
         )
 
@@ -250,8 +251,8 @@ def _where(config: EngineConfig) -> str:
 
 def _listed(places: tuple[str, ...]) -> str:
     words = {"in process": "in process", "started": "as a started server", "at a url": "at engine.url"}
-    found = []
+    names = []
     for place in places:
         name, _, where = place.partition(", ")
-        found.append(f"{name} {words[where]}" if where else name)
-    return ", ".join(found)
+        names.append(f"{name} {words[where]}" if where else name)
+    return ", ".join(names)

@@ -1,4 +1,4 @@
-"""From TOML, a recipe's name and overrides to a checked run, and back to TOML.
+"""Load a checked run from TOML, a recipe's name and overrides, and write it back to TOML.
 
 Every problem of a file is reported at once, by its dotted path, before any model is loaded.
 """
@@ -34,22 +34,22 @@ _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
 """tomllib takes time with the square of a key's parts: minutes for a key of some hundred kilobytes."""
 
 RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every")
-"""What may differ when a run is resumed: none of it changes what one step computes."""
+"""Tables that may differ when a run is resumed: none of them changes what one step computes."""
 
-SPREAD = (
+PARALLELISM = (
     *("backend", "tp", "ring", "tp_plan", "zero_stage", "reshard_after_forward"),
     *("parameter_device", "optimizer_device"),
 )
-"""Of `train`, where a step is computed: may differ too, and changes results by rounding. Any backend on any
-number of ranks loads any checkpoint."""
+"""Settings of `train` that decide where a step is computed. They may differ too, and change results by
+rounding: any backend on any number of ranks loads any checkpoint."""
 
 ENGINE_SIZES = ("kv_cache_tokens", "memory_fraction", "max_batch", "prefill_chunk")
-"""Of `engine`, how much is decoded together: may differ too, as what does not fit must be changed. It changes
-samples by rounding at most, and nothing under train.batch_invariant."""
+"""Settings of `engine` that decide how much is decoded together. They may differ too, as what does not fit
+must be changed: samples change by rounding at most, and not at all under train.batch_invariant."""
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes that come with Lockstep: name -> TOML file."""
+    """Return the recipes that come with Lockstep: name -> TOML file."""
     folder = resources.files("lockstep") / "recipes"
     with resources.as_file(folder) as path:
         return {file.stem: file for file in sorted(path.glob("*.toml"))}
@@ -58,11 +58,11 @@ def recipes() -> dict[str, Path]:
 def load_run(
     source: str | Path | None = None, *, kind: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """A checked run.
+    """Load and check a run.
 
     Args:
         source: a TOML file, or a recipe's name; None: the defaults of `kind`.
-        kind: "grpo", "sft" or "dpo"; None: what the file says. A file that says another kind is refused.
+        kind: "grpo", "sft" or "dpo"; None: the file's. A file of another kind is refused.
         overrides: dotted path -> value, such as {"train.lr": 1e-6}; applied to the file before it is checked.
 
     Raises:
@@ -79,16 +79,16 @@ def load_run(
         path = find(source)
         values, origin = read_toml(path), str(source)
         if kind is not None and values.setdefault("kind", kind) != kind:
-            said = build(values, origin=origin).kind
+            file_kind = build(values, origin=origin).kind
             raise ConfigError(
-                f"{origin}: kind = {said!r}, but {kind!r} was asked for; "
-                f"run `lockstep train {said}` with it, or leave the kind out"
+                f"{origin}: kind = {file_kind!r}, but {kind!r} was asked for; "
+                f"run `lockstep train {file_kind}` with it, or leave the kind out"
             )
     return build(merge(values, overrides or {}), origin=origin)
 
 
 def override(run: RunConfig, overrides: Mapping[str, Any], *, origin: str = "overrides") -> RunConfig:
-    """The same run with other settings, checked again. Keys are dotted paths; `origin` begins an error.
+    """Return the run with other settings, checked again. Keys are dotted paths; `origin` begins an error.
 
     Raises:
         ConfigError: as `load_run`.
@@ -97,11 +97,11 @@ def override(run: RunConfig, overrides: Mapping[str, Any], *, origin: str = "ove
 
 
 def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """The config of an existing run, to go on with it. `run_dir` of the result is the folder given.
+    """Load the config of an existing run, to go on with it. `run_dir` of the result is the folder given.
 
     Raises:
         ConfigError: when the folder holds no run, or when an override would change what a step computes
-            (everything outside RESUMABLE, SPREAD and ENGINE_SIZES), naming each difference.
+            (everything outside RESUMABLE, PARALLELISM and ENGINE_SIZES), naming each difference.
     """
     folder = Path(run_dir)
     changed = override(_saved_run(folder), overrides or {})
@@ -110,7 +110,7 @@ def load_resumed(run_dir: str | Path, overrides: Mapping[str, Any] | None = None
 
 
 def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
-    """Whether `run` may go on with the run in `run_dir`; where the folder lies may differ.
+    """Raise unless `run` may go on with the run in `run_dir`; the path of the folder may differ.
 
     Raises:
         ConfigError: as `load_resumed`.
@@ -122,7 +122,7 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
         old.pop("run_dir", None)
         new.pop("run_dir", None)
     differences = list(_differences(old, new))
-    single = {f"train.{name}" for name in SPREAD} | {f"engine.{name}" for name in ENGINE_SIZES}
+    single = {f"train.{name}" for name in PARALLELISM} | {f"engine.{name}" for name in ENGINE_SIZES}
     refused = [d for d in differences if d[0].split(".")[0] not in RESUMABLE and d[0] not in single]
     if run.train.schedule != "constant":
         refused += [d for d in differences if d[0] == "steps"]
@@ -130,7 +130,7 @@ def check_resumable(run_dir: str | Path, run: RunConfig) -> None:
         lines = [f"  {path}: the run has {_show(old)}, now {_show(new)}" for path, old, new in refused]
         raise ConfigError(
             f"cannot resume {str(folder)!r} with other settings (only {', '.join(RESUMABLE)} may change, of "
-            f"train only {', '.join(SPREAD)}, of engine only {', '.join(ENGINE_SIZES)}, and steps only "
+            f"train only {', '.join(PARALLELISM)}, of engine only {', '.join(ENGINE_SIZES)}, and steps only "
             "under train.schedule = 'constant': a decay ends at the last step); start a new run:\n"
             + "\n".join(lines)
         )
@@ -147,7 +147,7 @@ def _saved_run(folder: Path) -> RunConfig:
 
 
 def find(source: str | Path) -> Path:
-    """The file behind a path or a recipe's name."""
+    """Return the file behind a path or a recipe's name. Raises ConfigError."""
     if problem := path_problem(str(source)):
         raise ConfigError(f"no such file: {str(source)[:80]!r} cannot be the name of one: {problem}")
     path = Path(source)
@@ -165,7 +165,7 @@ def find(source: str | Path) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, unchecked.
+    """Read the tables of a TOML file, unchecked.
 
     Raises:
         ConfigError: it cannot be read, or is not TOML.
@@ -174,7 +174,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(data: bytes, *, origin: str) -> dict[str, Any]:
-    """The tables of a TOML text, unchecked.
+    """Parse the tables of a TOML text, unchecked.
 
     Raises:
         ConfigError: it is not TOML; names `origin`.
@@ -186,7 +186,8 @@ def parse_toml(data: bytes, *, origin: str) -> dict[str, Any]:
 
 
 def parse_value(text: str, *, origin: str) -> Any:
-    """The TOML value of one word of a command line, or the word itself: text needs no quotes there.
+    """Parse one word of a command line as a TOML value, or return the word itself: text needs no quotes
+    there.
 
     Raises:
         ConfigError: it is TOML that no setting can have; names `origin`.
@@ -246,12 +247,12 @@ def check(values: Mapping[str, Any], model: type[AnyConfig], *, origin: str) -> 
 
 
 def to_values(run: Config) -> dict[str, Any]:
-    """Nested plain values of a config (None left out), as TOML and `build` take them."""
+    """Return the nested plain values of a config (None left out), as TOML and `build` take them."""
     return run.model_dump(mode="json", exclude_none=True)
 
 
 def dump_toml(run: Config) -> str:
-    """TOML with every setting of the run; `load_run` of it gives an equal run.
+    """Return TOML with every setting of the run; `load_run` of it gives an equal run.
 
     Raises:
         ConfigError: when a free-form table (data.task, ...) holds what TOML has no value for.
@@ -265,7 +266,7 @@ def dump_toml(run: Config) -> str:
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested `values` with dotted `overrides` set; None removes a setting."""
+    """Return a copy of nested `values` with dotted `overrides` set; None removes a setting."""
     result = _plain(values)
     for path, value in overrides.items():
         *sections, key = path.split(".")
@@ -284,14 +285,14 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 def _free_tables(model: type[BaseModel], prefix: str = "") -> frozenset[str]:
     """Dotted paths of fields that are plain dicts: their keys are the user's, so they are written inline."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for name, field in model.model_fields.items():
         nested, many = model_of(field.annotation)
         if nested is not None and not many:
-            found |= _free_tables(nested, f"{prefix}{name}.")
+            paths |= _free_tables(nested, f"{prefix}{name}.")
         elif get_origin(field.annotation) is dict:
-            found.add(prefix + name)
-    return frozenset(found)
+            paths.add(prefix + name)
+    return frozenset(paths)
 
 
 def _differences(
@@ -306,7 +307,7 @@ def _differences(
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy in JSON's types; `usable` looks at what is in it."""
+    """Return a copy in JSON's types; `unusable` checks its contents."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):

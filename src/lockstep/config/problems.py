@@ -1,4 +1,4 @@
-"""What is wrong with a config, in words: one line per problem, each with its dotted path and a way out."""
+"""The problems of a config in words: one line per problem, each with its dotted path and a way out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.observe.text import printable
 
 DEPTH = 64
-"""Most tables and lists in each other."""
+"""Deepest nesting of tables and lists."""
 EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -29,10 +29,10 @@ EXPECTED = {
 
 
 def unusable(value: Any, path: str = "") -> Iterator[str]:
-    """Problems of values that no setting can have, whatever its name.
+    """Yield the problems of values that no setting can have, whatever its name.
 
-    Those are integers of more than 64 bits (TOML has none either), and text that UTF-8 or a file name cannot
-    hold. Some of them could not even be shown.
+    These are integers of more than 64 bits (TOML has none either), and text that UTF-8 or a file name cannot
+    hold. Some of them could not even be printed.
     """
     if (why := _unusable(value)) is not None:
         yield f"{path}: {why}"
@@ -56,14 +56,14 @@ def _unusable(value: Any) -> str | None:
 
 
 def unknown_keys(values: Mapping[str, Any], model: type[BaseModel]) -> tuple[list[str], dict[str, Any]]:
-    """Problems of keys that `model` has no field for, and `values` without them."""
+    """Return the problems of keys that `model` has no field for, and `values` without these keys."""
     sections = dict(_sections(model))
     problems: list[str] = []
     return problems, _prune(values, model, path=(), sections=sections, problems=problems)
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line per place that pydantic complains about."""
+    """Return one line per place that pydantic complains about."""
     by_path: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         path = ".".join(_path(detail["loc"], model))
@@ -78,9 +78,9 @@ def _line(path: str, details: list[Any]) -> str:
         return f"{path}: {text}" if path else text
     if first["type"] == "missing":
         return f"{path}: is required; set it"
-    given = first["input"]
+    value = first["input"]
     expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
-    return f"{path} = {given!r}: expected {expected}, got {_kind(given)}"
+    return f"{path} = {value!r}: expected {expected}, got {_kind(value)}"
 
 
 def _expected(detail: Any) -> str:
@@ -144,12 +144,12 @@ def _unknown(
     sections: Mapping[str, type[BaseModel]],
 ) -> str:
     here = printable(".".join((*path, key)))
-    shown = "" if isinstance(value, Mapping) else f" = {value!r}"
+    assigned = "" if isinstance(value, Mapping) else f" = {value!r}"
     elsewhere = [
         f"{section}.{key}".lstrip(".") for section, other in sections.items() if key in other.model_fields
     ]
     if elsewhere:
-        return f"{here}{shown}: unknown key here; {key} belongs to {' or '.join(elsewhere)}"
+        return f"{here}{assigned}: unknown key here; {key} belongs to {' or '.join(elsewhere)}"
     near = [".".join((*path, name)) for name in difflib.get_close_matches(key, model.model_fields, n=3)]
     if not near:
         everywhere = {
@@ -160,12 +160,12 @@ def _unknown(
         close = set(difflib.get_close_matches(key, everywhere.values(), n=3, cutoff=0.7))
         near = [dotted for dotted, name in everywhere.items() if name in close]
     if near:
-        return f"{here}{shown}: unknown key; did you mean {' or '.join(near)}?"
-    return f"{here}{shown}: unknown key; known here: {', '.join(sorted(model.model_fields))}"
+        return f"{here}{assigned}: unknown key; did you mean {' or '.join(near)}?"
+    return f"{here}{assigned}: unknown key; known here: {', '.join(sorted(model.model_fields))}"
 
 
 def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every table of settings by its dotted path, the run itself as ''."""
+    """Yield every table of settings by its dotted path, the run itself as ''."""
     yield prefix, model
     for name, field in model.model_fields.items():
         nested, many = model_of(field.annotation)
@@ -174,7 +174,8 @@ def _sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, t
 
 
 def model_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The config model inside `Model`, `Model | None` or `tuple[Model, ...]`, and whether it may be many."""
+    """Return the config model inside `Model`, `Model | None` or `tuple[Model, ...]`, and whether there may be
+    many."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     if get_origin(annotation) in (Union, types.UnionType, tuple, list):
@@ -187,7 +188,7 @@ def model_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The user's path in pydantic's, which also names the branch of a union or a literal that it tried."""
+    """Return the user's path within pydantic's, which also names the branch of a union that it tried."""
     path: list[str] = []
     current: type[BaseModel] | None = model
     for part in loc:

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 
 
 class RunConfig(Config):
-    """What SFT and RL runs share."""
+    """The settings that all kinds of run share."""
 
     seed: Seed = 0
     """Decides data order and every sample's noise."""
@@ -90,7 +90,7 @@ MAX_RANKS = 2**16
 
 
 def check_ranks(run: RunConfig, ranks: int) -> None:
-    """Whether `run` can be spread over so many ranks: what can be known before any of them starts.
+    """Raise unless `run` can be spread over so many ranks; checked before any of them starts.
 
     Raises:
         ConfigError: names the numbers, and those that would work.
@@ -127,11 +127,11 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
 
 RL_METRICS = ("strict_accuracy", "lenient_accuracy", "mean_reward", "mean_completion_tokens")
 OFFLINE_METRICS = {"sft": ("loss", "perplexity"), "dpo": ("loss", "accuracy", "reward_margin")}
-"""What an evaluation measures, written eval/NAME."""
+"""The metrics of an evaluation, written eval/NAME."""
 
 
 def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, ...]) -> None:
-    """keep_best without a number to go by would keep nothing, and say nothing."""
+    """Refuse keep_best without a metric to go by: it would silently keep nothing."""
     if checkpoint.keep_best == 0:
         return
     names = [f"eval/{name}" for name in known]
@@ -247,7 +247,7 @@ class GRPORun(RunConfig):
 
 
 class OfflineRun(RunConfig):
-    """What runs on documents share."""
+    """The settings that runs on documents share."""
 
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None

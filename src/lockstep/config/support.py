@@ -1,7 +1,7 @@
-"""What may be combined with what: one declared table behind validation, `lockstep support`, the parity tests
-and docs.
+"""The support table: which settings may be combined. Validation, `lockstep support`, the parity tests and the
+docs read it.
 
-An entry speaks for every cell (backend, engine, attention, execution, layout, device, dtype) that all its
+An entry covers every cell (backend, engine, attention, execution, layout, device, dtype) that all its
 fields match. The first entry that matches a cell decides; a cell that nothing matches is unsupported.
 
     supported     a parity test covers it; `tested` says where it ran: `ci-cpu:TEST`, or `gpu:RESULT_FILE`
@@ -74,7 +74,7 @@ class Entry:
     """Of a GPU test: date, machine and versions, as in its result file."""
 
     def matches(self, cell: dict[str, str]) -> bool:
-        """Whether the entry speaks for `cell`; an axis that is missing in the cell is matched only by an
+        """Return whether the entry covers `cell`; an axis that is missing in the cell is matched only by an
         empty tuple."""
         return all(_one_of(cell.get(axis), getattr(self, axis)) for axis in AXES)
 
@@ -401,8 +401,8 @@ class HasDtype(Protocol):
 
 
 def lookup(cell: dict[str, str]) -> Entry:
-    """The entry that decides about a cell; its axes may be given in part, then only entries without the
-    others match."""
+    """Return the entry that decides about a cell. Where the cell lacks an axis, only entries without that
+    axis match."""
     for entry in TABLE:
         if entry.matches(cell):
             return entry
@@ -410,9 +410,9 @@ def lookup(cell: dict[str, str]) -> Entry:
 
 
 def check_support(run: RunAxes) -> None:
-    """Refuse, at construction of a run, what cannot work on any machine it may mean.
+    """Refuse, when a run is constructed, what cannot work on any machine.
 
-    "auto" is not known yet: `check_device_support` looks again at start-up, when it is.
+    "auto" is not resolved yet: `check_device_support` checks again at start-up, when it is.
 
     Raises:
         ConfigError: unknown attention kernel or engine, or an unsupported combination.
@@ -429,11 +429,11 @@ def check_support(run: RunAxes) -> None:
 def check_device_support(
     run: RunAxes, *, attention: str, device: str, dtype: str, batch_invariant: bool = False
 ) -> Entry:
-    """The same once every auto is resolved.
+    """Check a run once every "auto" is resolved.
 
     Args:
-        attention, device, dtype, batch_invariant: what "auto" and None came to, such as "varlen", "cuda:0",
-            "bfloat16", True.
+        attention, device, dtype, batch_invariant: what "auto" and None resolved to, such as "varlen",
+            "cuda:0", "bfloat16", True.
 
     Returns:
         The deciding entry, supported or untested, so that start-up can say which.
@@ -462,8 +462,8 @@ def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
 
 
 def support_rows(entries: Sequence[Entry] = TABLE) -> Iterator[dict[str, str]]:
-    """A table as text, for `lockstep support` and the docs: status, the axes ("any" where all match),
-    notes."""
+    """Yield the rows of a table as text, for `lockstep support` and the docs: status, the axes ("any" where
+    all match), notes."""
     for entry in entries:
         axes = {axis: ", ".join(getattr(entry, axis)) or "any" for axis in AXES}
         note = "; instead: ".join(filter(None, (entry.reason, entry.instead)))
@@ -472,8 +472,8 @@ def support_rows(entries: Sequence[Entry] = TABLE) -> Iterator[dict[str, str]]:
 
 
 def cells_tested_by(test: str) -> Iterator[dict[str, str]]:
-    """Every cell that the test or result file `test` must cover: what the parity tests are generated from.
-    The engine is named where it is not hf."""
+    """Yield every cell that the test or result file `test` must cover; the parity tests are generated from
+    them. The engine is named where it is not hf."""
     axes = ("backend", "attention", "execution", "layout", "device", "dtype")
     for entry in TABLE:
         if entry.tested == test:

@@ -1,5 +1,5 @@
-"""What "auto" means on this machine: resolved once, said, written to the manifest; the config stays as it
-was."""
+"""Resolve every "auto" for this machine: once, shown to the user and written to the manifest. The config is
+not changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
     """Resolve the auto values of `run`, and look the result up in the support table.
 
     Args:
-        ranks: on several of them, each has its device: of local rank r, cuda:r.
+        ranks: with several ranks each has its own device: local rank r has cuda:r.
 
     Raises:
         ConfigError: train.device names a device that this machine does not have, or the combination is not
@@ -55,7 +55,9 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
     )
     invariant = train.batch_invariant
     if invariant is None:
-        invariant = engine == "native" and _in_the_claim(run, attention=attention, device=device, dtype=dtype)
+        invariant = engine == "native" and _keeps_batch_invariance(
+            run, attention=attention, device=device, dtype=dtype
+        )
     entry = check_device_support(
         run, attention=attention, device=device, dtype=dtype, batch_invariant=invariant
     )
@@ -77,7 +79,7 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
 
 
 def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:
-    """The attention kernel that train.attention means here.
+    """Return the attention kernel that train.attention means here.
 
     "auto" is varlen where a batch-invariant step is asked for, which needs it, and on a GPU below float32,
     which flash kernels do not have; sdpa elsewhere.
@@ -93,9 +95,9 @@ def resolve_attention(attention: str, *, device: str, dtype: str, batch_invarian
 
 
 def resolve_engine(run: GRPORun, *, ranks: RankContext | None = None) -> GRPORun:
-    """`run` with the engine that engine.name = "auto" means here, checked as if it had been named: native on
-    CUDA and where batch_invariant asks for it; hf on a CPU, where its loop is the faster one, and in float32
-    on CUDA, which native's attention does not have.
+    """Return `run` with engine.name = "auto" resolved, checked as if the engine had been named: native on
+    CUDA and where batch_invariant asks for it; hf on a CPU, where its loop is faster, and in float32 on CUDA,
+    which native's attention does not have.
 
     Raises:
         ConfigError: a setting of `run.engine` has no effect with that engine.
@@ -104,18 +106,20 @@ def resolve_engine(run: GRPORun, *, ranks: RankContext | None = None) -> GRPORun
         return run
     device = torch.device(_device(run.train, ranks))
     native = bool(run.train.batch_invariant) or is_native(run.model, device)
-    found = run.model_copy(update={"engine": resolved(run.engine, native=native)})
-    check_support(found)
-    return found
+    run = run.model_copy(update={"engine": resolved(run.engine, native=native)})
+    check_support(run)
+    return run
 
 
 def is_native(model: ModelConfig, device: torch.device) -> bool:
-    """Whether engine.name = "auto" is native on this device, where nothing else asks for it."""
+    """Return whether engine.name = "auto" resolves to native on this device, where nothing else asks for
+    it."""
     return device.type == "cuda" and resolve_dtype(model.dtype, device) != torch.float32
 
 
-def _in_the_claim(run: RunConfig, *, attention: str, device: str, dtype: str) -> bool:
-    """Whether trainer and native engine are made equal to the bit without being asked to."""
+def _keeps_batch_invariance(run: RunConfig, *, attention: str, device: str, dtype: str) -> bool:
+    """Return whether trainer and native engine are bitwise equal here without train.batch_invariant =
+    true."""
     train = run.train
     return (
         device.startswith("cuda")
@@ -149,7 +153,7 @@ def _device(train: TrainConfig, ranks: RankContext | None) -> str:
 
 
 def resolved_train(train: TrainConfig, axes: Axes) -> TrainConfig:
-    """`train` with every auto replaced: what the backend is given."""
+    """Return `train` with every auto replaced, as the backend gets it."""
     return train.model_copy(
         update={
             "device": axes.device,

@@ -18,28 +18,28 @@ from lockstep.schema.contract import KernelContract
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Claim:
-    """What was made batch-invariant, for the manifest."""
+class BatchInvariance:
+    """The parts that were made batch-invariant, for the manifest."""
 
     replaced: Mapping[str, int] = field(default_factory=dict)
     """Parts that the converter swapped, by kind."""
     stock: Mapping[str, int] = field(default_factory=dict)
     """Parts that it left to torch, by class."""
     self_test: Mapping[str, Any] = field(default_factory=dict)
-    """By op and weight shape: the implementation in which a row alone equals the row among many, and those
-    in which it does not."""
+    """By op and weight shape: the implementation whose rows do not depend on their batch, and the rejected
+    ones."""
     refused: str | None = None
     """Why the mode is off although it would be on by default here; None: it is on."""
 
 
 def prepare_kernels(axes: Axes) -> Callable[[], None]:
-    """Before the model is loaded: what CUDA's libraries are told, for the rest of the process.
+    """Configure CUDA's libraries for the rest of the process, before the model is loaded.
 
     Returns:
-        What takes the settings of batch-invariance back, should the mode turn out to be off.
+        A function that undoes the settings of batch-invariance, should the mode turn out to be off.
 
     Raises:
-        ConfigError: the environment tells cuBLAS what a deterministic run cannot have.
+        ConfigError: the environment sets cuBLAS to what a deterministic run cannot use.
     """
     if axes.device.startswith("cuda"):
         if axes.deterministic:
@@ -49,11 +49,12 @@ def prepare_kernels(axes: Axes) -> Callable[[], None]:
     return lambda: None
 
 
-def make_invariant(model: LoadedModel, *, axes: Axes, asked: bool | None) -> Claim:
-    """Converts the policy in place and tests its kernels.
+def make_invariant(model: LoadedModel, *, axes: Axes, required: bool | None) -> BatchInvariance:
+    """Convert the policy in place and test its kernels.
 
     Args:
-        asked: train.batch_invariant; None: a model outside of the claim is no error, and the claim says why.
+        required: train.batch_invariant; None: a model that cannot be batch-invariant is no error, and the
+            result's `refused` says why.
 
     Raises:
         ModelError: the model has a module that is not known to be batch-invariant, or mixed dtypes; or a
@@ -61,20 +62,20 @@ def make_invariant(model: LoadedModel, *, axes: Axes, asked: bool | None) -> Cla
     """
     device = torch.device(axes.device)
     try:
-        found = invariant.convert(model.module, device=device, dtype=model.dtype)
+        conversion = invariant.convert(model.module, device=device, dtype=model.dtype)
     except ModelError as error:
-        if asked:
+        if required:
             raise
-        return Claim(refused=str(error))
-    return Claim(
-        replaced=found.replaced,
-        stock=found.stock,
-        self_test={name: dataclasses.asdict(verdict) for name, verdict in found.verdicts.items()},
+        return BatchInvariance(refused=str(error))
+    return BatchInvariance(
+        replaced=conversion.replaced,
+        stock=conversion.stock,
+        self_test={name: dataclasses.asdict(verdict) for name, verdict in conversion.verdicts.items()},
     )
 
 
-def converted(model: LoadedModel) -> LoadedModel:
-    """The same; its module was converted as the policy's was, which had its kernels tested.
+def convert_copy(model: LoadedModel) -> LoadedModel:
+    """Convert a second copy of the policy in place, without testing its kernels again, and return it.
 
     Raises:
         ModelError: the module cannot be converted.
@@ -83,27 +84,29 @@ def converted(model: LoadedModel) -> LoadedModel:
     return model
 
 
-def claim_manifest(claim: Claim | None, contract: KernelContract | None) -> dict[str, Any]:
-    """For manifest.json: the contract that trainer and engine keep, or the trainer alone."""
-    if claim is None:  # written too: a resumed run may have kept one before
+def batch_invariance_manifest(
+    result: BatchInvariance | None, contract: KernelContract | None
+) -> dict[str, Any]:
+    """The fields of manifest.json: the contract that trainer and engine keep, or the trainer alone."""
+    if result is None:  # written too: a resumed run may have kept one before
         return {"batch_invariant": None, "contract": None}
     written = None if contract is None else contract.as_json()
-    return {"batch_invariant": dataclasses.asdict(claim), "contract": written}
+    return {"batch_invariant": dataclasses.asdict(result), "contract": written}
 
 
-def claim_lines(claim: Claim | None, contract: KernelContract | None) -> list[str]:
-    """For the display."""
-    if claim is None:
+def batch_invariance_lines(result: BatchInvariance | None, contract: KernelContract | None) -> list[str]:
+    """The lines for the display."""
+    if result is None:
         return []
-    if claim.refused is not None:
-        return [f"train.batch_invariant is off: {claim.refused}"]
+    if result.refused is not None:
+        return [f"train.batch_invariant is off: {result.refused}"]
     if contract is None:
         return ["batch-invariant forward, by no contract with an engine: a logprob_gap is only measured"]
     return [f"trainer and engine keep kernel contract {contract.hash[:12]}: logprob_gap must be exactly 0"]
 
 
 def contract_change(before: Mapping[str, Any] | None, contract: KernelContract | None) -> list[str]:
-    """For the display of a resumed run: what its manifest says that is not so any more.
+    """The lines for the display of a resumed run: what has changed since its manifest was written.
 
     Args:
         before: "contract" of the manifest; None: a new run, or it kept none.

@@ -1,6 +1,6 @@
-"""What equal kernel contracts are used for: rollout logprobs as old logprobs, and the proof of it each step.
+"""Use equal kernel contracts: rollout logprobs serve as old logprobs, and each step checks that they may.
 
-Trainer and engine that have the same contract give every token the same logprob to the bit. So the forward
+A trainer and an engine with the same contract compute bitwise equal logprobs for every token. So the forward
 pass that would compute old_logprobs is left out; what the trainer computes anyway at the weights that the
 rollouts came from, and a few micro-batches that take turns, are compared with the rollout's, and one unequal
 bit ends the run.
@@ -25,8 +25,8 @@ Logprobs = Callable[[Sequence[PackedBatch]], list[Tensor]]
 """A forward of the policy: [T] float32 per micro-batch."""
 
 
-def agreed_contract(backend: TrainBackend, engine: InferenceEngine, *, engine_name: str) -> KernelContract:
-    """The contract that both keep under train.batch_invariant = true.
+def shared_contract(backend: TrainBackend, engine: InferenceEngine, *, engine_name: str) -> KernelContract:
+    """Return the contract that both keep under train.batch_invariant = true.
 
     Raises:
         ConfigError: they differ, field by field, or one of them has none.
@@ -52,13 +52,14 @@ def agreed_contract(backend: TrainBackend, engine: InferenceEngine, *, engine_na
 
 
 @dataclasses.dataclass(slots=True)
-class Agreement:
-    """Of one run whose contracts match. `begin` once per rollout batch.
+class BitwiseCheck:
+    """The check that trainer and engine of one run compute bitwise equal logprobs. `begin` once per rollout
+    batch.
 
     Args:
-        contract: of both sides.
-        reuse: whether rollout logprobs are to be taken as old_logprobs.
-        at_once: micro-batches of one comparison: as many as ranks compute at the same time.
+        contract: the one that both have.
+        reuse: whether rollout logprobs are taken as old_logprobs.
+        at_once: micro-batches per comparison: as many as ranks compute at the same time.
     """
 
     contract: KernelContract
@@ -71,7 +72,7 @@ class Agreement:
     _first: bool = True
 
     def begin(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """`groups` are the rollouts of `step`: sample_id i is the i-th of them."""
+        """Start a step. `groups` are its rollouts: sample_id i is the i-th of them."""
         self._step, self._compared, self._reused = step, 0, False
         self._names = [
             f"prompt {group.prompt.index}, sample {number}"
@@ -82,7 +83,7 @@ class Agreement:
     def old_logprobs(
         self, minibatches: list[list[PackedBatch]], logprobs: Logprobs
     ) -> list[list[PackedBatch]]:
-        """The same micro-batches with old_logprobs; to be called before the first update.
+        """Return the micro-batches with old_logprobs; to be called before the first update.
 
         The first minibatch is compared when it is trained on (`check`), at the very same weights; of the
         others `at_once` micro-batches are computed here, other ones each step.
@@ -100,8 +101,8 @@ class Agreement:
         return [[self._with(batch, _policy(batch).rollout_logprobs) for batch in b] for b in minibatches]
 
     def _chosen(self, later: list[PackedBatch]) -> list[PackedBatch]:
-        """Those whose turn it is; the first time one of each size as well, for which a compiled forward makes
-        its graphs: later on a new one would count as a recompile."""
+        """The micro-batches whose turn it is. The first time also one of each size, so that a compiled
+        forward makes its graphs now: later a new one would count as a recompile."""
         count = min(self.at_once, len(later))
         turn = self._step * count
         chosen = [(turn + i) % len(later) for i in range(count)]
@@ -115,16 +116,16 @@ class Agreement:
         return [later[number] for number in chosen]
 
     def _computed(self, batches: list[PackedBatch], logprobs: Logprobs) -> list[PackedBatch]:
-        found = logprobs(batches)
-        self._compare(batches, found)
-        return [self._with(batch, old) for batch, old in zip(batches, found, strict=True)]
+        computed = logprobs(batches)
+        self._compare(batches, computed)
+        return [self._with(batch, old) for batch, old in zip(batches, computed, strict=True)]
 
     @staticmethod
     def _with(batch: PackedBatch, old: Tensor) -> PackedBatch:
         return dataclasses.replace(_policy(batch), old_logprobs=old)
 
     def check(self, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> None:
-        """What the first forward and backward of the step saw, before its weights are updated.
+        """Compare the logprobs of the step's first forward, before the weights are updated.
 
         Raises:
             TrainError: a logprob differs.
@@ -133,15 +134,15 @@ class Agreement:
             self._compare(batches, logprobs)
 
     def metrics(self, trained_tokens: int) -> dict[str, float]:
-        """Of the rollout batch: the share of its tokens that was compared, all of them equal."""
-        found = {"contract_verified": min(1.0, self._compared / max(trained_tokens, 1))}
+        """The share of the rollout batch's tokens that was compared, all of them equal."""
+        values = {"contract_verified": min(1.0, self._compared / max(trained_tokens, 1))}
         if self._reused:
-            found["old_logprobs_reused"] = 1.0
-        return found
+            values["old_logprobs_reused"] = 1.0
+        return values
 
     def _compare(self, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> None:
         # One wait for the device: almost always there is nothing to say.
-        wrong = [_differs(_policy(batch), found) for batch, found in zip(batches, logprobs, strict=True)]
+        wrong = [_differs(_policy(batch), ours) for batch, ours in zip(batches, logprobs, strict=True)]
         counts = torch.stack([w.sum() for w in wrong]).tolist() if wrong else []
         for index, count in enumerate(counts):
             if count:
@@ -156,13 +157,13 @@ class Agreement:
         wrong: Sequence[Tensor],
         count: int,
     ) -> str:
-        batch, found = _policy(batches[index]), logprobs[index].detach().cpu()
+        batch, computed = _policy(batches[index]), logprobs[index].detach().cpu()
         slot = int(wrong[index].cpu().nonzero()[0, 0])
         document, start = _document_of(batch, slot)
         first = int(batch.loss_mask[start:].nonzero()[0, 0])  # of the document: what predicts its completion
         sample, position = batch.sample_ids[document], slot - start + 1
         name = self._names[sample] if sample < len(self._names) else f"sample_id {sample}"
-        ours, theirs = float(found[slot]), float(batch.rollout_logprobs[slot])
+        ours, theirs = float(computed[slot]), float(batch.rollout_logprobs[slot])
         tokens = sum(int(b.loss_mask.sum()) for b in batches)
         return (
             f"step {self._step}, {name}, position {position} (token {position - first - 1} of its "
@@ -175,12 +176,12 @@ class Agreement:
 
 
 def _size(batch: PackedBatch) -> tuple[int, int]:
-    """What a static capacity consists of."""
+    """The sizes that a static capacity fixes."""
     return batch.num_slots, len(batch.cu_seqlens)
 
 
 def _differs(batch: PolicyBatch, logprobs: Tensor) -> Tensor:
-    """[T] bool, where `logprobs` are; NaN differs from everything."""
+    """[T] bool, on the device of `logprobs`; NaN differs from everything."""
     mask = batch.loss_mask.to(logprobs.device)
     return mask & (logprobs.detach() != batch.rollout_logprobs.to(logprobs.device))
 

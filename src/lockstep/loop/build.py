@@ -29,14 +29,14 @@ from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train
 from lockstep.loop.batch_invariance import (
-    Claim,
-    converted,
+    BatchInvariance,
+    convert_copy,
     make_invariant,
     prepare_kernels,
 )
-from lockstep.loop.bitwise_check import Agreement, agreed_contract
+from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.loop.distributed import mesh_coordinates
-from lockstep.loop.engine_spec import engine_place
+from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
@@ -73,19 +73,20 @@ class OnlineParts:
     eval_prompts: PromptSet
     rewards: RewardSet
     plan: Planner
-    claim: Claim | None = None
-    """What was made batch-invariant; None: nothing was asked to be."""
-    agreement: Agreement | None = None
-    """Trainer and engine have the same kernel contract; None: their logprobs are close, not equal."""
+    batch_invariance: BatchInvariance | None = None
+    """The parts that were made batch-invariant; None: none was asked for."""
+    bitwise_check: BitwiseCheck | None = None
+    """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
+    equal."""
     verifier: Verifier | None = None
-    """Checks after pushes that the engine holds the weights; None: it is not asked to."""
+    """Checks after pushes that the engine holds the weights; None: not checked."""
     on_progress: OnProgress | None = None
     recorder: Recorder | NoRecorder = field(default_factory=NoRecorder)
     ranks: RankContext = field(default_factory=RankContext.alone)
 
     def close(self) -> None:
-        """Engine first: it reads the backend's Parameters. One that fails to close does not keep the others
-        from it."""
+        """Close all parts, the engine first, because it reads the backend's Parameters. One that fails to
+        close does not stop the others."""
         with contextlib.ExitStack() as stack:
             for part in (self.backend, self.rewards, self.transfer, self.engine):
                 if hasattr(part, "close"):
@@ -107,7 +108,7 @@ def build_online(
         rewards: Python callables instead of `run.rewards`, each f(prompt=, completion=, row=) -> float.
         ranks: the ranks of the run, every one of which makes this call; None: this process alone.
         work_dir: for logs and files of an engine of its own; None: the system's folder for temporary files.
-        hold_out: whether prompts are held out for evaluations; None: if the run asks for one.
+        hold_out: whether prompts are held out for evaluations; None: if the run has one.
 
     Raises:
         ConfigError, ModelError, DataError, EngineError: before anything is trained.
@@ -165,8 +166,8 @@ def build_online(
         eval_prompts=eval_prompts,
         rewards=reward_set,
         plan=plan,
-        claim=policy.claim,
-        agreement=_agreement(run, axes, backend=backend, engine=engine, ranks=ranks),
+        batch_invariance=policy.batch_invariance,
+        bitwise_check=_bitwise_check(run, axes, backend=backend, engine=engine, ranks=ranks),
         verifier=verifier if external else None,
         on_progress=on_progress,
         ranks=ranks,
@@ -210,7 +211,7 @@ def _external_engine(
     engine: InferenceEngine | None = None
     try:
         with ranks.together("starting the engine"):
-            place = engine_place(run, axes, model, work_dir=work_dir)
+            place = external_engine_spec(run, axes, model, work_dir=work_dir)
             engine = make_engine(run.engine, place=place)
             transfer = make_transfer(run.engine, engine, device=axes.device, work_dir=work_dir)
     except BaseException:
@@ -225,17 +226,17 @@ def _rank_folder(work_dir: Path, ranks: RankContext) -> Path:
     return work_dir / f"rank-{ranks.rank}" if ranks.world_size > 1 else work_dir
 
 
-def _agreement(
+def _bitwise_check(
     run: GRPORun, axes: Axes, *, backend: TrainBackend, engine: InferenceEngine, ranks: RankContext
-) -> Agreement | None:
-    """What equal kernel contracts are used for; None: they are not asked to be equal, or cannot be. On
-    several ranks the error of one is the error of all. Closes the engine before it raises."""
+) -> BitwiseCheck | None:
+    """Return the check of equal kernel contracts; None: they need not be equal, or cannot be. With several
+    ranks the error of one is the error of all. Closes the engine before it raises."""
     external, reuse = is_external(run.engine.name), run.train.reuse_rollout_logprobs
     contract: KernelContract | None = None
     try:
         with ranks.together("comparing kernel contracts"):
             if axes.batch_invariant and not external:
-                contract = agreed_contract(backend, engine, engine_name=run.engine.name)
+                contract = shared_contract(backend, engine, engine_name=run.engine.name)
             if contract is None and reuse:
                 raise ConfigError(
                     f"train.reuse_rollout_logprobs = true with engine.name = {run.engine.name!r} and "
@@ -251,22 +252,22 @@ def _agreement(
         raise
     if contract is None:
         return None
-    return Agreement(contract, reuse=reuse is not False, at_once=data_parallel(run, ranks))
+    return BitwiseCheck(contract, reuse=reuse is not False, at_once=data_parallel(run, ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What `load_policy` gives."""
+    """The result of `load_policy`."""
 
     axes: Axes
     model: LoadedModel
-    claim: Claim | None
+    batch_invariance: BatchInvariance | None
 
 
 def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None = None) -> Policy:
-    """The resolved axes and the policy, on its device; without weights, where the backend reads its own part
-    of them; its modules batch-invariant, if the axes say so. Seeds the global generators that dropout and
-    reward functions draw from: `run.seed` decides them too.
+    """Resolve the axes and load the policy on its device: without weights, where the backend reads its own
+    part of them; with batch-invariant modules, if the axes say so. Also seeds the global generators that
+    dropout and reward functions draw from.
 
     Raises:
         ConfigError, ModelError: the run is not possible with this model on this machine.
@@ -288,37 +289,37 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
         model = load_model(run.model, attention=axes.attention, device=device, materialize=whole)
         return dataclasses.replace(model, execution=axes.execution)
 
-    model, claim = load(), None
+    model, batch_invariance = load(), None
     if axes.batch_invariant:
-        claim = make_invariant(model, axes=axes, asked=run.train.batch_invariant)
-        if claim.refused is not None:
+        batch_invariance = make_invariant(model, axes=axes, required=run.train.batch_invariant)
+        if batch_invariance.refused is not None:
             take_back()
             del model  # it may be converted in part; two of them may not fit
             model = load()
             axes = dataclasses.replace(axes, batch_invariant=False)
-    return Policy(axes=axes, model=model, claim=claim)
+    return Policy(axes=axes, model=model, batch_invariance=batch_invariance)
 
 
 def engine_model(run: RunConfig, axes: Axes, model: LoadedModel, backend: TrainBackend) -> LoadedModel:
-    """What the engine samples with: the trainer's own module where its Parameters are whole between calls,
-    else a second one, into which every push copies."""
+    """Return the model that the engine samples with: the trainer's own module where its Parameters are whole
+    between calls, else a second one, into which every push copies."""
     if backend.weights(policy_version=0).shared_module is model.module:
         return model
     merged = run.model.model_copy(update={"lora": None})  # a backend that sends weights sends them merged
     own = load_model(merged, attention=axes.attention, device=torch.device(axes.device))
     own = dataclasses.replace(own, execution=model.execution)
-    return converted(own) if axes.batch_invariant else own
+    return convert_copy(own) if axes.batch_invariant else own
 
 
 def data_parallel(run: RunConfig, ranks: RankContext) -> int:
-    """How many ranks get micro-batches of their own."""
+    """Return how many ranks get micro-batches of their own."""
     return mesh_coordinates(run, ranks).sizes["dp"]
 
 
 def build_backend(
     run: RunConfig, axes: Axes, model: LoadedModel, *, updates_per_step: int, temperature: float, ref: bool
 ) -> TrainBackend:
-    """The train backend of `run`, told how many optimizer steps the schedule spans."""
+    """Build the train backend of `run`; its schedule spans run.steps * updates_per_step optimizer steps."""
     backend: TrainBackend = BACKENDS.load(run.train.backend)(
         resolved_train(run.train, axes),
         model=model,
@@ -338,7 +339,8 @@ def recording_header(
     temperature: float = 1.0,
     contract: KernelContract | None = None,
 ) -> RecordingHeader:
-    """What all inputs of this run's recording share. contract: of the train backend, if it keeps one."""
+    """Build the header that all inputs of this run's recording share. contract: the train backend's, if it
+    has one."""
     assert isinstance(run, GRPORun | OfflineRun)
     folder = Path(run.model.name)
     settings = {"dtype": axes.dtype} | ({"name": str(folder.resolve())} if folder.is_dir() else {})
@@ -383,7 +385,7 @@ def recording_header(
 
 
 def check_positions(model: LoadedModel, longest: int, *, setting: str) -> None:
-    """Refuse documents of more tokens than the model knows positions; every kind of run asks here.
+    """Refuse documents of more tokens than the model has positions.
 
     Args:
         longest: tokens of the longest document that the run has or may have.
@@ -406,15 +408,15 @@ class Planner:
     train: TrainConfig
     static_capacity: bool
     max_seqlen: int
-    """Longest document that the run can have, in tokens: what compiled graphs are made for."""
+    """Longest document that the run can have, in tokens; compiled graphs are made for it."""
     max_documents: int
     """Most documents of one optimizer step."""
     parts: int = 1
-    """Ranks that micro-batches are dealt out to."""
+    """Ranks that micro-batches are assigned to."""
 
     def __call__(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
-        """Balanced packs under the token budget, at static capacity where graphs need it; as many for one
-        rank as for the next where there are enough documents."""
+        """Return balanced packs under the token budget, at static capacity where graphs need it; the same
+        number for every rank where there are enough documents."""
         batches = self._plan(samples, loss_weights, at_least=self.parts)
         if len(batches) % self.parts and len(batches) < len(samples):
             return self._plan(samples, loss_weights, at_least=-(-len(batches) // self.parts) * self.parts)

@@ -66,7 +66,7 @@ class _Entry:
     step. -1: unknown, complete.json cannot be read."""
     metric: float | None
     damage: str | None
-    """What is wrong with it, as far as names and sizes tell; None: nothing."""
+    """The damage that names and sizes show; None: none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,13 +145,13 @@ class CheckpointManager:
         # A copy: the loop goes on with its own before a background save writes this one.
         state = {**copy.deepcopy(dict(run_state)), "step": step}
         temporary = self._ranks.from_first(
-            lambda: self._begin(path, state), Path, what="beginning a checkpoint"
+            lambda: self._make_temporary(path, state), Path, what="beginning a checkpoint"
         )
         with self._removed_on_error(temporary):
             try:
                 finish = backend.save(temporary, background=background)
             except OSError as error:
-                raise self._explained(path, error) from error
+                raise self._disk_error(path, error) from error
         saving = _Saving(temporary=temporary, path=path, run_state=state, metric=metric, finish=finish)
         self._saving = saving
         if background:
@@ -163,8 +163,8 @@ class CheckpointManager:
         return path
 
     def poll(self) -> Path | None:
-        """At each step boundary, on every rank: make a checkpoint of a background save that all ranks have
-        written. Nothing is said between ranks unless one is under way.
+        """Make a checkpoint of a background save that all ranks have written; called on every rank at each
+        step boundary. Ranks communicate only while a save is under way.
 
         Returns:
             The new checkpoint.
@@ -211,13 +211,13 @@ class CheckpointManager:
             CheckpointError: there is no checkpoint of that step, or it is damaged.
         """
         path, damage = self._ranks.from_first(
-            lambda: self._look(step), tuple[Path | None, str | None], what="finding a checkpoint"
+            lambda: self._select(step), tuple[Path | None, str | None], what="finding a checkpoint"
         )
         if path is not None and damage is not None:
-            raise CheckpointError(self._damaged(path, damage))
+            raise CheckpointError(self._damage_message(path, damage))
         return path
 
-    def _look(self, step: int | None) -> tuple[Path | None, str | None]:
+    def _select(self, step: int | None) -> tuple[Path | None, str | None]:
         entries = self._entries()
         if step is None:
             return (entries[-1].path, entries[-1].damage) if entries else (None, None)
@@ -243,7 +243,7 @@ class CheckpointManager:
                 lambda: _run_state(path), dict[str, JsonValue], what="reading a checkpoint"
             )
         except CheckpointError as error:
-            raise CheckpointError(self._damaged(path, str(error))) from error
+            raise CheckpointError(self._damage_message(path, str(error))) from error
 
     def load(self, path: Path, backend: TrainBackend) -> dict[str, Any]:
         """Check a checkpoint, load it into the backend, and return its run_state.
@@ -282,7 +282,7 @@ class CheckpointManager:
 
     # --- writing --------------------------------------------------------------------------------------------
 
-    def _begin(self, path: Path, state: Mapping[str, Any]) -> Path:
+    def _make_temporary(self, path: Path, state: Mapping[str, Any]) -> Path:
         """The hidden folder of a save of `path`."""
         try:
             json.dumps(_without_nan(state), allow_nan=False)
@@ -293,12 +293,12 @@ class CheckpointManager:
             self.directory.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
         except OSError as error:
-            raise self._explained(path, error) from error
+            raise self._disk_error(path, error) from error
         return temporary
 
     @contextlib.contextmanager
     def _removed_on_error(self, temporary: Path) -> Iterator[None]:
-        """An error inside is one of every rank, so that none of them still writes."""
+        """Remove the folder when the body raises, which it does on every rank, so that none still writes."""
         try:
             yield
         except BaseException:
@@ -316,23 +316,23 @@ class CheckpointManager:
             )
             for own in written:
                 hashes |= own
-            self._ranks.from_first(lambda: self._complete(saving, hashes), what="completing a checkpoint")
+            self._ranks.from_first(lambda: self._finalize(saving, hashes), what="completing a checkpoint")
         return saving.path
 
     def _written(self, saving: _Saving) -> dict[str, str]:
         """sha256 of this rank's files by name."""
         if isinstance(saving.error, OSError):
-            raise self._explained(saving.path, saving.error) from saving.error
+            raise self._disk_error(saving.path, saving.error) from saving.error
         if saving.error is not None:
             raise saving.error
         return saving.hashes
 
-    def _complete(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
+    def _finalize(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
         try:
             self._write_complete(saving, hashes)
-            self._put(saving.temporary, saving.path)
+            self._publish(saving.temporary, saving.path)
         except OSError as error:
-            raise self._explained(saving.path, error) from error
+            raise self._disk_error(saving.path, error) from error
         self.prune()
 
     def _write_complete(self, saving: _Saving, hashes: Mapping[str, str]) -> None:
@@ -363,8 +363,9 @@ class CheckpointManager:
         write_json(folder / COMPLETE, complete)
         sync_folder(folder)
 
-    def _put(self, temporary: Path, path: Path) -> None:
-        """The rename that makes it a checkpoint; one that is in the way steps aside first."""
+    def _publish(self, temporary: Path, path: Path) -> None:
+        """Rename the folder, which makes it a checkpoint; an existing one of the same name is moved aside
+        first."""
         aside = self._hidden("replaced", path)
         if path.exists():
             path.rename(aside)
@@ -387,7 +388,7 @@ class CheckpointManager:
         return path.with_name(f".{purpose}-{path.name}-{secrets.token_hex(4)}")
 
     def _remove_leftovers(self) -> None:
-        """What a killed process left; a complete checkpoint that had only stepped aside is put back."""
+        """Remove what a killed process left; a complete checkpoint that was only moved aside is put back."""
         if not self.directory.is_dir():
             return
         for path in sorted(self.directory.iterdir()):
@@ -414,15 +415,15 @@ class CheckpointManager:
                 entries.append(_entry(path, int(match[1])))
         known = [entry for entry in entries if entry.sequence >= 0]
         # One whose complete.json is gone cannot tell when it was saved: right after its predecessor by step.
-        return sorted(entries, key=lambda e: (_place(e, known), e.step))
+        return sorted(entries, key=lambda e: (_sort_key(e, known), e.step))
 
     def _verify(self, path: Path) -> None:
         """Raises CheckpointError on every rank."""
         rank, size = self._ranks.rank, self._ranks.world_size
         self._ranks.each(lambda: verify(path, part=rank, of=size), what="verifying a checkpoint")
 
-    def _damaged(self, path: Path, damage: str) -> str:
-        """What to say, and which other one could be used. Collective."""
+    def _damage_message(self, path: Path, damage: str) -> str:
+        """The message, with the newest undamaged checkpoint. Collective."""
         others = self._ranks.from_first(
             lambda: [(e.path, e.step) for e in self._entries() if e.damage is None and e.path != path],
             list[tuple[Path, int]],
@@ -437,13 +438,13 @@ class CheckpointManager:
                 )
         return f"checkpoint {path} is damaged: {damage}. There is no undamaged one in {self.directory}"
 
-    def _explained(self, path: Path, error: OSError) -> CheckpointError:
+    def _disk_error(self, path: Path, error: OSError) -> CheckpointError:
         if not is_out_of_space(error):
             return CheckpointError(
                 f"{path} could not be saved: {error}; earlier checkpoints are as they were"
             )
         good = [e.path for e in self._entries() if e.damage is None]
-        sizes = [sum(r["bytes"] for r in _complete(p)["files"].values()) for p in good]
+        sizes = [sum(r["bytes"] for r in _read_complete(p)["files"].values()) for p in good]
         needed = f"needs about {sizes[-1]} bytes" if sizes else "is the run's first"
         free = shutil.disk_usage(self.directory).free
         return CheckpointError(
@@ -462,7 +463,7 @@ def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
     Raises:
         CheckpointError: names the first file that is missing or differs.
     """
-    complete = _complete(path)
+    complete = _read_complete(path)
     records = {name: FileRecord(**record) for name, record in complete["files"].items()}
     owners = share_out({name: record.bytes for name, record in records.items()}, of)
     for name, record in records.items():
@@ -482,7 +483,7 @@ def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any])
 
 
 def _check_state(path: Path, index: StateIndex, complete: Mapping[str, Any]) -> None:
-    """Whether complete.json vouches for all that the train state consists of."""
+    """Raise CheckpointError unless complete.json lists every file of the train state."""
     listed = complete["files"]
     lists = [
         rank_file("files", "json", rank=rank, size=index.world_size) for rank in range(1, index.world_size)
@@ -496,10 +497,10 @@ def _check_state(path: Path, index: StateIndex, complete: Mapping[str, Any]) -> 
                 f"{path}: {COMPLETE} and {STATE} differ in what {name!r} must be; files of two checkpoints "
                 "are mixed"
             )
-    said, steps = complete.get("optimizer_steps"), index.progress.get("step")
-    if said is not None and said != steps:  # checkpoints of earlier versions do not say it
+    recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
+    if recorded is not None and recorded != steps:  # checkpoints of earlier versions do not have it
         raise CheckpointError(
-            f"{path}: {COMPLETE} is of {said} optimizer steps, {STATE} of {steps!r:.40}; files of two "
+            f"{path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; files of two "
             "checkpoints are mixed"
         )
 
@@ -535,17 +536,17 @@ def _with_nan(value: Any) -> Any:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
-def _place(entry: _Entry, known: Sequence[_Entry]) -> float:
+def _sort_key(entry: _Entry, known: Sequence[_Entry]) -> float:
     if entry.sequence >= 0:
         return entry.sequence
     return max((other.sequence for other in known if other.step < entry.step), default=-1) + 0.5
 
 
 def _entry(path: Path, step: int) -> _Entry:
-    """What names and sizes tell about a checkpoint."""
+    """Read a checkpoint's entry; checks names and sizes, not contents."""
     try:
         check_inside(path, CheckpointError, root=path.parent)
-        complete = _complete(path)
+        complete = _read_complete(path)
     except CheckpointError as error:
         return _Entry(path=path, step=step, sequence=-1, metric=None, damage=str(error))
     damage = None
@@ -560,7 +561,7 @@ def _entry(path: Path, step: int) -> _Entry:
     )
 
 
-def _complete(path: Path) -> dict[str, Any]:
+def _read_complete(path: Path) -> dict[str, Any]:
     """complete.json, its fields checked. Raises CheckpointError."""
     file = path / COMPLETE
     value: Any = read_json(file)

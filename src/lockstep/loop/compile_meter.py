@@ -1,4 +1,4 @@
-"""What torch.compile did in a step, of all ranks."""
+"""Counts of torch.compile's work in a step, over all ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class CompileMeter:
     """compile/* per step: what a backend's `compile_report` counted since the last reading.
 
     Args:
-        backend: the train backend; one without compiled parts has nothing to say.
-        ranks: each compiles for itself; the largest count of all is told, because the others waited for it.
+        backend: the train backend; one without compiled parts has no metrics.
+        ranks: each compiles for itself; the largest count is reported, because the others waited for it.
     """
 
     def __init__(self, backend: TrainBackend, *, ranks: RankContext) -> None:
@@ -24,7 +24,8 @@ class CompileMeter:
         self._before = dict.fromkeys(_COUNTED, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Collective where the backend compiles; empty elsewhere."""
+        """Return the counts since the last call; empty where the backend does not compile. Collective where
+        it does."""
         report = self._report()
         if report is None:
             return {}
@@ -32,4 +33,4 @@ class CompileMeter:
         own = {name: now[name] - self._before[name] for name in _COUNTED}
         self._before = now
         everyone = self._ranks.gather(own, dict[str, float], what="the step's compilations")
-        return {f"compile/{name}": max(found[name] for found in everyone) for name in _COUNTED}
+        return {f"compile/{name}": max(counts[name] for counts in everyone) for name in _COUNTED}

@@ -1,6 +1,6 @@
-"""train.deterministic: what torch, CUDA and NCCL must be told so that a run can be repeated to the bit.
+"""train.deterministic: the settings of torch, CUDA and NCCL that make a run bitwise repeatable.
 
-The same run on the same machine: the same device, number of ranks, CPU threads and versions.
+It holds for the same run on the same machine: the same device, number of ranks, CPU threads and versions.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_VALUES = (":16:8", ":4096:8")
 _NCCL = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
-"""Sums over ranks in one order, whatever NCCL measured when it started, and none inside of a switch. What the
-environment says already stays."""
+"""Sums over ranks in one order, whatever NCCL measured when it started, and none inside a switch. A variable
+that is already set stays."""
 
 
 @contextlib.contextmanager
 def deterministic(train: TrainConfig) -> Iterator[None]:
-    """Around a run, from before its ranks join and its model is loaded; what was changed is put back.
-
-    Without train.deterministic nothing is changed.
+    """Make the run inside deterministic, from before its ranks connect and its model is loaded, and restore
+    the settings afterwards. Without train.deterministic nothing is changed.
     """
     if not train.deterministic:
         yield
@@ -57,23 +56,24 @@ def deterministic(train: TrainConfig) -> Iterator[None]:
 
 
 def prepare_cublas() -> None:
-    """Before the first matrix product on CUDA: workspaces of a fixed size, which torch insists on under
-    deterministic algorithms. The variable stays: cuBLAS reads it when it makes a workspace.
+    """Give cuBLAS workspaces of a fixed size, which torch requires under deterministic algorithms; to be
+    called before the first matrix product on CUDA. The variable stays set: cuBLAS reads it when it makes a
+    workspace.
 
     Raises:
         ConfigError: it has a value that torch does not accept.
     """
-    given = os.environ.setdefault(CUBLAS, _CUBLAS_VALUES[1])
-    if given not in _CUBLAS_VALUES:
+    value = os.environ.setdefault(CUBLAS, _CUBLAS_VALUES[1])
+    if value not in _CUBLAS_VALUES:
         raise ConfigError(
-            f"{CUBLAS} = {given!r}: under train.deterministic = true torch accepts "
+            f"{CUBLAS} = {value!r}: under train.deterministic = true torch accepts "
             f"{' or '.join(_CUBLAS_VALUES)}; set one of them, or unset the variable"
         )
 
 
 def weights_hash(backend: TrainBackend) -> str:
-    """lockstep.recording.storage.fingerprint of the policy's weights in the compute dtype. Collective where
-    ranks have parts of them."""
+    """Hash the policy's weights in the compute dtype with lockstep.recording.storage.fingerprint. Collective
+    where ranks have parts of them."""
     update = backend.weights(policy_version=0)
     if update.shared_module is not None:
         return fingerprint(module_tensors(update.shared_module).items())

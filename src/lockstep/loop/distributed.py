@@ -1,7 +1,7 @@
-"""Several ranks of one run: how they find each other, what they compare before anything starts, and how
-rank 0 opens the folder that all of them use.
+"""Distributed setup of a run: ranks connect, compare their settings before anything starts, and rank 0 opens
+the folder that all of them use.
 
-Every rank runs the same loop on the same data. Rank 0 alone writes the run directory and shows what happens.
+Every rank runs the same loop on the same data. Only rank 0 writes the run directory and the terminal.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from lockstep.ranks.launch import in_launcher
 from lockstep.version import __version__
 
 WAIT_SECONDS = 1800.0
-"""How long a rank waits for another where nothing else is asked for: slow rewards are in it."""
+"""How long a rank waits for another unless set otherwise; long enough for slow rewards."""
 
 
 @contextlib.contextmanager
-def joined(
+def connect_ranks(
     run: RunConfig, ranks: RankContext | None = None, *, seconds: float | None = None
 ) -> Iterator[RankContext]:
-    """The ranks of this run: those that were joined already, those of the launcher that started this process,
-    or this process alone.
+    """Yield the ranks of this run: `ranks` where they are connected already, those of the launcher that
+    started this process, or this process alone.
 
     Args:
         seconds: deadline of every wait for another rank; None: WAIT_SECONDS.
 
     Raises:
         ConfigError: `run` cannot be spread over so many ranks.
-        RankError: the others did not come.
+        RankError: the others did not connect.
     """
     if ranks is not None:
         check_ranks(run, ranks.world_size)
@@ -65,7 +65,7 @@ def joined(
 
 
 def compare_settings(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> None:
-    """Raise ConfigError on every rank, naming what differs, unless all have the same config and versions."""
+    """Raise ConfigError on every rank, with the differences, unless all have the same config and versions."""
     now = manifest()
     versions = {f"version of {name}": now[name] for name in ("lockstep", "torch", "transformers", "python")}
     values = flat(to_values(run)) | {"resume": None if resume is None else str(resume)}
@@ -81,13 +81,13 @@ class MeshCoordinates:
 
     @property
     def stream(self) -> int:
-        """Ranks with tokens of their own draw dropout of their own; those that share matrices draw the
-        same."""
+        """The dropout stream: ranks with different tokens draw different dropout, ranks that share matrices
+        the same."""
         return self.at["dp"] * self.sizes["ring"] + self.at["ring"]
 
 
 def mesh_coordinates(run: RunConfig, ranks: RankContext) -> MeshCoordinates:
-    """tp is innermost: its ranks are neighbours."""
+    """Return this rank's coordinates; tp is innermost, so its ranks are neighbours."""
     tp, ring = run.train.tp, run.train.ring
     return MeshCoordinates(
         sizes={"dp": ranks.world_size // (tp * ring), "ring": ring, "tp": tp},
@@ -96,23 +96,23 @@ def mesh_coordinates(run: RunConfig, ranks: RankContext) -> MeshCoordinates:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted path.
+    """Flatten nested settings to dotted paths.
 
     Example:
         >>> flat({"train": {"lr": 0.1}, "steps": 2})
         {'train.lr': 0.1, 'steps': 2}
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            flattened |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            flattened[prefix + name] = value
+    return flattened
 
 
 def open_run_dir(run: RunConfig, ranks: RankContext, *, resume: Path | None) -> RunDir:
-    """The run's folder: locked and written by rank 0, read by the others, which must see the same files.
+    """Open the run's folder: locked and written by rank 0, read by the others, which must see the same files.
 
     Raises:
         ConfigError: it holds another run, or another process writes it; on every rank.
@@ -148,7 +148,7 @@ def _reopen(run: RunConfig, folder: Path) -> RunDir:
 
 
 def manifest() -> dict[str, Any]:
-    """What this process runs with."""
+    """Return the versions and the machine of this process."""
     return {
         "lockstep": __version__,
         "torch": torch.__version__,
@@ -162,7 +162,7 @@ def manifest() -> dict[str, Any]:
 
 
 def resume_command(folder: Path, ranks: RankContext) -> str:
-    """What goes on with the run in `folder`."""
+    """Return the command that resumes the run in `folder`."""
     command = f"lockstep train --resume {shlex.quote(str(folder))}"
     if ranks.world_size == 1:
         return command

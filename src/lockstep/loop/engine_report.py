@@ -1,4 +1,4 @@
-"""What the RL loop says about its engine: to the manifest, to the metrics, and when memory runs out."""
+"""Reports of the RL loop about its engine: for the manifest, for the metrics, and when memory runs out."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lockstep.transfer import ledger
 
 
 def engine_report(engine: InferenceEngine, transfer: WeightTransfer) -> dict[str, Any]:
-    """For the manifest: how weights travel and, of an engine of another project, its version, command and
-    environment."""
+    """Return the manifest's fields: the weight transport and, for an external engine, its version, command
+    and environment."""
     described: Mapping[str, Any] = getattr(engine, "describe", dict)()
     return {"transport": getattr(transfer, "transport", "shared"), **described}
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
-    """The same for the display; nothing for an engine that is part of this process."""
+    """Return the report as lines for the display; none for an engine inside this process."""
     if set(report) == {"transport"}:
         return []
-    shown = [f"{key} {value}" for key, value in report.items() if not isinstance(value, Mapping | list)]
-    lines = ["engine: " + ", ".join(shown)]
+    scalars = [f"{key} {value}" for key, value in report.items() if not isinstance(value, Mapping | list)]
+    lines = ["engine: " + ", ".join(scalars)]
     environment = report.get("environment")
     if isinstance(environment, Mapping) and environment:
         lines.append("engine environment: " + " ".join(f"{k}={v}" for k, v in sorted(environment.items())))
@@ -38,18 +38,18 @@ _Reading = tuple[EngineStats, EngineStats]
 
 
 class EngineMeter:
-    """What the engines of all ranks did between two readings."""
+    """Throughput and cache use of the engines of all ranks between two readings."""
 
     def __init__(self, engine: InferenceEngine, *, ranks: RankContext) -> None:
         self._engine, self._ranks = engine, ranks
         self._before = engine.stats()
 
     def start(self) -> None:
-        """What was done up to now does not count."""
+        """Start counting from here."""
         self._before = self._engine.stats()
 
     def metrics(self) -> dict[str, float]:
-        """engine/* since `start`. Collective."""
+        """Return engine/* since `start`. Collective."""
         now = self._engine.stats()
         everyone = self._ranks.gather((self._before, now), _Reading, what="the engines' figures")
         values = _rates(everyone)
@@ -61,7 +61,7 @@ class EngineMeter:
 
 
 def _rates(readings: list[_Reading]) -> dict[str, float]:
-    """Ranks sample side by side, so tokens add up and the slowest one's seconds count."""
+    """Ranks sample in parallel: their tokens are added up, and the slowest one's seconds count."""
 
     def added(name: str) -> list[float]:
         return [getattr(after, name) - getattr(before, name) for before, after in readings]
@@ -74,15 +74,15 @@ def _rates(readings: list[_Reading]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def naming_memory(
+def explain_out_of_memory(
     side: Literal["engine", "trainer"],
     *,
     engine: InferenceEngine,
     transfer: WeightTransfer,
     device: str,
 ) -> Iterator[None]:
-    """Inside, an error of memory that ran out says whose it was, and what both sides held around the last
-    weight update; for an engine that shares a GPU with the trainer."""
+    """Add to an out-of-memory error whose it was and what engine and trainer held around the last weight
+    update; for an engine that shares a GPU with the trainer."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,5 +1,5 @@
-"""Where an engine with weights of its own finds the run's model: a folder without weights, and what it must
-know besides."""
+"""The spec of an engine with its own weights: a folder of the run's model without weights, its dtype, lengths
+and device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lockstep.models.load import LoadedModel
 from lockstep.models.quiet import quiet_transformers
 
 
-def engine_place(run: GRPORun, axes: Axes, model: LoadedModel, *, work_dir: Path) -> EngineSpec:
-    """The place of `run`'s engine; writes `work_dir`/model.
+def external_engine_spec(run: GRPORun, axes: Axes, model: LoadedModel, *, work_dir: Path) -> EngineSpec:
+    """Build the spec of `run`'s engine; writes `work_dir`/model.
 
     Raises:
         ConfigError: engine.max_model_len is too short for the run.
@@ -48,7 +48,7 @@ def engine_place(run: GRPORun, axes: Axes, model: LoadedModel, *, work_dir: Path
 
 
 def max_model_len(run: GRPORun, *, max_positions: int) -> int:
-    """Longest prompt and completion of training and evaluations, as far as the model has positions.
+    """Return the longest prompt and completion of training and evaluations, at most the model's positions.
 
     Raises:
         ConfigError: engine.max_model_len is below what training needs.
@@ -64,7 +64,7 @@ def max_model_len(run: GRPORun, *, max_positions: int) -> int:
 
 
 def write_model_folder(model: LoadedModel, folder: Path) -> Path:
-    """Config, generation config and tokenizer as transformers saves them, without weights."""
+    """Write config, generation config and tokenizer as transformers saves them, without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     module = causal_lm(model.module)
     config = copy.deepcopy(hf_config(model.module))
@@ -81,7 +81,7 @@ def write_model_folder(model: LoadedModel, folder: Path) -> Path:
 
 def _numbered(device: str) -> str:
     """cuda -> cuda:N."""
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    parsed = torch.device(device)
+    if parsed.type == "cuda" and parsed.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return device

@@ -11,11 +11,11 @@ from lockstep.config.rollout import SamplingConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.build import OnlineParts
 from lockstep.rollout.rewards import lenient_accuracy, lenient_correct
-from lockstep.rollout.sampler import Draw, GroupSampler
+from lockstep.rollout.sampler import GroupSampler, SampleKey
 from lockstep.schema.rollout import Prompt, RolloutGroup
 
 EVAL_STEP = -1
-"""Stands where a training step would in a sample's seed: evaluation noise is the same at every evaluation."""
+"""Used in place of the training step in a sample's seed, so every evaluation draws the same noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,7 @@ class Evaluation:
     """One pass over the held-out prompts."""
 
     strict_accuracy: float | None
-    """Share the task's verifier accepts; None for data without answers."""
+    """Share that the task's verifier accepts; None for data without answers."""
     lenient_accuracy: float | None
     """The larger of first-number and last-number accuracy over the whole completion: blind to format and
     to length."""
@@ -65,7 +65,7 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | 
     )
     sampled = sampler.groups(
         eval_prompts(parts),
-        Draw(run_seed=run.seed, step=EVAL_STEP),
+        SampleKey(run_seed=run.seed, step=EVAL_STEP),
         sampling=sampling,
         group_size=run.eval.samples_per_prompt,
     )
@@ -78,11 +78,12 @@ def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
 
 
 def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
-    """Accuracies and mean reward of finished rollouts; on several ranks each judges a share of them."""
+    """Return accuracies and mean reward of finished rollouts; with several ranks each scores a share of
+    them."""
     rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
     texts = [(row, rollout.completion.text or "") for row, rollout in rollouts]
     share = texts[parts.ranks.rank :: parts.ranks.world_size]
-    everyone = parts.ranks.each(lambda: _judged(parts, share), _Marks, what="judging the evaluation")
+    everyone = parts.ranks.each(lambda: _mark(parts, share), _Marks, what="judging the evaluation")
     strict = [mark for marks, _ in everyone for mark in marks]
     lenient = [mark for _, marks in everyone for mark in marks]
     return Evaluation(
@@ -98,8 +99,8 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
 _Marks = tuple[list[bool], list[tuple[bool, bool]]]
 
 
-def _judged(parts: OnlineParts, texts: Sequence[tuple[Mapping[str, Any], str]]) -> _Marks:
-    """Strict and lenient marks of (row, completion), of those that have any."""
+def _mark(parts: OnlineParts, texts: Sequence[tuple[Mapping[str, Any], str]]) -> _Marks:
+    """Strict and lenient marks of the (row, completion) pairs that have any."""
     strict = [mark for row, text in texts if (mark := parts.rewards.strict(row, text)) is not None]
     parts.rewards.take_counts()  # else the next training step would report them as its own
     lenient = [marks for row, text in texts if (marks := lenient_correct(row, text)) is not None]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish what must be whole, save, say how to resume. A second one stops at once."""
+"""Ctrl-C and SIGTERM: finish the current write, save, show how to resume. A second signal stops at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was stopped at once; `summary` says what is left and how to go on."""
+    """The run was stopped at once; `summary` has its state and the command that resumes it."""
 
     def __init__(self, summary: Mapping[str, Any]) -> None:
         super().__init__("interrupted")
@@ -48,7 +48,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def deferred(self, on_request: Callable[[], None]) -> Iterator[Interrupt]:
-        """Inside, the first signal only asks."""
+        """Inside, the first signal only sets `requested` and calls `on_request`."""
         self._on_request = on_request
         try:
             yield self
@@ -63,7 +63,7 @@ class Interrupt:
         self.request(self.signal)
 
     def request(self, number: signal.Signals) -> None:
-        """What the first signal does; another rank's counts as this one's."""
+        """Do what the first signal does; also called when another rank got it."""
         self.signal = number
         self.requested = True
         if self._on_request is not None:

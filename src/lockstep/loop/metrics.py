@@ -1,4 +1,4 @@
-"""What a step says about itself: plain numbers from rollouts and micro-batches."""
+"""Metrics of a step: plain numbers from rollouts and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lockstep.schema.rollout import RolloutGroup
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Rewards (total and by name), completion lengths in tokens, and how samples ended."""
+    """Return rewards (total and by name), completion lengths in tokens, and the share of truncated
+    samples."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
     prompts = [len(group.prompt.token_ids) for group in groups]
@@ -37,7 +38,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Shapes that reach the trainer in one step: what to look at first when a step is suddenly slow."""
+    """Return the shapes that reach the trainer in one step: the first thing to look at when a step is
+    slow."""
     slots = sum(batch.num_slots for batch in batches)
     tokens = sum(batch.num_tokens for batch in batches)
     return {
@@ -58,11 +60,14 @@ rounding stay well below the first; other weights, another temperature or trunca
 
 
 def gap_complaint(metrics: Mapping[str, float], *, dtype: str, temperature: float) -> str | None:
-    """What is wrong with the logprob_gap of a step whose rollouts came from the very weights it starts from.
+    """Check the logprob_gap of a step whose rollouts came from the weights that it starts from.
 
     Args:
         metrics: logprob_gap_mean, _p99, _max and _k3 of the step, nats.
         temperature: of sampling; below 1 it magnifies rounding, so the limits are divided by it.
+
+    Returns:
+        A warning; None: the gap is small enough.
 
     Raises:
         EngineError: the mean is beyond the second limit, or not a number.
@@ -71,9 +76,11 @@ def gap_complaint(metrics: Mapping[str, float], *, dtype: str, temperature: floa
     mean = metrics["logprob_gap_mean"]
     if mean <= warn:
         return None
-    shown = ", ".join(f"{name} {metrics[f'logprob_gap_{name}']:.2g}" for name in ("mean", "p99", "max", "k3"))
+    figures = ", ".join(
+        f"{name} {metrics[f'logprob_gap_{name}']:.2g}" for name in ("mean", "p99", "max", "k3")
+    )
     text = (
-        f"at the first step the engine's logprobs differ from the trainer's by {shown} nats, more than the "
+        f"at the first step the engine's logprobs differ from the trainer's by {figures} nats, more than the "
         f"{warn:.2g} that rounding in {dtype} explains"
     )
     if mean <= stop:

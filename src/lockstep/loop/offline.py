@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.config.run import OfflineRun
 from lockstep.loop.axes import Axes
-from lockstep.loop.batch_invariance import claim_manifest
+from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
     Planner,
     build_backend,
@@ -21,7 +21,7 @@ from lockstep.loop.build import (
 )
 from lockstep.loop.compile_meter import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
-from lockstep.loop.distributed import joined
+from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.metrics import shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
@@ -50,7 +50,7 @@ def train_offline(
         return summary
     with (
         deterministic(run.train),
-        joined(run, ranks) as ranks,
+        connect_ranks(run, ranks) as ranks,
         Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks) as session,
     ):
         with ranks.together("loading model and data"):
@@ -62,7 +62,7 @@ def train_offline(
         plan = _planner(run, axes, ranks)
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
         contract, compiled = getattr(backend, "contract", None), CompileMeter(backend, ranks=ranks)
-        session.dir.update_manifest(claim_manifest(policy.claim, contract))
+        session.dir.update_manifest(batch_invariance_manifest(policy.batch_invariance, contract))
         first_step = session.restore(backend)
         header = recording_header(run, axes=axes, model=model, plan=plan, contract=contract)
         recorder = session.recorder(header, first_step=first_step, model=model, backend=backend)
@@ -106,8 +106,8 @@ def train_offline(
                     update = backend.optimizer_step()
                 metrics = {"loss": float(sum(stats.losses)), **update, **task.metrics(batches, stats)}
                 metrics |= shape_metrics(batches) | compiled.metrics()
-                found = weights_hash(backend) if run.train.deterministic else None
-                session.log_step(done, metrics, weights_hash=found)
+                weights = weights_hash(backend) if run.train.deterministic else None
+                session.log_step(done, metrics, weights_hash=weights)
             return session.finish(run.steps, backend)
 
 

@@ -23,19 +23,19 @@ from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import evaluates
 from lockstep.errors import ConfigError
-from lockstep.loop.batch_invariance import claim_lines, claim_manifest, contract_change
+from lockstep.loop.batch_invariance import batch_invariance_lines, batch_invariance_manifest, contract_change
 from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.compile_meter import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
-from lockstep.loop.distributed import joined
-from lockstep.loop.engine_report import EngineMeter, engine_report, naming_memory, report_lines
+from lockstep.loop.distributed import connect_ranks
+from lockstep.loop.engine_report import EngineMeter, engine_report, explain_out_of_memory, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.metrics import rollout_metrics, shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
 from lockstep.ranks.context import RankContext
-from lockstep.rollout.sampler import Draw, GroupSampler, Resampling, SampledStep
+from lockstep.rollout.sampler import GroupSampler, Resampling, SampledStep, SampleKey
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.rollout import RolloutGroup
 
@@ -61,7 +61,7 @@ def train_online(
         return summary
     with contextlib.ExitStack() as cleanup:
         cleanup.enter_context(deterministic(run.train))
-        ranks = cleanup.enter_context(joined(run, ranks))
+        ranks = cleanup.enter_context(connect_ranks(run, ranks))
         session = cleanup.enter_context(Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks))
         hold_out = _holds_out(session)
         parts = build_online(
@@ -107,14 +107,14 @@ def train_online(
                 metrics = result.metrics | sampled.counts
                 if done == first_step:
                     metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
-                found = weights_hash(parts.backend) if run.train.deterministic else None
-                session.log_step(done, metrics | compiled.metrics(), weights_hash=found)
+                weights = weights_hash(parts.backend) if run.train.deterministic else None
+                session.log_step(done, metrics | compiled.metrics(), weights_hash=weights)
             return session.finish(run.steps, parts.backend)
 
 
 def _holds_out(session: Session) -> bool:
-    """Whether prompts are held out of training: what was decided when the run was started, as evaluations may
-    be turned on and off on resume, and the training data must stay.
+    """Return whether prompts are held out of training. This is decided when the run is started: evaluations
+    may be turned on and off on resume, and the training data must stay the same.
 
     Raises:
         ConfigError: an evaluation is asked for, and the run has trained on all prompts.
@@ -133,17 +133,19 @@ def _holds_out(session: Session) -> bool:
 
 
 def _describe_engine(session: Session, parts: OnlineParts) -> None:
-    """How the engine works and what it has promised, to the manifest and the display."""
+    """Write the engine's report and its kernel contract to the manifest and the display."""
     report = engine_report(parts.engine, parts.transfer)
-    contract = None if parts.agreement is None else parts.agreement.contract
+    contract = None if parts.bitwise_check is None else parts.bitwise_check.contract
     changed = contract_change(session.dir.read_manifest().get("contract"), contract)
-    session.dir.update_manifest({"engine": report} | claim_manifest(parts.claim, contract))
-    for line in [*report_lines(report), *claim_lines(parts.claim, contract), *changed]:
+    session.dir.update_manifest(
+        {"engine": report} | batch_invariance_manifest(parts.batch_invariance, contract)
+    )
+    for line in [*report_lines(report), *batch_invariance_lines(parts.batch_invariance, contract), *changed]:
         session.display.note(line)
 
 
 def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:
-    """The same parts, with whatever the backend is fed going through the run's recorder, if it has one."""
+    """Return the parts with the backend's inputs going through the run's recorder, if it has one."""
     run = parts.run
     temperature = run.rollout.sampling.temperature
     recorder = session.recorder(
@@ -164,7 +166,8 @@ def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlinePa
 
 
 def _evaluate(session: Session, trainer: OnlineTrainer, done: int) -> bool:
-    """The evaluation that is due after `done` steps; False when there is none, or when it was cut short."""
+    """Run the evaluation that is due after `done` steps; False when there is none, or when it was cut
+    short."""
     run = trainer.parts.run
     name, factor = "during", 1
     if done == 0:
@@ -183,7 +186,7 @@ def _evaluate(session: Session, trainer: OnlineTrainer, done: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What the update of one rollout batch gave."""
+    """The result of the update on one rollout batch."""
 
     metrics: dict[str, float]
     groups: list[RolloutGroup]
@@ -210,7 +213,7 @@ class OnlineTrainer:
         self._verified: dict[str, float] = {}
 
     def sample(self, step: int) -> SampledStep:
-        """Rollouts of step `step` with their rewards: a pure function of (run, step, weights)."""
+        """Sample the rollouts of `step` and their rewards: a pure function of (run, step, weights)."""
         parts, run = self.parts, self.parts.run
         self._step = step
         options = parts.algorithm_options
@@ -225,10 +228,10 @@ class OnlineTrainer:
             cancelled=self.cancelled,
             ranks=parts.ranks,
         )
-        draw = Draw(run_seed=run.seed, step=step)
+        key = SampleKey(run_seed=run.seed, step=step)
         self._meter.start()
-        with self.spans("generate"), self._naming_memory("engine"):
-            sampled = sampler.step(parts.prompts, draw, rollout=run.rollout, resampling=resampling)
+        with self.spans("generate"), self._explain_out_of_memory("engine"):
+            sampled = sampler.step(parts.prompts, key, rollout=run.rollout, resampling=resampling)
         if sampled.aborted:
             return sampled
         counts = sampled.counts | self._meter.metrics() | self._verified
@@ -236,13 +239,13 @@ class OnlineTrainer:
         return dataclasses.replace(sampled, counts=counts)
 
     def update(self, groups: Sequence[RolloutGroup]) -> StepResult:
-        """Every optimizer step of one rollout batch. With engine.sleep the engine sleeps from here to the
+        """Do every optimizer step of one rollout batch. With engine.sleep the engine sleeps from here to the
         next `push`."""
         if self.parts.run.engine.sleep and not self._asleep:
             with self.spans("sleep"), self.parts.ranks.together("putting the engine to sleep"):
                 self.parts.engine.sleep()
             self._asleep = True
-        with self._naming_memory("trainer"):
+        with self._explain_out_of_memory("trainer"):
             return self._update(groups)
 
     def _update(self, groups: Sequence[RolloutGroup]) -> StepResult:
@@ -251,31 +254,31 @@ class OnlineTrainer:
         groups = parts.algorithm.shape(groups, ref_logprobs=ref_logprobs)
         parts.recorder.see(groups)
         samples = parts.algorithm.samples(groups, ref_logprobs=ref_logprobs)
-        agreement, loss = parts.agreement, parts.algorithm.loss()
-        if agreement is not None:
-            agreement.begin(self._step, groups)
+        check, loss = parts.bitwise_check, parts.algorithm.loss()
+        if check is not None:
+            check.begin(self._step, groups)
         minibatches = self._minibatches(samples, ref_logprobs)
         updates: list[dict[str, float]] = []
         for _ in range(train.epochs_per_batch):
             for batches in minibatches:
                 with self.spans("forward_backward"):
                     stats = parts.backend.forward_backward(batches, loss)
-                if agreement is not None and not updates:  # the weights are still those of the rollouts
-                    agreement.check(batches, stats.logprobs)
+                if check is not None and not updates:  # the weights are still those of the rollouts
+                    check.check(batches, stats.logprobs)
                 with self.spans("optimizer"):
                     update = parts.backend.optimizer_step()
                 loss_value = {"loss": float(sum(stats.losses))}
                 updates.append(loss_value | update | parts.algorithm.metrics(batches, stats))
         shapes = shape_metrics([batch for batches in minibatches for batch in batches])
         metrics = rollout_metrics(groups) | shapes | _combine(updates)
-        if agreement is not None:
-            metrics |= agreement.metrics(int(shapes["input/trained_tokens"]))
+        if check is not None:
+            metrics |= check.metrics(int(shapes["input/trained_tokens"]))
         return StepResult(metrics=metrics, groups=groups)
 
     def push(self, *, policy_version: int) -> None:
-        """The engine samples from the trainer's current weights from here on."""
+        """Send the trainer's current weights to the engine, which samples from them from here on."""
         parts = self.parts
-        with self._naming_memory("engine"):
+        with self._explain_out_of_memory("engine"):
             if self._asleep:
                 with self.spans("sleep"), parts.ranks.together("waking the engine"):
                     parts.engine.wake()
@@ -287,12 +290,16 @@ class OnlineTrainer:
                 with self.spans("verify"):
                     self._verified |= parts.verifier()
 
-    def _naming_memory(self, side: Literal["engine", "trainer"]) -> contextlib.AbstractContextManager[None]:
+    def _explain_out_of_memory(
+        self, side: Literal["engine", "trainer"]
+    ) -> contextlib.AbstractContextManager[None]:
         parts = self.parts
-        return naming_memory(side, engine=parts.engine, transfer=parts.transfer, device=parts.axes.device)
+        return explain_out_of_memory(
+            side, engine=parts.engine, transfer=parts.transfer, device=parts.axes.device
+        )
 
     def evaluate(self, *, max_tokens_factor: int = 1) -> Evaluation | None:
-        """Held-out accuracy and mean reward; None when generation was aborted."""
+        """Return held-out accuracy and mean reward; None when generation was aborted."""
         with self.spans("evaluate"):
             return evaluate(self.parts, max_tokens_factor=max_tokens_factor)
 
@@ -329,20 +336,21 @@ class OnlineTrainer:
         samples = rollout_samples(groups)
         with self.spans("logprobs"):
             batches = self.parts.plan(samples, [sample.loss_mask.float() for sample in samples])
-            found: dict[int, Tensor] = {}
+            by_sample: dict[int, Tensor] = {}
             for batch, logprobs in zip(
                 batches, self.parts.backend.logprobs(batches, model="ref"), strict=True
             ):
-                found.update(zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True))
-        return [found[sample.sample_id] for sample in samples]
+                by_sample.update(zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True))
+        return [by_sample[sample.sample_id] for sample in samples]
 
     def _with_old_logprobs(self, minibatches: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
-        """From a forward over all; or the rollouts' own, where trainer and engine agree to the bit."""
-        agreement = self.parts.agreement
-        if agreement is None:
+        """Add old_logprobs: from a forward over all samples, or the rollouts' own, where trainer and engine
+        are bitwise equal."""
+        check = self.parts.bitwise_check
+        if check is None:
             return self._with_logprobs(minibatches, "old_logprobs", model="policy")
         with self.spans("logprobs"):
-            return agreement.old_logprobs(
+            return check.old_logprobs(
                 minibatches, lambda batches: self.parts.backend.logprobs(batches, model="policy")
             )
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before torch is imported, a model is loaded or a folder is made."""
+"""Checks that need no torch, no model and no folder: they run before any of these is loaded or made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from lockstep.observe.run_dir import check_free, finished
 
 
 def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) -> dict[str, Any] | None:
-    """The summary of a run that is already finished, and so has nothing to resume; else None.
+    """Check a run before anything is loaded. Returns the summary of a run that is already finished, and so
+    has nothing to resume; else None.
 
     Raises:
         ConfigError, DataError, ModelError: the run cannot start: its folder is taken, or a file, task, shape
@@ -47,7 +48,7 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
 
 
 def _check_packages(run: RunConfig) -> None:
-    """What a setting needs besides Lockstep's own dependencies; imports none of it."""
+    """Check that optional packages which a setting needs are installed; imports none of them."""
     if run.log.wandb:
         check_wandb()
     train = run.train
@@ -66,8 +67,8 @@ def _check_packages(run: RunConfig) -> None:
 
 
 def _check_rows(run: RunConfig) -> None:
-    """Whether a file can have enough rows for a step; how many are left without those that are too long is
-    only known with the tokenizer."""
+    """Check that a file has enough rows for a step. How many of them are too long is only known with the
+    tokenizer."""
     if isinstance(run, GRPORun):
         setting, needed = "rollout.prompts_per_step", run.rollout.prompts_per_step
         held = run.eval.num_prompts if evaluates(run) and run.eval_data is None and not run.data.size else 0

@@ -1,4 +1,4 @@
-"""What surrounds a loop: the run directory, metrics, display, checkpoints, Ctrl-C and the summary."""
+"""Everything around a loop: the run directory, metrics, display, checkpoints, Ctrl-C and the summary."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
 
-_ALONE = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
+_SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
 FAILED_TOGETHER_SECONDS = 10.0
 """How long a rank that failed waits to hear that all others failed with it."""
 
@@ -61,7 +61,7 @@ class Session:
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or does not agree with the rest of the
-            run: said before a model is loaded.
+            run: raised before a model is loaded.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Session:
         self.spans = Spans(on_change=self.display.phase)
         self.dir = open_run_dir(run, self.ranks, resume=resume)
         self._log: RunLog | None = None
-        """From `__enter__` on: a resume that is refused leaves the folder as it was."""
+        """Set in `__enter__`: a resume that is refused leaves the folder as it was."""
         self._logging = contextlib.ExitStack()
         self._interrupt = Interrupt()
         self._resumed = resume is not None
@@ -92,7 +92,7 @@ class Session:
         self._state: dict[str, Any] = {"evaluations": {}, "evaluated": [], "wall_seconds": 0.0}
         self._state |= {"trained_tokens": 0}
         self._logged = 0
-        """Steps that metrics.jsonl has lines of."""
+        """Number of steps in metrics.jsonl."""
         self._metrics: MetricsLog | None = None
         self._axes: Axes | None = None
         self._recorder: Recorder | NoRecorder = NoRecorder()
@@ -102,12 +102,12 @@ class Session:
         """Seconds of evaluations and saves since the last step."""
         try:
             self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint, ranks=self.ranks)
-            self._from = self._found(checkpoint) if self._resumed else None
+            self._from = self._restore_state(checkpoint) if self._resumed else None
         except BaseException:
             self.dir.close()
             raise
 
-    def _found(self, checkpoint: int | None) -> Path | None:
+    def _restore_state(self, checkpoint: int | None) -> Path | None:
         """The checkpoint to go on from, whose run_state becomes this one's; None: the run begins again."""
         path = self._checkpoints.find(checkpoint)
         if path is not None:
@@ -115,7 +115,9 @@ class Session:
         done = int(self._state.get("step", 0))
         with self.ranks.together("looking at what is done"):
             self._check_steps(done)
-        known = self.ranks.from_first(lambda: self._agreed(path, done), what="comparing the run's files")
+        known = self.ranks.from_first(
+            lambda: self._consistent_evaluations(path, done), what="comparing the run's files"
+        )
         self._state["evaluated"] = known
         self._state["evaluations"] = {
             name: each for name, each in self._state["evaluations"].items() if [each["step"], name] in known
@@ -123,7 +125,7 @@ class Session:
         self._logged = done
         return path
 
-    def _agreed(self, path: Path | None, done: int) -> list[list[Any]]:
+    def _consistent_evaluations(self, path: Path | None, done: int) -> list[list[Any]]:
         """The evaluations that need not be made again. Raises CheckpointError: the files do not agree."""
         self.dir.read_manifest()
         if path is None:
@@ -146,7 +148,7 @@ class Session:
             raise
         self._logging.callback(self._log.close)
         self._logging.enter_context(self._log.records())
-        self._log.line(_header(self.ranks, resumed=self._resumed))
+        self._log.line(_log_header(self.ranks, resumed=self._resumed))
         self._interrupt.__enter__()
         self.display.__enter__()
         self.display.note(f"run directory: {self.dir.path}")
@@ -162,17 +164,18 @@ class Session:
             last.callback(self.dir.close)
             last.callback(self._logging.close)
             last.callback(self.display.__exit__, kind, error, trace)
-            summary = None if error is None else self._broken_off(error)
+            summary = None if error is None else self._summarize_failure(error)
             closing = [self._recorder.close] + ([] if self._metrics is None else [self._metrics.close])
             for close in closing:
-                with self._telling_first(error):
+                with self._noting_errors_after(error):
                     close()
         if summary is not None and summary["outcome"] == "interrupted":
             raise Interrupted(summary) from error
 
     @contextlib.contextmanager
-    def _telling_first(self, error: BaseException | None) -> Iterator[None]:
-        """Around what is still to be done after `error`, which is the one to raise; None: there is none."""
+    def _noting_errors_after(self, error: BaseException | None) -> Iterator[None]:
+        """Show instead of raise an error of the cleanup after `error`, which is the one to raise; None: raise
+        it."""
         try:
             yield
         except LockstepError as second:
@@ -180,10 +183,10 @@ class Session:
                 raise
             self.display.note(f"then: {printable(str(second))}")
 
-    def _broken_off(self, error: BaseException) -> dict[str, Any]:
+    def _summarize_failure(self, error: BaseException) -> dict[str, Any]:
         if not isinstance(error, KeyboardInterrupt) and not self._interrupt.at_once:
             if self.run.checkpoint.background and self._failed_together(error, "at the end"):
-                with self._telling_first(error):
+                with self._noting_errors_after(error):
                     self._checkpoints.finish()
             return self._summary("failed", after=error, error=f"{type(error).__name__}: {error}")
         steps = self._checkpoints.steps()
@@ -192,23 +195,23 @@ class Session:
             if steps
             else "stopped at once, without a checkpoint"
         )
-        return self._summary("interrupted", after=error, **self._how_to_go_on(steps[-1] if steps else 0))
+        return self._summary("interrupted", after=error, **self._resume_fields(steps[-1] if steps else 0))
 
-    def _how_to_go_on(self, steps: int) -> dict[str, Any]:
+    def _resume_fields(self, steps: int) -> dict[str, Any]:
         name = None if self._interrupt.signal is None else self._interrupt.signal.name
-        said: dict[str, Any] = {"steps": steps, "signal": name}
+        fields: dict[str, Any] = {"steps": steps, "signal": name}
         if steps == 0 and self._logged:  # the steps that were done are lost: the run would begin again
-            return said
-        return said | {"resume": resume_command(self.dir.path, self.ranks)}
+            return fields
+        return fields | {"resume": resume_command(self.dir.path, self.ranks)}
 
     def describe(
         self, *, axes: Axes, model: LoadedModel, data: Mapping[str, Any], fingerprint: str | None
     ) -> None:
-        """Write what was resolved to the manifest, and say it once.
+        """Write the resolved axes to the manifest, and show them.
 
         Args:
             data: counts of the data report.
-            fingerprint: of the training data; None for data that is made up as it is asked for.
+            fingerprint: of the training data; None for data that is generated on demand.
 
         Raises:
             DataError: a resumed run finds other training data than it was started with.
@@ -231,7 +234,7 @@ class Session:
                 "data": dict(data),
                 "data_fingerprint": fingerprint,
                 "cpu_threads": torch.get_num_threads(),
-                "spread": self._spread(),
+                "spread": self._parallel_layout(),
                 "algorithm": self._algorithm(),
             }
         )
@@ -260,10 +263,10 @@ class Session:
                 f"{printable(str(data))}, now {fingerprint}), so the run cannot go on as it was; restore "
                 "data.source, or start a new run"
             )
-        now = manifest() | self._spread()
+        now = manifest() | self._parallel_layout()
         # Runs of earlier versions were of one process; and a run may end before it says how it is spread.
-        then |= then.get("spread", _ALONE if "axes" in then else self._spread())
-        for name in ("lockstep", "torch", "transformers", "python", "cuda_device", *_ALONE):
+        then |= then.get("spread", _SINGLE_PROCESS if "axes" in then else self._parallel_layout())
+        for name in ("lockstep", "torch", "transformers", "python", "cuda_device", *_SINGLE_PROCESS):
             if then.get(name) != now[name]:
                 before = printable(str(then.get(name)))
                 self.display.note(
@@ -280,7 +283,7 @@ class Session:
         )
 
     def _compare_algorithm(self, then: Mapping[str, Any]) -> None:
-        """Note that an option which the config leaves open means something else than when the run began."""
+        """Show where an option that the config leaves open means something else than when the run began."""
         now, before = self._algorithm(), then.get("algorithm")
         if now is None or "axes" not in then:
             return
@@ -299,10 +302,10 @@ class Session:
                     f"{value}"
                 )
 
-    def _spread(self) -> dict[str, Any]:
-        """Over what the run is spread."""
-        place = mesh_coordinates(self.run, self.ranks)
-        return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **place.sizes}
+    def _parallel_layout(self) -> dict[str, Any]:
+        """The backend and the number of ranks along each mesh axis."""
+        mesh = mesh_coordinates(self.run, self.ranks)
+        return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **mesh.sizes}
 
     def restore(self, backend: TrainBackend) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
@@ -320,7 +323,7 @@ class Session:
         return done
 
     def _open_metrics(self, done: int) -> None:
-        """Where the steps after the first `done` are logged: by rank 0."""
+        """Open the metrics, on rank 0, for the steps after the first `done`."""
         if self._resumed:
             self.dir.rewind(done, evaluated=[name for name in EVALUATIONS if self.evaluated(name, done)])
         wandb = None
@@ -344,25 +347,25 @@ class Session:
         backend: TrainBackend,
         updates_per_step: int = 1,
     ) -> Recorder | NoRecorder:
-        """What records the inputs of the run, if it is to: goes on behind the first `first_step` steps. Every
-        rank records the micro-batches that it is dealt; of ranks that share them, the first."""
+        """Return the recorder of the run's inputs, if it has one; it goes on after the first `first_step`
+        steps. Every rank records the micro-batches assigned to it; of ranks that share them, the first."""
         if self.run.record.enabled:
-            place = mesh_coordinates(self.run, self.ranks)
+            coordinates = mesh_coordinates(self.run, self.ranks)
             settings = RecorderSettings(
                 config=self.run.record,
                 header=dataclasses.replace(
                     header,
-                    world_size=place.sizes["dp"],
-                    mesh=place.sizes if self.ranks.world_size > 1 else {},
+                    world_size=coordinates.sizes["dp"],
+                    mesh=coordinates.sizes if self.ranks.world_size > 1 else {},
                 ),
                 updates_per_step=updates_per_step,
                 resume_at=first_step,
                 inputs_seen=int(self._state.get("inputs_seen", 0)),
-                rank=place.at["dp"],
-                world_size=place.sizes["dp"],
-                mesh=place.at if self.ranks.world_size > 1 else {},
+                rank=coordinates.at["dp"],
+                world_size=coordinates.sizes["dp"],
+                mesh=coordinates.at if self.ranks.world_size > 1 else {},
                 dealt=False,
-                writes=place.at["tp"] == place.at["ring"] == 0,
+                writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
             )
             update = backend.weights(policy_version=0)
             self._recorder = Recorder(
@@ -395,20 +398,22 @@ class Session:
             yield interrupt
 
     def is_cancelled(self) -> bool:
-        """Whether this process was asked to end in good order; `stopping` says it for all ranks."""
+        """Return whether this process was asked to stop gracefully; `stopping` answers for all ranks."""
         return self._interrupt.requested
 
     def stopping(self) -> bool:
-        """Whether the run ends here in good order, because a signal came to one of its ranks. Collective:
-        every rank gets the same answer."""
-        asked = self._interrupt.signal.name if self._interrupt.requested and self._interrupt.signal else None
-        first = next(filter(None, self.ranks.gather(asked, str | None, what="the step's boundary")), None)
+        """Return whether the run stops gracefully here, because a signal came to one of its ranks.
+        Collective: every rank gets the same answer."""
+        requested = (
+            self._interrupt.signal.name if self._interrupt.requested and self._interrupt.signal else None
+        )
+        first = next(filter(None, self.ranks.gather(requested, str | None, what="the step's boundary")), None)
         if first is not None and not self._interrupt.requested:
             self._interrupt.request(signal.Signals[first])
         return first is not None
 
     def begin_step(self, step: int) -> None:
-        """`step` counts from 0."""
+        """Start step `step`, which counts from 0."""
         self._checkpoints.poll()
         self.ranks.at("sampling and training", step=step)
         self.display.begin(step)
@@ -418,18 +423,18 @@ class Session:
 
     @staticmethod
     def is_due(every: int, done: int) -> bool:
-        """Whether something that happens every `every` steps (0: never) happens after `done` steps."""
+        """Return whether something that happens every `every` steps (0: never) is due after `done` steps."""
         return every > 0 and done > 0 and done % every == 0
 
     def evaluated(self, name: str, done: int) -> bool:
-        """Whether evaluation `name` of the weights after `done` steps is known."""
+        """Return whether evaluation `name` of the weights after `done` steps is known."""
         return bool(self._state["evaluations"].get(name, {}).get("step") == done)
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, weights_hash: str | None = None) -> None:
-        """One line of metrics.jsonl, with times, throughput and memory added; and the hash of the weights
-        after the step, where it is computed.
+        """Write one line of metrics.jsonl, with times, throughput and memory added, and the hash of the
+        weights after the step, where it is computed.
 
-        time/evaluate and time/save are of what happened just before the step and are no part of time/step.
+        time/evaluate and time/save happened just before the step and are not part of time/step.
         """
         times = self.spans.flush() | self._between
         seconds = times["time/step"]
@@ -446,14 +451,14 @@ class Session:
         self.display.step(step, values, seconds=seconds)
 
     def _memory(self) -> dict[str, float]:
-        """The largest of all ranks: the one that would run out first."""
+        """The largest use of all ranks: that rank would run out first."""
         own = memory_metrics("cpu" if self._axes is None else self._axes.device)
         everyone = self.ranks.gather(own, dict[str, float], what="the step's metrics")
-        return {name: max(found.get(name, 0.0) for found in everyone) for name in own}
+        return {name: max(values.get(name, 0.0) for values in everyone) for name in own}
 
     def check_gap(self, step: int, metrics: Mapping[str, float], *, temperature: float) -> dict[str, float]:
-        """The gate of a process's first step: engine and trainer hold the same weights, so their logprobs
-        must agree.
+        """Check a process's first step: engine and trainer hold the same weights, so their logprobs must
+        agree.
 
         Returns:
             logprob_gap_first_step_ok, 1 or 0; nothing without a logprob_gap_mean, nor when a resumed run is
@@ -475,8 +480,8 @@ class Session:
             if save:
                 self.dir.write_rollouts(step, rows)
             for row in rows[: self.run.log.samples_per_step]:
-                shown = row["token_ids"] if row["completion"] is None else row["completion"]
-                self.display.note(f"    [{row['reward']:.2f}] {shown!r}"[:200])
+                content = row["token_ids"] if row["completion"] is None else row["completion"]
+                self.display.note(f"    [{row['reward']:.2f}] {content!r}"[:200])
 
     def log_evaluation(
         self, name: str, done: int, numbers: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()
@@ -493,7 +498,7 @@ class Session:
         self.display.note(f"evaluation {name} ({done} steps): {text}")
 
     def save(self, done: int, backend: TrainBackend, *, wait: bool = False) -> Path:
-        """A checkpoint of the state after `done` steps; older ones are thinned out. wait: not in the
+        """Save a checkpoint of the state after `done` steps and prune older ones. wait: not in the
         background, whatever checkpoint.background says."""
         with self.spans("save"):
             metric = self.run.checkpoint.metric.removeprefix("eval/")
@@ -513,19 +518,19 @@ class Session:
 
     @contextlib.contextmanager
     def keeping(self, done: int, backend: TrainBackend) -> Iterator[None]:
-        """Around what leaves the weights alone (sampling, rewards, evaluation): when it fails, the steps
-        since the last checkpoint are saved before the error goes on."""
+        """Save the steps since the last checkpoint when the body fails, then raise. The body must leave the
+        weights alone (sampling, rewards, evaluation)."""
         try:
             yield
         except Exception as error:
             if done > 0 and self._saved != done and self._failed_together(error, f"after {done} steps"):
-                with self._telling_first(error):
+                with self._noting_errors_after(error):
                     path = self.save(done, backend, wait=True)
                     self.display.note(f"failed after {done} steps; saved {path}")
             raise
 
     def _failed_together(self, error: BaseException, where: str) -> bool:
-        """Whether all ranks have failed at the same place, so that they can still save together."""
+        """Return whether all ranks have failed at the same place, so that they can still save together."""
         if self.ranks.world_size == 1:
             return True
         if isinstance(error, RankError):
@@ -540,7 +545,7 @@ class Session:
         """Save after `done` steps and end the run for now."""
         path = self.save(done, backend, wait=True)
         self.display.note(f"stopped after {done} steps; saved {path}")
-        return self._summary("interrupted", **self._how_to_go_on(done))
+        return self._summary("interrupted", **self._resume_fields(done))
 
     def finish(self, done: int, backend: TrainBackend) -> dict[str, Any]:
         """Save, export, and write the summary."""
@@ -579,13 +584,13 @@ class Session:
             self._log.line(f"{outcome} after {summary['wall_seconds']} s")
         if after is not None and self._resumed and self._metrics is None:
             return summary  # nothing has begun: the summary of the run as it was remains
-        with self._telling_first(after):
+        with self._noting_errors_after(after):
             self.dir.write_summary(summary)
         return summary
 
 
-def _header(ranks: RankContext, *, resumed: bool) -> str:
-    """The first line of a start in a rank's log."""
+def _log_header(ranks: RankContext, *, resumed: bool) -> str:
+    """The first line that a start writes to a rank's log."""
     now = manifest()
     versions = ", ".join(f"{name} {now[name]}" for name in ("lockstep", "torch", "transformers", "python"))
     how = "resumed" if resumed else "started"
@@ -593,7 +598,7 @@ def _header(ranks: RankContext, *, resumed: bool) -> str:
 
 
 def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """A run_state whose fields are what `Session` wrote. Raises CheckpointError."""
+    """Return the run_state, its fields checked to be what `Session` writes. Raises CheckpointError."""
     evaluations = state.get("evaluations")
     known = isinstance(evaluations, dict) and all(
         name in EVALUATIONS and is_evaluation(each) for name, each in evaluations.items()
@@ -620,12 +625,12 @@ def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _is_evaluated(value: Any) -> bool:
-    """Whether it is [steps done, name of an evaluation]."""
+    """Return whether `value` is [steps done, name of an evaluation]."""
     return isinstance(value, list) and len(value) == 2 and is_step(value[0]) and value[1] in EVALUATIONS
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
-    """One plain row per rollout, for JSONL."""
+    """Return one plain row per rollout, for JSONL."""
     return [
         {
             "step": step,

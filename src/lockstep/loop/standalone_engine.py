@@ -1,4 +1,4 @@
-"""An engine for a model that nobody trains: what `lockstep generate` samples with."""
+"""An engine for a model that is not being trained, for `lockstep generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.protocols.engine import InferenceEngine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeRequest:
-    """Which model, and what will be asked of it."""
+    """The model to sample from, and the sampling it must allow."""
 
     model: ModelConfig
     adjust: Callable[[LoadedModel], None] | None
@@ -34,7 +34,7 @@ class ServeRequest:
 
 
 def served_engine(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """What "auto" is for a model that is only sampled from. Raises ConfigError."""
+    """Return `config` with "auto" resolved for a model that is only sampled from. Raises ConfigError."""
     return resolved(config, native=is_native(model, _device()))
 
 
@@ -43,7 +43,7 @@ def _device() -> torch.device:
 
 
 def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
-    """The engine, ready to generate; the caller closes it.
+    """Start the engine, ready to generate; the caller closes it.
 
     Raises:
         ConfigError: the engine cannot run like this here.
@@ -57,11 +57,11 @@ def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
         if request.adjust is not None:
             request.adjust(model)
         return make_engine(config, model=model)
-    return make_engine(config, place=_place(config, request, device))
+    return make_engine(config, place=_external_spec(config, request, device))
 
 
-def _place(config: EngineConfig, request: ServeRequest, device: torch.device) -> EngineSpec:
-    """Its folder has the weights: nothing is sent to it."""
+def _external_spec(config: EngineConfig, request: ServeRequest, device: torch.device) -> EngineSpec:
+    """The spec of an external engine whose folder has the weights: none are sent to it."""
     work_dir = request.work_dir.absolute()
     work_dir.mkdir(parents=True, exist_ok=True)
     if request.adjust is not None:

@@ -1,4 +1,4 @@
-"""What the offline loop is told by SFT and by DPO: which documents, which loss, what is measured."""
+"""The two tasks of the offline loop, SFT and DPO: their documents, their loss and their metrics."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class OfflineTask(Protocol):
     def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet: ...
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
     def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
-        """The micro-batches with all that the loss reads."""
+        """Return the micro-batches with every field that the loss reads."""
         ...
 
     def loss(self) -> TokenLoss: ...
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]: ...
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-        """What an evaluation on prepared batches measures (config.run.OFFLINE_METRICS)."""
+        """Return the metrics of an evaluation on prepared batches (config.run.OFFLINE_METRICS)."""
         ...
 
 
@@ -83,10 +83,10 @@ class DPOTask(DPO):
 
     def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
         """With ref_logprobs."""
-        found = backend.logprobs(batches, model="ref")
+        ref_logprobs = backend.logprobs(batches, model="ref")
         return [
             dataclasses.replace(batch, ref_logprobs=logprobs)  # type: ignore[call-arg]
-            for batch, logprobs in zip(batches, found, strict=True)
+            for batch, logprobs in zip(batches, ref_logprobs, strict=True)
         ]
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:

@@ -51,7 +51,7 @@ class SampledStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draw:
+class SampleKey:
     """Where samples stand in a run: all that their seeds depend on, beside the prompt and the number."""
 
     run_seed: int
@@ -105,7 +105,7 @@ class GroupSampler:
     ranks: RankContext = field(default_factory=RankContext.alone)
 
     def groups(
-        self, prompts: Sequence[Prompt], draw: Draw, *, sampling: SamplingConfig, group_size: int
+        self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
     ) -> SampledStep:
         """Sample `group_size` completions of every prompt and score them. Aborted when one of the ranks was.
 
@@ -115,7 +115,7 @@ class GroupSampler:
         """
         rank, size = self.ranks.rank, self.ranks.world_size
         shares = self.ranks.each(
-            lambda: self._share(prompts[rank::size], draw, sampling=sampling, group_size=group_size),
+            lambda: self._share(prompts[rank::size], key, sampling=sampling, group_size=group_size),
             _Share,
             what="sampling",
         )
@@ -135,7 +135,7 @@ class GroupSampler:
         return SampledStep(groups=groups, counts=counts)
 
     def _share(
-        self, prompts: Sequence[Prompt], draw: Draw, *, sampling: SamplingConfig, group_size: int
+        self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
     ) -> _Share:
         """This rank's part of `groups`; it may have no prompt."""
         if self.cancelled is not None and self.cancelled():
@@ -147,7 +147,7 @@ class GroupSampler:
             GenerationRequest(
                 prompt_token_ids=prompt.token_ids,
                 sampling=params,
-                seeds=draw.seeds(prompt.index, group_size),
+                seeds=key.seeds(prompt.index, group_size),
             )
             for prompt in prompts
         ]
@@ -169,7 +169,7 @@ class GroupSampler:
     def step(
         self,
         prompts: PromptSource,
-        draw: Draw,
+        key: SampleKey,
         *,
         rollout: RolloutConfig,
         resampling: Resampling | None = None,
@@ -189,10 +189,10 @@ class GroupSampler:
         tried: set[tuple[int, ...]] = set()
         rejected = 0
         for sampling_round in range(1 if resampling is None else resampling.max_rounds):
-            draw = replace(draw, sampling_round=sampling_round)
-            batch = _round_prompts(prompts, wanted, draw, tried)[: wanted - len(kept)]
+            key = replace(key, sampling_round=sampling_round)
+            batch = _round_prompts(prompts, wanted, key, tried)[: wanted - len(kept)]
             tried.update(prompt.token_ids for prompt in batch)
-            sampled = self.groups(batch, draw, sampling=rollout.sampling, group_size=rollout.group_size)
+            sampled = self.groups(batch, key, sampling=rollout.sampling, group_size=rollout.group_size)
             if sampled.aborted or resampling is None:
                 return sampled
             for name, value in sampled.counts.items():
@@ -207,7 +207,7 @@ class GroupSampler:
                 }
                 return SampledStep(groups=tuple(kept), counts=counts | rounds)
         raise RewardError(
-            f"step {draw.step}: after algorithm.max_resample_rounds = {draw.sampling_round + 1} rounds only "
+            f"step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} rounds only "
             f"{len(kept)} of {wanted} groups have rewards that differ ({rejected} were all equal); the task "
             "is too easy or too hard for the policy: change data.task, raise rollout.group_size or "
             "max_resample_rounds, or set algorithm.dynamic_sampling = false"
@@ -219,12 +219,14 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(**config.model_dump())
 
 
-def _round_prompts(prompts: PromptSource, n: int, draw: Draw, tried: set[tuple[int, ...]]) -> list[Prompt]:
+def _round_prompts(
+    prompts: PromptSource, n: int, key: SampleKey, tried: set[tuple[int, ...]]
+) -> list[Prompt]:
     """The step's own batch in round 0; later batches of another order, those not tried in this step first."""
-    if draw.sampling_round == 0:
-        return prompts.batch(draw.step, n, draw.run_seed)
-    order = sample_seed(draw.run_seed, draw.step, _ROUND_PROMPTS, draw.sampling_round)
-    batch = prompts.batch(draw.step, n, order)
+    if key.sampling_round == 0:
+        return prompts.batch(key.step, n, key.run_seed)
+    order = sample_seed(key.run_seed, key.step, _ROUND_PROMPTS, key.sampling_round)
+    batch = prompts.batch(key.step, n, order)
     return sorted(batch, key=lambda prompt: prompt.token_ids in tried)
 
 

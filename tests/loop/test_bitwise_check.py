@@ -10,7 +10,7 @@ import torch
 
 from lockstep.algorithms.samples import rollout_samples
 from lockstep.errors import ConfigError, TrainError
-from lockstep.loop.bitwise_check import Agreement, agreed_contract
+from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
@@ -101,27 +101,27 @@ class Trainer:
 def test_the_forward_is_left_out_and_other_micro_batches_are_checked_each_step():
     groups = groups_of()
     parts = minibatches_of(groups, minibatches=3)
-    agreement, trainer = Agreement(CONTRACT, reuse=True), Trainer()
+    check, trainer = BitwiseCheck(CONTRACT, reuse=True), Trainer()
     for step in range(5):
-        agreement.begin(step, groups)
-        with_old = agreement.old_logprobs(parts, trainer)
+        check.begin(step, groups)
+        with_old = check.old_logprobs(parts, trainer)
         for before, after in zip(flat(parts), flat(with_old), strict=True):
             assert torch.equal(after.old_logprobs, before.rollout_logprobs)
-        agreement.check(with_old[0], trainer(with_old[0]))
+        check.check(with_old[0], trainer(with_old[0]))
         # The first minibatch (6 tokens) is seen in training, one of 3 tokens is computed, of 18; in the first
         # step, one of the other size too.
         share = 12 / 18 if step == 0 else 9 / 18
-        assert agreement.metrics(18) == {"contract_verified": share, "old_logprobs_reused": 1.0}
+        assert check.metrics(18) == {"contract_verified": share, "old_logprobs_reused": 1.0}
     alone = [ids for ids in trainer.computed if ids not in ((0,), (1,))]
     assert alone == [(2,), (4,), (3,), (4,), (5,), (2,)]
 
 
 def test_as_many_are_checked_as_ranks_compute_at_once():
     groups = groups_of()
-    agreement, trainer = Agreement(CONTRACT, reuse=True, at_once=2), Trainer()
+    check, trainer = BitwiseCheck(CONTRACT, reuse=True, at_once=2), Trainer()
     for step in range(3):
-        agreement.begin(step, groups)
-        agreement.old_logprobs(minibatches_of(groups, minibatches=3), trainer)
+        check.begin(step, groups)
+        check.old_logprobs(minibatches_of(groups, minibatches=3), trainer)
     assert trainer.computed == [(2,), (3,), (4,), (4,), (5,), (2,), (3,)]
 
 
@@ -129,13 +129,13 @@ def test_a_wrong_bit_is_an_error_that_names_the_token_and_both_values():
     groups = groups_of()
     wrong = Trainer(wrong_sample=3, wrong_slot=2, value=-1.140625 + 2**-23)
     parts = minibatches_of(groups, minibatches=3)
-    agreement = Agreement(CONTRACT, reuse=True)
-    agreement.begin(0, groups)
-    agreement.old_logprobs(parts, wrong)  # step 0 looks at samples 2 and 4
-    agreement.begin(1, groups)
+    check = BitwiseCheck(CONTRACT, reuse=True)
+    check.begin(0, groups)
+    check.old_logprobs(parts, wrong)  # step 0 looks at samples 2 and 4
+    check.begin(1, groups)
     # Sample 3: group 1, its sample 1, prompt of 2 tokens; slot 2 predicts the document's token 3.
     with pytest.raises(TrainError) as caught:
-        agreement.old_logprobs(parts, wrong)
+        check.old_logprobs(parts, wrong)
     message = str(caught.value)
     assert message.startswith(
         "step 1, prompt 101, sample 1, position 3 (token 1 of its completion, id 51): the engine's logprob "
@@ -148,44 +148,44 @@ def test_a_wrong_bit_is_an_error_that_names_the_token_and_both_values():
 def test_what_is_trained_on_first_is_checked_before_the_update(value):
     groups = groups_of()
     (batches,) = minibatches_of(groups, minibatches=1, budget=64)
-    agreement = Agreement(CONTRACT, reuse=True)
-    agreement.begin(7, groups)
+    check = BitwiseCheck(CONTRACT, reuse=True)
+    check.begin(7, groups)
     with pytest.raises(TrainError, match=r"step 7, prompt 102, sample 0, position 5 .token 2 of its"):
-        agreement.check(batches, Trainer(4, 4, value)(batches))
-    agreement.check(batches, Trainer()(batches))
-    assert agreement.metrics(18) == {"contract_verified": 1.0}
+        check.check(batches, Trainer(4, 4, value)(batches))
+    check.check(batches, Trainer()(batches))
+    assert check.metrics(18) == {"contract_verified": 1.0}
 
 
 def test_without_reuse_all_are_computed_and_compared():
     groups = groups_of()
     parts = minibatches_of(groups, minibatches=2)
-    agreement, trainer = Agreement(CONTRACT, reuse=False), Trainer()
-    agreement.begin(0, groups)
-    with_old = agreement.old_logprobs(parts, trainer)
+    check, trainer = BitwiseCheck(CONTRACT, reuse=False), Trainer()
+    check.begin(0, groups)
+    with_old = check.old_logprobs(parts, trainer)
     assert sorted(trainer.computed) == [(i,) for i in range(6)]
-    agreement.check(with_old[0], [])  # compared already
-    assert agreement.metrics(18) == {"contract_verified": 1.0}
+    check.check(with_old[0], [])  # compared already
+    assert check.metrics(18) == {"contract_verified": 1.0}
     with pytest.raises(TrainError, match="prompt 102, sample 1"):
-        agreement.old_logprobs(parts, Trainer(5, 3))
+        check.old_logprobs(parts, Trainer(5, 3))
 
 
 def test_the_padded_tail_and_prompts_are_not_compared():
     groups = groups_of()
     (batches,) = minibatches_of(groups, minibatches=1, budget=64)
-    agreement = Agreement(CONTRACT, reuse=True)
-    agreement.begin(0, groups)
+    check = BitwiseCheck(CONTRACT, reuse=True)
+    check.begin(0, groups)
     found = [torch.where(b.loss_mask, b.rollout_logprobs, torch.tensor(float("nan"))) for b in batches]
-    agreement.check(batches, found)
+    check.check(batches, found)
 
 
 def test_contracts_that_differ_are_refused_by_field():
     ours = SimpleNamespace(contract=CONTRACT)
     same = SimpleNamespace(contract=dataclasses.replace(CONTRACT))
-    assert agreed_contract(ours, same, engine_name="native") == CONTRACT
+    assert shared_contract(ours, same, engine_name="native") == CONTRACT
     other = SimpleNamespace(contract=dataclasses.replace(CONTRACT, compile="eager", threads=2))
     with pytest.raises(ConfigError, match=r"in 2 fields: compile: .inductor. here, .eager. there; "):
-        agreed_contract(ours, other, engine_name="native")
+        shared_contract(ours, other, engine_name="native")
     with pytest.raises(ConfigError, match=r"engine.name = .my:Engine. has no kernel contract"):
-        agreed_contract(ours, SimpleNamespace(), engine_name="my:Engine")
+        shared_contract(ours, SimpleNamespace(), engine_name="my:Engine")
     with pytest.raises(ConfigError, match="SimpleNamespace has no kernel contract"):
-        agreed_contract(SimpleNamespace(contract=None), same, engine_name="native")
+        shared_contract(SimpleNamespace(contract=None), same, engine_name="native")
