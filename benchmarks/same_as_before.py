@@ -5,11 +5,11 @@
 OLD and NEW are checkouts of this repository. The same commands run with the src/ of each, on this machine:
 
 tiny, invariant, sft, dpo, fsdp2, demo
-        Training runs: `tiny`; `tiny` with engine native, batch-invariant; SFT and DPO of SmolLM2-135M cut to two
-        layers; `tiny` under fsdp2 on two ranks; five steps of `demo`. Every field of every line of metrics.jsonl
-        but times, speeds and memory must be equal.
-replay  40 inputs of the shipped recording, forward and backward. Every field of results.jsonl but times and memory
-        must be equal, and the kept logprobs and gradients bit for bit.
+        Training runs: `tiny`; `tiny` with engine native, batch-invariant; SFT and DPO of SmolLM2-135M cut to
+        two layers; `tiny` under fsdp2 on two ranks; five steps of `demo`. Every field of every line of
+        metrics.jsonl but times, speeds and memory must be equal.
+replay  40 inputs of the shipped recording, forward and backward. Every field of results.jsonl but times and
+        memory must be equal, and the kept logprobs and gradients bit for bit.
 speed   `tiny` with 40 steps in 5 alternating pairs: the median ratio of a step's seconds, NEW / OLD, must lie
         between 0.98 and 1.02.
 

@@ -1,6 +1,14 @@
+import importlib.util
 import signal
 
 # A shell without job control starts background commands with SIGINT ignored, and children inherit that:
 # the tests of Ctrl-C would then wait for an interrupt that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test depends on how fast the machine is. (The environment of vLLM's tests has no hypothesis.)
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any speed")

@@ -203,7 +203,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     task=st.dictionaries(TEXT, PLAIN, max_size=4),
     name=NAMES,

@@ -195,7 +195,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(value=json_values)
 def test_what_a_server_says_of_itself_may_be_anything(drivers, value):
     """Every reading of /v1/loads, /server_info and of an update's answer: a result or EngineError."""

@@ -127,7 +127,7 @@ ROWS = st.lists(st.dictionaries(st.sampled_from(KEYS) | TEXTS, VALUES, max_size=
 LOADERS: tuple[Callable[..., Any], ...] = (load_prompts, load_sft, load_preferences)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, derandomize=True, database=None)
 @given(rows=ROWS, loader=st.sampled_from(LOADERS), template=st.sampled_from(("auto", "none")))
 def test_rows_of_any_kind(
     rows: Any, loader: Callable[..., Any], template: str, tokenizer: Any, tmp_path_factory: Any
@@ -142,7 +142,7 @@ def test_rows_of_any_kind(
     read_all(path)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, derandomize=True, database=None)
 @given(rows=st.lists(st.dictionaries(st.sampled_from((*KEYS, "index", "sample", "reward", "row")), VALUES)))
 def test_what_was_read_can_be_written(rows: Any, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.getbasetemp()

@@ -35,6 +35,8 @@ from lockstep.schema.recording import RecordedInput
 
 INPUTS = run_inputs(3)
 
+SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
 
 @pytest.fixture
 def valid(tmp_path: Path) -> Path:
@@ -438,7 +440,7 @@ def _changed(value: Any, which: int, new: Any) -> Any:
     return new
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=SUPPRESSED)
 @given(kind=st.sampled_from(["closed", "killed"]), mutate=st.lists(mutations(), min_size=1, max_size=1))
 def test_a_mutated_recording_gives_the_original_values_or_a_recording_error(
     seeds: Any, tmp_path: Path, kind: str, mutate: list[Callable[[Path], str | None]]
@@ -718,7 +720,7 @@ HOSTILE = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=SUPPRESSED)
 @given(
     field=st.sampled_from(["model", "axes", "algorithm"]),
     key=st.sampled_from(

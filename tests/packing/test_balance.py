@@ -31,7 +31,7 @@ def brute_force(lengths, budget, limit):
     raise AssertionError
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6),
     budget=st.integers(20, 45),
@@ -42,7 +42,7 @@ def test_equals_brute_force_on_small_cases(lengths, budget, limit):
     assert (len(packs), heaviest(lengths, packs)) == brute_force(lengths, budget, limit)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=80),
     min_packs=st.integers(1, 6),

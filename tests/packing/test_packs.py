@@ -94,7 +94,7 @@ def test_buckets_are_quarters_of_the_budget():
     assert [b.tokens for b in buckets_for(token_budget=1000, max_seqlen=600, max_documents=4)] == [768, 1000]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40),
     static=st.booleans(),

@@ -108,7 +108,7 @@ def test_one_long_among_many_short_is_divided_alone():
     assert found[-1] == {0, 1, 2, 3} and all(len(ranks) == 1 for ranks in found[:-1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from([1, 7, 16, 30, 90, 100, 400]) | st.integers(1, 500), min_size=1, max_size=60),
     st.integers(2, 5),
@@ -211,7 +211,7 @@ def test_pads_fill_up_and_cost_nothing():
     assert torch.equal(real, causal([40, 6]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 5))
 def test_every_visible_pair_is_computed_once(lengths: list[int], size: int):
     found = shards(lengths, size)

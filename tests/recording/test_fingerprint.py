@@ -41,7 +41,7 @@ def test_it_has_its_form_and_stays_what_it_is() -> None:
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES), st.integers(0, 2**40), st.integers(0, 2**40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_bit_that_flips_changes_it(dtype: torch.dtype, size: int, place: int, bit: int) -> None:
     tensor = random_bits(size, dtype)
     before = of(tensor)
@@ -53,7 +53,7 @@ def test_any_bit_that_flips_changes_it(dtype: torch.dtype, size: int, place: int
 
 
 @given(st.sampled_from(DTYPES), st.sampled_from(SIZES[1:]), st.integers(0, 2**40), st.integers(0, 2**40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_two_elements_that_swap_change_it(dtype: torch.dtype, size: int, a: int, b: int) -> None:
     tensor = random_bits(size, dtype)
     a, b = a % size, b % size

@@ -145,7 +145,7 @@ def test_a_batch_that_would_not_come_back_is_refused(change: dict[str, Any], nam
         encode(one, vocab_size=recordings.VOCAB)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     tail=st.integers(0, 50),

@@ -338,7 +338,7 @@ def _values(draw: st.DrawFn) -> Any:
     ids=_values() | st.sampled_from([IDS, IDS[:1], [[1, 2, 3], [4]]]),
     others=st.dictionaries(st.sampled_from(NAMES), _values(), max_size=4),
 )
-@settings(max_examples=120, deadline=5000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 def test_any_dict_is_imported_or_refused(
     ids: Any, others: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -39,6 +39,8 @@ VALUE: dict[str, Any] = {
     "ordered": collections.OrderedDict(a=1),
 }
 
+SUPPRESSED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
 
 def dumps(value: Any, form: str) -> bytes:
     if form.startswith("pickle"):
@@ -275,7 +277,7 @@ def inert(value: Any) -> bool:
     ),
     cut=st.none() | st.floats(0, 1),
 )
-@settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=SUPPRESSED)
 def test_damaged_files_give_an_error_or_plain_values(
     form: str, changes: list[tuple[float, int]], cut: float | None, tmp_path: Path
 ) -> None:
@@ -295,7 +297,7 @@ def test_damaged_files_give_an_error_or_plain_values(
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=SUPPRESSED)
 def test_noise_gives_an_error_or_plain_values(tmp_path: Path, noise: bytes) -> None:
     try:
         assert inert(load(b"\x80\x04" + noise, tmp_path))

@@ -76,7 +76,7 @@ DTYPES = st.sampled_from(
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(DTYPES, SHAPES, st.booleans()), min_size=1, max_size=12), st.integers(1, 200))
 def test_what_is_packed_is_unpacked_to_the_bit(items: list, capacity: int) -> None:
     generator = torch.Generator().manual_seed(len(items) * 1000 + capacity)
