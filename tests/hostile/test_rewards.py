@@ -103,6 +103,19 @@ def of_row(prompt, completion, row):
     assert row["day"] == datetime.date(2026, 1, 2) and row["image"] == b"\\0\\xff" and row["pair"] == (1, 2)
     row["day"] = 3
 
+class Waits:
+    def __init__(self, folder, name, other):
+        import atexit
+        from pathlib import Path
+        def leave():  # once the other one leaves too
+            Path(folder, name).touch()
+            while not Path(folder, other).exists():
+                time.sleep(0.01)
+            Path(folder, name + "-left").touch()
+        atexit.register(leave)
+    def __call__(self, sample):
+        return 1.0
+
 class Keeps:
     def __init__(self, file):
         import atexit
@@ -231,6 +244,14 @@ def test_module_state_stays_between_calls_and_exit_handlers_run(make: Make, tmp_
     rewards.close()
     assert (tmp_path / "kept").read_text() == "abc"
     assert totals(rewards, sample("d")) == [1.2], "a closed set starts a process again"
+
+
+def test_exit_handlers_of_several_rewards_run_at_the_same_time(make: Make, tmp_path: Path) -> None:
+    del make  # which wrote the module
+    pairs = [{"name": "a", "other": "b"}, {"name": "b", "other": "a"}]
+    configs = [RewardConfig(name="worst:Waits", kwargs={"folder": str(tmp_path), **pair}) for pair in pairs]
+    RewardSet(configs).close()
+    assert {"a-left", "b-left"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["draws", "async_draws"])

@@ -6,6 +6,7 @@ waits for nothing without a deadline.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.rollout.sandbox import ROOT
@@ -25,6 +27,7 @@ Message = dict[str, Any]
 
 REPLY_BYTES = 64 << 20
 END_SECONDS = 10.0
+"""For all processes together that are ended at once; whoever is left is killed."""
 _LONGEST_POLL = 2**31 - 1
 """Milliseconds: 24 days."""
 
@@ -106,7 +109,9 @@ class JobProcess:
             os.close(theirs_out)
         os.set_blocking(self._jobs, False)
         self._count = 0
-        self._finalizer = weakref.finalize(self, _end, self._process, self._jobs, self._replies)
+        self._finalizer = weakref.finalize(self, _end, [_Parts(self._process, (self._jobs, self._replies))])
+        self._finalizer.atexit = False  # `_end_running` ends them together
+        _running.add(self)
 
     @property
     def pid(self) -> int:
@@ -127,9 +132,13 @@ class JobProcess:
 
         After any exception the process is ended: a late reply must not answer another job.
         """
-        self._count += 1
+        deadline = time.monotonic() + seconds
         try:
-            reply = self._exchange({**job, "id": self._count}, time.monotonic() + seconds)
+            try:
+                self._give(job, deadline)
+            except BrokenPipeError:
+                self._died()
+            reply = self._reply(deadline)
         except TimeoutError:
             self.close()
             raise TimeoutError(f"took longer than {seconds:g} s") from None
@@ -143,16 +152,16 @@ class JobProcess:
 
     def close(self) -> None:
         """End the process and everything that it started."""
-        self._finalizer()
+        end([self])
 
-    def _exchange(self, job: Message, deadline: float) -> Any:
-        data = memoryview(packed(job))
-        try:
-            while data:
-                _ready(deadline, write=self._jobs)
-                data = data[os.write(self._jobs, data[: 1 << 16]) :]
-        except BrokenPipeError:
-            self._died()
+    def _give(self, job: Message, deadline: float) -> None:
+        self._count += 1
+        data = memoryview(packed({**job, "id": self._count}))
+        while data:
+            _ready(deadline, write=self._jobs)
+            data = data[os.write(self._jobs, data[: 1 << 16]) :]
+
+    def _reply(self, deadline: float) -> Any:
         size = struct.unpack("<I", self._read(4, deadline))[0]
         if size > REPLY_BYTES:
             raise ProcessEnded(f"it sent a reply of {size} bytes")
@@ -193,13 +202,63 @@ def _ready(deadline: float, *, read: int | None = None, write: int | None = None
         raise TimeoutError
 
 
-def _end(process: subprocess.Popen[bytes], *pipes: int) -> None:
-    for pipe in pipes:
-        os.close(pipe)
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
+def end(processes: Iterable[JobProcess], *, last: Message | None = None, seconds: float = 0.0) -> None:
+    """End the processes and everything that they started; all are waited for together, END_SECONDS long.
+
+    Args:
+        last: a job that is given to each before, on which they end by themselves.
+        seconds: for that, also for all of them together.
+    """
+    open_ones = [process for process in processes if not process.closed]
+    if last is not None:
+        deadline = time.monotonic() + seconds
+        for process in open_ones:
+            with contextlib.suppress(TimeoutError, BrokenPipeError):
+                process._give(last, deadline)
+        for process in open_ones:
+            with contextlib.suppress(TimeoutError):  # the pipe closes, or there is a reply that nobody needs
+                _ready(deadline, read=process._replies)
+    found = [process._finalizer.detach() for process in open_ones]
+    _end([part for _, _, (parts,), _ in filter(None, found) for part in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What is to be ended of a JobProcess, which may be gone."""
+
+    process: subprocess.Popen[bytes]
+    pipes: tuple[int, int]
+    owner: int = field(default_factory=os.getpid)
+
+
+def _end(ending: Sequence[_Parts]) -> None:
+    for part in ending:
+        for pipe in part.pipes:
+            os.close(pipe)
+    own = [part.process for part in ending if part.owner == os.getpid()]  # in a fork they are another's
+    for process in own:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    late = _late(own)
+    for process in late:
         process.kill()
-        process.wait()
+    _late(late)  # the kernel ends it when it can
+
+
+def _late(processes: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Those that have not ended after END_SECONDS."""
+    deadline, late = time.monotonic() + END_SECONDS, []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(process)
+    return late
+
+
+_running: weakref.WeakSet[JobProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_running() -> None:
+    end(list(_running))

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout import calls
-from lockstep.rollout.messages import JobProcess, Message, ProcessEnded
+from lockstep.rollout.messages import JobProcess, Message, ProcessEnded, end
 from lockstep.rollout.row_values import encoded
 
 START_SECONDS = 600.0
 """For the user's imports, and for a class that loads a model."""
 END_SECONDS = 5.0
 """For the module's exit handlers when the rewards are closed."""
+_LAST_WORDS_SECONDS = 1.0
 _LINE_BYTES = 1 << 16
 
 
@@ -82,12 +84,7 @@ class RewardWorker:
     def close(self) -> None:
         """Let the process run its exit handlers and end, with all that it started. A later call starts
         another."""
-        with self._lock:
-            if self._process is None:
-                return
-            with contextlib.suppress(TimeoutError, ProcessEnded):
-                self._process.exchange({"end": True}, seconds=END_SECONDS)
-            self._ended()
+        close_all([self])
 
     def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
         # One seed for each sample from the run's generator: the same in every run, and after a resume.
@@ -134,13 +131,25 @@ class RewardWorker:
         self.asynchronous = bool(first.get("asynchronous"))
         return process
 
-    def _ended(self) -> None:
+    def _ended(self, seconds: float = _LAST_WORDS_SECONDS) -> None:
         """End the process, and wait until its last words are shown."""
         if self._process is not None:
             self._process.close()
         if self._output is not None:
-            self._output.join(1.0)
+            self._output.join(seconds)
         self._process = self._output = None
+
+
+def close_all(workers: Sequence[RewardWorker]) -> None:
+    """Close them together: the waits are those of one."""
+    with contextlib.ExitStack() as locks:
+        for worker in workers:
+            locks.enter_context(worker._lock)
+        running = [worker._process for worker in workers if worker._process is not None]
+        end(running, last={"end": True}, seconds=END_SECONDS)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        for worker in workers:
+            worker._ended(max(0.0, deadline - time.monotonic()))
 
 
 def _sent(sample: RewardInput) -> Message:

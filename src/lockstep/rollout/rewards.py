@@ -24,7 +24,7 @@ from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
 from lockstep.rollout.reward_calls import MATCHES, bind, is_async, own_row, raised, score_of
-from lockstep.rollout.reward_worker import RewardFailure, RewardWorker
+from lockstep.rollout.reward_worker import RewardFailure, RewardWorker, close_all
 from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, require_package
 
@@ -142,8 +142,7 @@ class RewardSet:
     def close(self) -> None:
         """End the processes of verifiers and rewards. The set stays usable: it starts others when needed."""
         self._process.close()
-        for worker in self._workers:
-            worker.close()
+        close_all(self._workers)
 
     def _combine(self, values: Sequence[float | None]) -> Scored | None:
         present = [value for value in values if value is not None]

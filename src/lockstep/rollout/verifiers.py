@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.rollout.messages import JobProcess, Message, ProcessEnded
+from lockstep.rollout.messages import JobProcess, Message, ProcessEnded, end
 from lockstep.rollout.row_values import encoded
 
 _START_SECONDS = 180.0
@@ -80,8 +80,7 @@ class VerifierProcess:
     def close(self) -> None:
         """End the processes; a later job starts others."""
         with self._lock:
-            for process in self._processes.values():
-                process.close()
+            end(self._processes.values())
             self._processes.clear()
 
     def _score(self, package: str, job: Message, timeout: float) -> Score:

@@ -1,0 +1,82 @@
+"""Processes that run jobs: several are ended at one deadline."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.rollout import messages
+from lockstep.rollout.messages import JobProcess, end
+
+SOCIABLE = """
+import os, signal, time
+from pathlib import Path
+from lockstep.rollout.messages import receive, send
+
+def main(folder, name, others, *, jobs, replies):
+    def leave(*_):  # once all have been told to
+        Path(folder, name).touch()
+        while not all(Path(folder, other).exists() for other in others):
+            time.sleep(0.01)
+        Path(folder, name + "-left").touch()
+        os._exit(7)
+    signal.signal(signal.SIGTERM, leave)
+    send(replies, {"id": receive(jobs)["id"]})
+    while True:
+        time.sleep(1)
+"""
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "sociable.py").write_text(SOCIABLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def started(folder: Path) -> list[JobProcess]:
+    processes = [JobProcess("sociable", str(folder), name, NAMES) for name in NAMES]
+    for process in processes:
+        assert process.exchange({}, seconds=60) == {}
+    return processes
+
+
+def test_all_are_told_before_any_is_waited_for(folder: Path) -> None:
+    processes = started(folder)
+    end(processes)
+    assert [process._process.returncode for process in processes] == [7, 7, 7]
+    assert all(process.closed for process in processes)
+    end(processes)  # which changes nothing
+
+
+def test_whoever_does_not_end_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "END_SECONDS", 0.2)
+    alone, *others = started(folder)
+    alone.close()
+    assert alone._process.returncode == -9
+    end(others)
+
+
+EXIT = """
+import os, sys
+from pathlib import Path
+folder = {folder!r}
+sys.path[:0] = [folder, {tests!r}]
+from test_messages import started
+processes = started(Path(folder))
+if os.fork() == 0:
+    sys.exit()  # which ends the processes of nobody else
+os.wait()
+sys.stdout.write(str([name for name in os.listdir(folder) if name.endswith("-left")]))
+"""
+
+
+def test_the_end_of_the_program_tells_all_before_it_waits_and_a_fork_ends_none(folder: Path) -> None:
+    code = EXIT.format(folder=str(folder), tests=str(Path(__file__).parent))
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "[]"), ended.stderr
+    assert {path.name for path in folder.glob("*-left")} == {f"{name}-left" for name in NAMES}
