@@ -64,6 +64,8 @@ def test_the_middleware_wants_the_token_on_every_path(monkeypatch, headers, pass
         refusal = [("http.response.start", 401), ("http.response.body", None)]
         refusal = refusal if kind == "http" else [("websocket.close", None)]
         assert [(m["type"], m.get("status")) for m in sent] == ([] if passes else refusal)
+        if kind == "http" and not passes:
+            assert dict(sent[0]["headers"])[b"content-length"] == str(len(sent[1]["body"])).encode()
     assert call([], kind="lifespan")[1] == ["lifespan"]
 
 

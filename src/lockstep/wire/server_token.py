@@ -30,9 +30,11 @@ class RequireToken:
         if scope["type"] == "lifespan" or self._is_ours(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            head = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": head})
             body = b'{"error": "this server belongs to a run of Lockstep, and needs its token"}'
+            head = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            # A client that keeps the connection would otherwise wait for more of the answer.
+            head.append((b"content-length", str(len(body)).encode()))
+            await send({"type": "http.response.start", "status": 401, "headers": head})
             await send({"type": "http.response.body", "body": body})
         else:
             await send({"type": "websocket.close", "code": 1008})
