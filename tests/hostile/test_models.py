@@ -22,9 +22,9 @@ from lockstep.data.chat import ChatFormat
 from lockstep.errors import ConfigError, DataError, LockstepError, ModelError
 from lockstep.loop.offline import train_offline
 from lockstep.models import reward
+from lockstep.models.exported import model_facts
 from lockstep.models.load import load_model, meta_module
 from lockstep.models.reward import RewardModel
-from lockstep.models.served import model_facts
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,8 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import dtypes
 from lockstep.models.export import export_hf
+from lockstep.models.exported import model_facts
 from lockstep.models.load import LoadedModel, load_model, prepared_config, share_parameters
-from lockstep.models.served import model_facts
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)[None]

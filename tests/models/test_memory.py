@@ -15,7 +15,14 @@ from lockstep.config.train import TrainConfig
 from lockstep.models import memory
 from lockstep.models.forward import hidden_states
 from lockstep.models.load import load_model
-from lockstep.models.memory import MemoryPart, Spread, explain_oom, module_shape, plan_memory, planned_shape
+from lockstep.models.memory import (
+    MemoryPart,
+    Parallelism,
+    explain_oom,
+    module_shape,
+    plan_memory,
+    planned_shape,
+)
 from lockstep.packing import pack
 from lockstep.schema.batch import PackedBatch, TrainSample
 
@@ -117,13 +124,13 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
     assert whole - less == 1024 * (15 * layer - 16 * 2 * 2048)
 
 
-def rank_parts(spread: Spread, micro_batches: int = 4, **train: object) -> dict[str, int]:
+def rank_parts(parallelism: Parallelism, micro_batches: int = 4, **train: object) -> dict[str, int]:
     """On the device, of one rank, for llama-3.2-1b in bfloat16."""
     shape = planned_shape(ModelConfig(name="shape:llama-3.2-1b"), dtype=torch.bfloat16)
     found = memory.rank_parts(
         shape,
         TrainConfig(**train),  # type: ignore[arg-type]
-        spread=spread,
+        parallelism=parallelism,
         step=(1024, micro_batches),
         device="cuda",
         ref=True,
@@ -137,7 +144,7 @@ COUNT = 16 * LAYER + NORMS + 128256 * 2048
 
 
 def test_a_rank_of_fsdp2_by_hand() -> None:
-    four = rank_parts(Spread(ranks=4), backend="fsdp2")
+    four = rank_parts(Parallelism(ranks=4), backend="fsdp2")
     assert four["parameters, this rank's"] == four["gradients"] == COUNT
     assert four["optimizer states"] == 2 * COUNT
     assert four["reference model, this rank's"] == COUNT / 2
@@ -145,25 +152,25 @@ def test_a_rank_of_fsdp2_by_hand() -> None:
     assert "float32 master weights" not in four
     # One micro-batch a rank: nothing has to wait for the others.
     assert "gradients between micro-batches, whole, in float32" not in four
-    more = rank_parts(Spread(ranks=4), micro_batches=5, backend="fsdp2")
+    more = rank_parts(Parallelism(ranks=4), micro_batches=5, backend="fsdp2")
     assert more["gradients between micro-batches, whole, in float32"] == 4 * COUNT
-    kept = rank_parts(Spread(ranks=4), backend="fsdp2", reshard_after_forward=False)
+    kept = rank_parts(Parallelism(ranks=4), backend="fsdp2", reshard_after_forward=False)
     assert kept["gathered weights"] == 2 * COUNT
-    joint = rank_parts(Spread(ranks=4), backend="fsdp2", execution="joint")
+    joint = rank_parts(Parallelism(ranks=4), backend="fsdp2", execution="joint")
     assert joint["gathered weights"] == joint["gradients of a joint graph"] == 2 * COUNT
     assert joint["gradients that are reduced at once"] == 4 * COUNT
-    off = rank_parts(Spread(ranks=4), backend="fsdp2", optimizer_device="cpu")
+    off = rank_parts(Parallelism(ranks=4), backend="fsdp2", optimizer_device="cpu")
     assert off["parameters, this rank's"] == COUNT / 2
     assert "optimizer states" not in off and "float32 master weights" not in off
     assert "parameters, this rank's" not in rank_parts(
-        Spread(ranks=4), backend="fsdp2", parameter_device="cpu"
+        Parallelism(ranks=4), backend="fsdp2", parameter_device="cpu"
     )
 
 
 def test_tensor_parallel_and_ring_attention_split_what_they_split() -> None:
-    alone = rank_parts(Spread(ranks=1), 1, backend="fsdp2")
-    tp = rank_parts(Spread(ranks=2, tp=2), 1, backend="fsdp2", tp=2)
-    ring = rank_parts(Spread(ranks=2, ring=2), 1, backend="fsdp2", ring=2)
+    alone = rank_parts(Parallelism(ranks=1), 1, backend="fsdp2")
+    tp = rank_parts(Parallelism(ranks=2, tp=2), 1, backend="fsdp2", tp=2)
+    ring = rank_parts(Parallelism(ranks=2, ring=2), 1, backend="fsdp2", ring=2)
     for split in (tp, ring):
         assert split["parameters, this rank's"] == alone["parameters, this rank's"] / 2 == 2 * COUNT
     assert ring["gathered weights"] == alone["gathered weights"] == 2 * tp["gathered weights"]
@@ -173,7 +180,7 @@ def test_tensor_parallel_and_ring_attention_split_what_they_split() -> None:
 
 
 def test_a_rank_of_deepspeed_by_hand() -> None:
-    stages = [rank_parts(Spread(ranks=4), backend="deepspeed", zero_stage=stage) for stage in range(4)]
+    stages = [rank_parts(Parallelism(ranks=4), backend="deepspeed", zero_stage=stage) for stage in range(4)]
     weights = [2 * COUNT] * 3 + [COUNT / 2]
     states = [8 * COUNT] + [2 * COUNT] * 3
     gradients = [2 * COUNT] * 2 + [COUNT] * 2

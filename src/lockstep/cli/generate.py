@@ -157,7 +157,7 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
     """Sample what is missing; the result."""
     from lockstep.data.prompts import PromptMaker, load_prompts
     from lockstep.data.sources import check_source
-    from lockstep.models.served import model_facts
+    from lockstep.models.exported import model_facts
     from lockstep.rollout.batch import check_prompts, prompt_batches
     from lockstep.rollout.rows import RowFile, check_out
 
@@ -197,9 +197,9 @@ def generate(command: Command, interrupt: Interrupt) -> dict[str, Any]:
 
 def with_engine(command: Command, weights: Weights) -> Command:
     """The same with the engine that "auto" is here."""
-    from lockstep.loop.standalone_engine import served_engine
+    from lockstep.loop.standalone_engine import standalone_config
 
-    engine = served_engine(command.config.engine, weights.model)
+    engine = standalone_config(command.config.engine, weights.model)
     return replace(command, config=command.config.model_copy(update={"engine": engine}))
 
 
@@ -253,13 +253,13 @@ def _result(rows: RowFile, totals: Totals, *, before: int, seconds: float) -> di
 
 def _open(command: Command, weights: Weights, run: _Run) -> Any:
     from lockstep.cli.common_model import read_checkpoint
-    from lockstep.loop.standalone_engine import ServeRequest, open_engine
+    from lockstep.loop.standalone_engine import EngineRequest, open_engine
 
     assert command.out is not None
     checkpoint = weights.checkpoint
     return open_engine(
         command.config.engine,
-        ServeRequest(
+        EngineRequest(
             model=weights.model,
             adjust=None if checkpoint is None else partial(read_checkpoint, directory=checkpoint),
             longest=run.longest,
@@ -321,7 +321,7 @@ def identity(config: GenerateConfig, weights: Weights, batches: list[list[Prompt
     import torch
 
     from lockstep.models.dtypes import resolve_dtype
-    from lockstep.models.served import weights_fingerprint
+    from lockstep.models.exported import weights_fingerprint
     from lockstep.rollout.row_values import encoded
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -80,7 +80,7 @@ def _run(command: str, *rest: str) -> int:
         return int(module.main(list(rest)))
     except LockstepError as error:
         sys.stdout.flush()
-        if not _left_to_launcher(error):
+        if not _reported_by_launcher(error):
             echo(f"lockstep {command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
@@ -152,10 +152,10 @@ def _escape_tracebacks() -> None:
         reconfigure(errors="backslashreplace")
 
 
-def _left_to_launcher(error: LockstepError) -> bool:
+def _reported_by_launcher(error: LockstepError) -> bool:
     """See lockstep.ranks.context, which loads torch: whoever did not import it is no rank."""
     context = sys.modules.get("lockstep.ranks.context")
-    return context is not None and bool(context.left_to_launcher(error))
+    return context is not None and bool(context.reported_by_launcher(error))
 
 
 def usage() -> str:

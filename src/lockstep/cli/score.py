@@ -219,7 +219,7 @@ def identity(config: ScoreConfig, data: Path) -> dict[str, Any]:
     """What decides every row, but for a reward function's code: an earlier file's must be the same."""
     weights = None
     if config.reward_model is not None:
-        from lockstep.models.served import weights_fingerprint
+        from lockstep.models.exported import weights_fingerprint
 
         name, revision = config.reward_model.name, config.reward_model.revision
         weights = weights_fingerprint(ModelConfig(name=name, revision=revision))

@@ -172,7 +172,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
         ranks=command.ranks,
         timeout=None,
         log_dir=folder / "logs" / "ranks" / started,
-        in_good_order=True,
+        graceful=True,
     )
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
         resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"

@@ -1,5 +1,5 @@
-"""Messages to text to token ids: chat templates, prompt templates, and beginning-of-sequence tokens exactly
-once."""
+"""Turn messages into text and text into token ids: chat templates, prompt templates, and exactly one
+beginning-of-sequence token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIELD = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 
 
 def fill_template(template: str, values: Mapping[str, Any]) -> str:
-    r"""`{name}` replaced by values[name]; `{{` and `}}` are literal braces, and other braces (LaTeX) stay as
+    r"""Replace `{name}` by values[name]; `{{` and `}}` are literal braces, and other braces (LaTeX) stay as
     they are.
 
     Raises:
@@ -43,7 +43,7 @@ def fill_template(template: str, values: Mapping[str, Any]) -> str:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raises DataError for half a surrogate pair, which JSON and command lines may hold, and no text may."""
+    """Raise DataError for half a surrogate pair, which JSON and command lines may hold, and no text may."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -54,7 +54,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def clean_messages(value: Any, *, where: str) -> list[Message]:
-    """Messages as plain dicts, keys whose value is None left out (Arrow fills them in).
+    """Return messages as plain dicts, without keys whose value is None (Arrow fills them in).
 
     Raises:
         DataError: not a list of {role, content}, or a content that is neither text nor text parts.
@@ -117,14 +117,14 @@ class ChatFormat:
         own."""
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """The messages, led by `system_prompt` when it is set and they have no system message of their
-        own."""
+        """Return the messages, with `system_prompt` in front when it is set and they have no system
+        message."""
         if self._system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self._system}, *messages]
 
     def render(self, messages: list[Message], *, generate: bool, where: str) -> str:
-        """The text of a conversation; `generate` adds the header of the assistant's turn.
+        """Return the text of a conversation; `generate` adds the header of the assistant's turn.
 
         Raises:
             DataError: the template refuses the messages, or there is no template and they are not one user
@@ -140,7 +140,7 @@ class ChatFormat:
         return self.rendered(messages, generate=generate, where=where).text
 
     def rendered(self, messages: list[Message], *, generate: bool, where: str) -> Rendered:
-        """The template's text, and where its {% generation %} blocks stand.
+        """Return the template's text, and the spans of its {% generation %} blocks.
 
         Raises:
             DataError: the template refuses the messages, or uses up its budget of time or memory.
@@ -151,7 +151,7 @@ class ChatFormat:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, led by `bos` unless the text begins with it.
+        """Return token ids, with `bos` in front unless the text begins with it.
 
         Raises:
             DataError: the text holds half a surrogate pair, which has no bytes.
@@ -184,7 +184,7 @@ def _resolve_template(setting: str, tokenizer: Any) -> str | None:
 
 
 def _leading_ids(tokenizer: Any) -> list[int]:
-    """[bos] where the tokenizer puts one before plain text, else []. What it appends (T5's eos) is not
-    wanted."""
+    """[bos] where the tokenizer puts one before plain text, else []. Ids that it appends (T5's eos) are left
+    out."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []

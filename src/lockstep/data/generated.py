@@ -1,7 +1,7 @@
-"""Sources that make their rows up: reasoning_gym tasks and id-level prompts.
+"""Sources that generate their rows: reasoning_gym tasks and id-level prompts.
 
-A row is a pure function of (config, stream, slot, attempt): nothing is stored, any row can be asked for at
-any time. Attempts are how an excluded or repeated question is replaced by another one, deterministically.
+A row is a pure function of (config, stream, slot, attempt): nothing is stored, any row can be generated at
+any time. A further attempt replaces an excluded or repeated question by another one, deterministically.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class RowGenerator(Protocol):
     """Rows by address."""
 
     def row(self, stream: str, slot: int, attempt: int) -> dict[str, Any]:
-        """Row number `slot` of `stream`; another `attempt` is another row for the same slot."""
+        """Return row number `slot` of `stream`; another `attempt` is another row for the same slot."""
         ...
 
 
 def stable_seed(*parts: object) -> int:
-    """30-bit seed from the parts, the same on every machine (hash() is not)."""
+    """Derive a 30-bit seed from the parts, the same on every machine (hash() is not)."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**30
 
 
 def reasoning_gym_dataset(task: str, settings: Mapping[str, Any], *, seed: int, size: int) -> Any:
-    """A reasoning_gym dataset.
+    """Create a reasoning_gym dataset.
 
     Raises:
         ConfigError: reasoning_gym is not installed, there is no such task, or it refuses a setting.

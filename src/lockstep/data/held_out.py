@@ -13,15 +13,15 @@ _SEED_STEP = 1_000_003
 
 
 def held_out_config(run: GRPORun) -> DataConfig:
-    """Where a run's held-out prompts come from.
+    """Return the config of a run's held-out prompts.
 
     `eval_data` when it is set. Else, generated data: the same task under another seed. Files with
     `data.size`: the rows after the training rows. Files without: the first `eval.num_prompts` rows, which
     training then leaves out.
     """
     if run.eval_data is not None:
-        given = run.eval_data
-        return given if given.size is not None else _with(given, size=run.eval.num_prompts, shuffle=False)
+        config = run.eval_data
+        return config if config.size is not None else _with(config, size=run.eval.num_prompts, shuffle=False)
     data = run.data
     if data.generated:
         return _with(data, size=run.eval.num_prompts, skip=0, seed=data.seed + _SEED_STEP, shuffle=False)
@@ -30,17 +30,17 @@ def held_out_config(run: GRPORun) -> DataConfig:
 
 
 def evaluates(run: GRPORun) -> bool:
-    """Whether the run asks for an evaluation, which needs held-out prompts."""
+    """Return whether the run has an evaluation, which needs held-out prompts."""
     return run.eval.before or run.eval.after or run.eval.every > 0
 
 
 def load_train_and_held_out(
     run: GRPORun, *, tokenizer: Any, vocab_size: int | None = None, hold_out: bool = True
 ) -> tuple[PromptSet, FixedPrompts]:
-    """(training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
+    """Load (training prompts, held-out prompts); no held-out text, rendered or not, occurs in training.
 
     Args:
-        hold_out: False: nothing is taken away from training, and the second set is empty.
+        hold_out: False: nothing is left out of training, and the second set is empty.
 
     Raises:
         DataError: as load_prompts; also when no rows are left to hold out, or training has too few prompts

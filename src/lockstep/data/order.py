@@ -1,5 +1,5 @@
-"""Which rows a batch takes: a pure function of (number of rows, step, batch size, seed), so there is no
-state to save."""
+"""The rows of a batch: a pure function of (number of rows, step, batch size, seed), so there is no state to
+save."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from lockstep.errors import DataError
 
 
 def batch_rows(num_rows: int, *, step: int, n: int, seed: int, shuffle: bool = True) -> list[int]:
-    """Row numbers of batch `step`; all distinct.
+    """Return the row numbers of batch `step`; all distinct.
 
     Shuffled: an epoch is num_rows // n batches of a permutation drawn from (seed, epoch); its last num_rows
-    % n rows wait for another epoch, so that no batch holds a row twice. Not shuffled: rows in order, round
-    and round.
+    % n rows are left out, so that no batch holds a row twice. Not shuffled: rows in order, cyclically.
 
     Raises:
         DataError: n exceeds num_rows.

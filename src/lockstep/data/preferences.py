@@ -39,16 +39,16 @@ class PreferenceSet:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all pairs, by which a resumed run knows its data again."""
-        found = hashlib.blake2b(digest_size=16)
+        """Hash of all pairs, by which a resumed run recognises its data."""
+        digest = hashlib.blake2b(digest_size=16)
         for pair in self._pairs:
             for sample in pair:
                 for tensor in (sample.token_ids, sample.loss_mask):
-                    found.update(tensor.numpy().tobytes())
-        return found.hexdigest()
+                    digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def batch(self, step: int, n: int, seed: int) -> list[PreferenceSample]:
-        """The n pairs of optimizer step `step` (from 0), 2n samples: chosen and rejected in turn.
+        """Return the n pairs of optimizer step `step` (from 0) as 2n samples, chosen and rejected in turn.
 
         Raises:
             DataError: the set has fewer than n pairs.
@@ -62,7 +62,7 @@ class PreferenceSet:
 
 
 def load_preferences(config: DataConfig, *, tokenizer: Any) -> PreferenceSet:
-    """The preference set of a DataConfig.
+    """Load the preference set of a DataConfig.
 
     Rows have `chosen_column` and `rejected_column`: texts or lists of messages, after the prompt in
     `prompt_column`; or whole conversations that begin with a user's or system's message. Turns that both
@@ -116,7 +116,7 @@ def _as_sft(row: Mapping[str, Any], column: str, config: DataConfig, where: str)
 
 
 def _is_conversation(answer: Any) -> bool:
-    """Whether the prompt is in it."""
+    """Whether the answer is a whole conversation, with the prompt in it."""
     return bool(
         isinstance(answer, list)
         and answer

@@ -1,8 +1,8 @@
 """Prompt sets: rows rendered and tokenised, and batches of them as a pure function of (step, n, seed).
 
 `FixedPrompts` holds a known number of prompts (files, hub sets, generated sets with a `size`); its batches
-are epoch shuffles. `PromptStream` makes prompts up without end (generated sources without a `size`): slot
-`step * n + j` of the stream of `seed` is batch `step`'s prompt j. Neither has a state to save.
+are epoch shuffles. `PromptStream` generates prompts without end (sources without a `size`): slot `step * n +
+j` of the stream of `seed` is prompt j of batch `step`. Neither has a state to save.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISTINCT_ATTEMPTS = 64
 
 
 class PromptSet(ABC):
-    """Prompts by number and by batch."""
+    """A set of prompts, indexed by number and by batch."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Prompt:
@@ -52,19 +52,19 @@ class PromptSet(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str | None:
-        """Hash of all prompts, by which a resumed run knows its data again; None: endless."""
+        """Hash of all prompts, by which a resumed run recognises its data; None: endless."""
 
     @property
     @abstractmethod
     def report(self) -> dict[str, int]:
-        """Counts: excluded, dropped_overlong, truncated; for a stream, of the rows looked at so far."""
+        """Counts: excluded, dropped_overlong, truncated; for a stream, of the rows generated so far."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class PromptMaker:
-    """Turns a row into a Prompt as one DataConfig says, and counts what it left out."""
+    """Turns rows into Prompts according to one DataConfig, and counts those that it left out."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, exclude: Collection[str]) -> None:
         self.config = config
@@ -87,7 +87,7 @@ class PromptMaker:
         return {name: counts[name] for name in ("excluded", "dropped_overlong", "truncated")}
 
     def make(self, row: Mapping[str, Any], *, index: int, key: object) -> Prompt | None:
-        """The prompt of a row; None when it is excluded, or overlong and to be dropped.
+        """Return the prompt of a row; None when it is excluded, or overlong and to be dropped.
 
         Raises:
             DataError: a column is missing, the messages are malformed, or the prompt is too long under
@@ -122,8 +122,8 @@ class PromptMaker:
         return problem, text
 
     def conversation(self, row: Mapping[str, Any], where: str) -> tuple[str, str | list[Message]]:
-        """(problem text, what is rendered): messages, system prompt included, or plain text where no chat
-        template applies. The problem text identifies a question whatever the template around it.
+        """Return (problem text, input of the chat template): messages with the system prompt, or plain text
+        where no chat template applies. The problem text identifies a question regardless of the template.
 
         Raises:
             DataError: a column is missing, or the messages are malformed.
@@ -204,7 +204,7 @@ class FixedPrompts(PromptSet):
 
     @property
     def texts(self) -> frozenset[str]:
-        """Question texts and rendered texts: what to give to another set's `exclude`."""
+        """Question texts and rendered texts, for another set's `exclude`."""
         return frozenset(text for p in self._prompts for text in (p.text, str(p.row["problem"])))
 
     @property
@@ -220,7 +220,7 @@ class FixedPrompts(PromptSet):
 
 
 class PromptStream(PromptSet):
-    """Prompts without end. Slot p of the stream of `seed` is made from the row generator when asked for.
+    """Endless prompts. Slot p of the stream of `seed` is generated on demand.
 
     Within a batch the questions differ by text, unless 64 rows in a row repeat (the task has few questions);
     across batches they repeat only as often as the task's own generator does.
@@ -285,11 +285,11 @@ def _id_prompt(row: Mapping[str, Any], index: int) -> Prompt:
 def load_prompts(
     config: DataConfig, *, tokenizer: Any, exclude: Collection[str] = (), vocab_size: int | None = None
 ) -> PromptSet:
-    """The prompt set of a DataConfig.
+    """Load the prompt set of a DataConfig. Files are rendered and tokenised here, streams on demand.
 
-    `exclude`: texts (of questions or of rendered prompts, white space aside) that must not occur.
-    `vocab_size`: of the model, needed by source `ids` only. Files are rendered and tokenised here, streams
-    when asked.
+    Args:
+        exclude: texts (of questions or of rendered prompts, white space aside) that must not occur.
+        vocab_size: of the model, needed by source `ids` only.
 
     Raises:
         DataError: missing or malformed data, nothing left after exclusion, or a task with fewer distinct

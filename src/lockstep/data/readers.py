@@ -1,4 +1,5 @@
-"""JSON lines and Parquet files of anybody, as rows: whatever is in them, it gives rows or a DataError."""
+"""Readers of untrusted JSON lines and Parquet files: whatever they hold, the result is rows or a
+DataError."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 ROW_DEPTH = 200
-"""Most lists and objects in each other: what goes through a row calls itself once or twice a level."""
+"""Deepest nesting of lists and objects: functions that walk a row recurse once or twice a level."""
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """One JSON object.
+    """Parse one JSON object.
 
     Raises:
         DataError: it is no JSON, no object, or nested too deeply.
@@ -31,7 +32,7 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def parse_value(text: bytes, where: str) -> Any:
-    """Any JSON value.
+    """Parse any JSON value.
 
     Raises:
         DataError: it is no JSON, or nested too deeply.
@@ -46,7 +47,7 @@ def parse_value(text: bytes, where: str) -> Any:
 
 
 def check_surrogates(value: Any, where: str) -> None:
-    """Raises DataError for half a surrogate pair in a text of `value`: JSON may hold it, and no text may."""
+    """Raise DataError for half a surrogate pair in a text of `value`: JSON may hold it, and no text may."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -58,7 +59,7 @@ def check_surrogates(value: Any, where: str) -> None:
 
 @contextlib.contextmanager
 def opened_parquet(path: Path) -> Iterator[ParquetFile]:
-    """An open Parquet file. Errors of the block are taken for errors of the file.
+    """Open a Parquet file. Errors in the block count as errors of the file.
 
     Raises:
         ConfigError: pyarrow is missing.

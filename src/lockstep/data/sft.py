@@ -41,15 +41,15 @@ class SFTSet:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all documents, by which a resumed run knows its data again."""
-        found = hashlib.blake2b(digest_size=16)
+        """Hash of all documents, by which a resumed run recognises its data."""
+        digest = hashlib.blake2b(digest_size=16)
         for sample in self._samples:
             for tensor in (sample.token_ids, sample.loss_mask):
-                found.update(tensor.numpy().tobytes())
-        return found.hexdigest()
+                digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
 
     def batch(self, step: int, n: int, seed: int) -> list[TrainSample]:
-        """The n documents of optimizer step `step` (from 0), sample_id 0 to n - 1; all different.
+        """Return the n documents of optimizer step `step` (from 0), sample_id 0 to n - 1; all different.
 
         Raises:
             DataError: the set has fewer than n documents.
@@ -59,7 +59,7 @@ class SFTSet:
 
 
 def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
-    """The SFT set of a DataConfig.
+    """Load the SFT set of a DataConfig.
 
     Rows with `messages_column` are conversations. Rows with `prompt_column` and `completion_column` are a
     conversation of two turns where a chat template applies (both may also be lists of messages), else plain
@@ -87,7 +87,8 @@ def load_sft(config: DataConfig, *, tokenizer: Any) -> SFTSet:
 
 
 def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFormat:
-    """How documents become ids. Raises ConfigError where there can be none; `kind` names the run."""
+    """Return the format that turns documents into ids. Raises ConfigError if there is none; `kind` names the
+    run."""
     if config.generated:
         raise ConfigError(
             f"data.source = {config.source!r} has prompts only; {kind} needs a file, a folder or a hub set"
@@ -102,7 +103,7 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
 
 
 def tokenise_row(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Document:
-    """The document of one row, see `load_sft`."""
+    """Tokenise one row, see `load_sft`."""
     messages = None
     if row.get(config.messages_column) is not None:
         messages = clean_messages(row[config.messages_column], where=where)

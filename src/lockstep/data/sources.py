@@ -26,7 +26,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_rows(config: DataConfig) -> list[dict[str, Any]]:
-    """Rows [skip, skip + size) of a file, folder or hub dataset, columns renamed by `config.columns`.
+    """Load rows [skip, skip + size) of a file, folder or hub dataset, columns renamed by `config.columns`.
 
     Raises:
         DataError: the source is missing, unreadable, empty, or lacks a column that `columns` names.
@@ -45,7 +45,7 @@ def load_rows(config: DataConfig) -> list[dict[str, Any]]:
 
 
 def check_source(config: DataConfig) -> None:
-    """Look for the source without reading it.
+    """Check that the source exists, without reading it.
 
     Raises:
         DataError: a file that does not exist.
@@ -68,18 +68,18 @@ def check_source(config: DataConfig) -> None:
         )
 
 
-def missing_column(wanted: str, row: Mapping[str, Any], *, setting: str, source: str) -> DataError:
-    """The error for a column that is not there: the nearest names first, then all of them."""
-    near = difflib.get_close_matches(wanted, list(row), n=3, cutoff=0.5)
+def missing_column(column: str, row: Mapping[str, Any], *, setting: str, source: str) -> DataError:
+    """Return the error for a missing column: the nearest names first, then all of them."""
+    near = difflib.get_close_matches(column, list(row), n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return DataError(
-        f"{source!r} has no column {wanted!r} ({setting}); {hint}Columns: {column_names(row)}. "
-        f"Set {setting}, or rename with data.columns = {{{wanted} = 'NAME IN THE DATA'}}"
+        f"{source!r} has no column {column!r} ({setting}); {hint}Columns: {column_names(row)}. "
+        f"Set {setting}, or rename with data.columns = {{{column} = 'NAME IN THE DATA'}}"
     )
 
 
 def column_names(row: Mapping[str, Any]) -> str:
-    """Names of a row's columns for a message: on one line, and no more of them than one reads."""
+    """Return the names of a row's columns for a message: on one line, 40 at most."""
     names = [printable(name[:80]) for name in islice(row, 40)]
     return ", ".join([*names, *(["..."] if len(row) > len(names) else [])])
 
@@ -139,8 +139,8 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     check_surrogates(value, str(path))
     for index, row in enumerate(value):
         if not isinstance(row, dict):
-            kind, shown = type(row).__name__, str(row)[:80]
-            raise DataError(f"{path}, entry {index}: a row must be a JSON object, got {kind}: {shown!r}")
+            kind, excerpt = type(row).__name__, str(row)[:80]
+            raise DataError(f"{path}, entry {index}: a row must be a JSON object, got {kind}: {excerpt!r}")
         yield row
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the assistant wrote."""
+"""The tokens of a conversation that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Document:
 
 
 def conversation(chat: ChatFormat, messages: list[Message], *, where: str) -> Document:
-    """Ids of a rendered conversation, with the assistant's tokens marked.
+    """Tokenise a rendered conversation, with the assistant's tokens marked.
 
-    A template with {% generation %} says itself which text is the assistant's. For any other the text is
-    found by rendering the conversation turn by turn: what turn i adds to the header that opens it, up to and
-    including the special token that ends it. White space between that token and the next turn is not the
-    policy's. A conversation that does not end in a special token gets the tokenizer's eos.
+    A template with {% generation %} marks the assistant's text itself. Otherwise the text is located by
+    rendering the conversation turn by turn: what turn i adds to the header that opens it, up to and including
+    the special token that ends it. White space between that token and the next turn is not marked. A
+    conversation that does not end in a special token gets the tokenizer's eos.
 
     Raises:
         DataError: the template refuses the messages, or renders earlier turns so differently later on that
-            their text is not found.
+            their text cannot be located.
     """
     if chat.template is not None and "{% generation" in chat.template.replace("{%-", "{%"):
         document = _by_template(chat, messages, where)
@@ -38,13 +38,13 @@ def conversation(chat: ChatFormat, messages: list[Message], *, where: str) -> Do
 
 
 def whole_conversation(chat: ChatFormat, messages: list[Message], *, where: str) -> Document:
-    """Ids of a rendered conversation, every token marked; ends as `conversation` does."""
+    """Tokenise a rendered conversation, every token marked; ends as `conversation` does."""
     ids = chat.encode(chat.render(messages, generate=False, where=where))
     return _ended(chat, Document(ids=ids, trained=[True] * len(ids)))
 
 
 def text_document(chat: ChatFormat, prompt: str, completion: str) -> Document:
-    """Ids of plain text; those of the completion are marked, and the eos after it."""
+    """Tokenise plain text; the ids of the completion and the eos after it are marked."""
     ids, trained = _encode_spans(chat, prompt + completion, [(len(prompt), len(prompt) + len(completion))])
     return _ended(chat, Document(ids=ids, trained=trained))
 
@@ -79,10 +79,10 @@ def _turn_span(
         # Templates such as Qwen3's render a turn otherwise once others follow (thinking is taken out): look
         # for its text.
         content = messages[number]["content"].strip()
-        found = text.find(content, start) if content else -1
+        position = text.find(content, start) if content else -1
         following = [m["content"] for m in messages[number + 1 :]]
-        if found >= 0 and (not following or text.find(following[0], found + len(content)) >= 0):
-            return start, _after_special(chat.tokenizer, text, found + len(content))
+        if position >= 0 and (not following or text.find(following[0], position + len(content)) >= 0):
+            return start, _after_special(chat.tokenizer, text, position + len(content))
     raise DataError(
         f"{where}: message {number} is not found in the rendered conversation, because the chat template "
         "rewrites earlier turns; use a template with {% generation %} around the assistant's text, or "

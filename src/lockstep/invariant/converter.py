@@ -64,7 +64,7 @@ def convert(
             head; slower, and for nothing that Lockstep's loop needs.
 
     Raises:
-        ModelError: a part that the claim does not cover, or weights of several dtypes, and nothing was
+        ModelError: a part that cannot be batch-invariant, or weights of several dtypes, and nothing was
             changed; or an op that failed the self-test.
     """
     todo = [(name, part, _kind(name, part)) for name, part in _parts(module)]
@@ -212,6 +212,4 @@ def _check_dtypes(todo: list[tuple[str, nn.Module, str | None]]) -> None:
 
 def _refused(name: str, part: nn.Module, why: str) -> ModelError:
     label = f"{name} ({type(part).__name__})" if name else type(part).__name__
-    return ModelError(
-        f"{label} is outside of the batch-invariant claim: {why}; set train.batch_invariant = false"
-    )
+    return ModelError(f"{label} cannot be batch-invariant: {why}; set train.batch_invariant = false")

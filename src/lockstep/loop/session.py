@@ -245,7 +245,7 @@ class Session:
             f"attention, {axes.execution}, {axes.layout}"
         )
         if self.ranks.world_size > 1:
-            self.display.note(self.ranks.statement)
+            self.display.note(self.ranks.description)
         if axes.support == "untested":
             self.display.note(
                 f"untested combination: {axes.support_note} (`lockstep support` lists what is tested)"

@@ -13,13 +13,13 @@ from lockstep.config.model import ModelConfig
 from lockstep.engine.build import is_external, make_engine
 from lockstep.engine.spec import EngineSpec
 from lockstep.loop.axes import is_native
+from lockstep.models.exported import export_model, exported_folder
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.models.served import export_served, served_folder
 from lockstep.protocols.engine import InferenceEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeRequest:
+class EngineRequest:
     """The model to sample from, and the sampling it must allow."""
 
     model: ModelConfig
@@ -33,7 +33,7 @@ class ServeRequest:
     seed: int = 0
 
 
-def served_engine(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+def standalone_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return `config` with "auto" resolved for a model that is only sampled from. Raises ConfigError."""
     return resolved(config, native=is_native(model, _device()))
 
@@ -42,7 +42,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
+def open_engine(config: EngineConfig, request: EngineRequest) -> InferenceEngine:
     """Start the engine, ready to generate; the caller closes it.
 
     Raises:
@@ -51,7 +51,7 @@ def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
         EngineError: it did not start.
     """
     device = _device()
-    config = served_engine(config, request.model)
+    config = standalone_config(config, request.model)
     if not is_external(config.name):
         model = load_model(request.model, attention="sdpa", device=device)
         if request.adjust is not None:
@@ -60,25 +60,25 @@ def open_engine(config: EngineConfig, request: ServeRequest) -> InferenceEngine:
     return make_engine(config, place=_external_spec(config, request, device))
 
 
-def _external_spec(config: EngineConfig, request: ServeRequest, device: torch.device) -> EngineSpec:
+def _external_spec(config: EngineConfig, request: EngineRequest, device: torch.device) -> EngineSpec:
     """The spec of an external engine whose folder has the weights: none are sent to it."""
     work_dir = request.work_dir.absolute()
     work_dir.mkdir(parents=True, exist_ok=True)
     if request.adjust is not None:
         model = load_model(request.model, attention="sdpa", device=torch.device("cpu"))
         request.adjust(model)
-        served = export_served(model, work_dir=work_dir)
+        exported = export_model(model, work_dir=work_dir)
     else:
-        served = served_folder(request.model, device=device, work_dir=work_dir)
+        exported = exported_folder(request.model, device=device, work_dir=work_dir)
     return EngineSpec(
-        folder=served.folder.absolute(),
+        folder=exported.folder.absolute(),
         weights="folder",
         model_name=request.model.name,
-        dtype=served.dtype,
-        vocab_size=served.vocab_size,
+        dtype=exported.dtype,
+        vocab_size=exported.vocab_size,
         max_model_len=config.max_model_len or request.longest,
-        eos_token_ids=served.eos_token_ids,
-        tokenizer=served.tokenizer,
+        eos_token_ids=exported.eos_token_ids,
+        tokenizer=exported.tokenizer,
         device="cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}",
         shares_device=False,
         temperatures=request.temperatures,

@@ -1,5 +1,5 @@
-"""A model is admitted by its proof: before it is used, a small random copy of *its* config gives the same
-logprobs packed, alone, padded and decoded as in transformers' eager attention on each document alone.
+"""Admission of a model by a numerical proof: before it is used, a small random copy of *its* config must give
+the same logprobs packed, alone, padded and decoded as transformers' eager attention on each document alone.
 
 config ─► miniature ─► each document alone, transformers' eager attention ─┐
                   └──► every way of ours to compute the same token ────────┴─► largest gap ─► kept, or refused
@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 TOLERANCE = 1e-4
 """Nats; rounding of float32 on a CPU stays below 2e-5."""
 KERNELS = ("sdpa", "varlen")
-"""What a forward is proven with; on a CPU both are exact. The tests of the support table compare others
-with them."""
+"""The kernels that a forward is proven with; on a CPU both are exact. The tests of the support table compare
+others with them."""
 PROVEN = ("shape:", "bundled:")
 """Models that come with Lockstep: the tests prove them."""
 
@@ -65,7 +65,7 @@ class Gap:
 
     @property
     def size(self) -> float:
-        """NaN counts as infinitely far."""
+        """The absolute difference, in nats; infinite for NaN."""
         size = abs(self.ours - self.theirs)
         return size if size == size else float("inf")
 
@@ -75,7 +75,7 @@ Ways = Callable[[PretrainedConfig], Sequence[Gap]]
 
 
 def admit(config: PretrainedConfig, *, name: str) -> None:
-    """Let a supported config pass if the trainer's forward is proven for it; runs the proof if need be.
+    """Admit a supported config if the trainer's forward is proven for it; runs the proof if needed.
 
     Args:
         name: ModelConfig.name.
@@ -88,7 +88,7 @@ def admit(config: PretrainedConfig, *, name: str) -> None:
 
 
 def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -> tuple[Gap, ...]:
-    """The gaps of a proof, from the cache or run now.
+    """Return the gaps of a proof, from the cache or run now.
 
     Args:
         kind: names the proof in the cache.
@@ -99,7 +99,7 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
     try:
         with quiet_transformers():
             small = miniature(config)
-            gaps = _kept(small, kind, ways)
+            gaps = _cached_gaps(small, kind, ways)
     except LockstepError:
         raise
     except Exception as error:  # whatever transformers' code or ours raises over such a config
@@ -119,7 +119,8 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
 
 
 def forward_gaps(small: PretrainedConfig) -> list[Gap]:
-    """Packed with others, packed in another order, alone, and padded on either side, by each kernel."""
+    """Measure a miniature packed, packed in another order, alone and padded on either side, with each
+    kernel."""
     attention.register()
     docs = documents()
     truth = [eager_logprobs(small, ids) for ids in docs]
@@ -140,7 +141,7 @@ def forward_gaps(small: PretrainedConfig) -> list[Gap]:
 
 
 def largest_gap(way: str, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Gap:
-    """Over all documents; one tensor of logprobs each."""
+    """Return the largest gap over all documents; `ours` and `theirs` have one tensor of logprobs for each."""
     tokens = [
         Gap(way=way, ours=float(a), theirs=float(b), document=1 + len(left))
         for left, right in zip(ours, theirs, strict=True)
@@ -177,17 +178,17 @@ def _logprobs(
     groups: Sequence[Sequence[int]],
     layout: Mapping[str, Any],
 ) -> list[Tensor]:
-    """[L - 1] of each document, by the trainer's forward; `groups` are the packs."""
+    """[L - 1] logprobs of each document, by the trainer's forward; `groups` are the packs."""
     options = head_options(module, temperature=1.0, compiled=False)
-    found: dict[int, Tensor] = {}
+    by_document: dict[int, Tensor] = {}
     for group in groups:
         samples = [_sample(i, docs[i]) for i in group]
         batch = pack(samples, [torch.ones(len(sample)) for sample in samples])
         with torch.inference_mode():
             hidden = hidden_states(module, batch, **layout)
             logprobs, _ = linear_logprobs(hidden, head_of(module).weight, batch.labels, head=options)
-        found |= dict(zip(batch.sample_ids, batch.split(logprobs), strict=True))
-    return [found[i][:-1] for i in range(len(docs))]
+        by_document |= dict(zip(batch.sample_ids, batch.split(logprobs), strict=True))
+    return [by_document[i][:-1] for i in range(len(docs))]
 
 
 def _sample(number: int, ids: Sequence[int]) -> TrainSample:
@@ -197,7 +198,7 @@ def _sample(number: int, ids: Sequence[int]) -> TrainSample:
 
 
 def proof_key(small: PretrainedConfig, kind: str) -> str:
-    """Hash of all that the proof depends on: the miniature's config, versions, and our own code."""
+    """Hash everything that the proof depends on: the miniature's config, versions, and our own code."""
     config = {key: value for key, value in small.to_dict().items() if key not in _NO_OPTIONS}
     versions = {name: version(name) for name in ("torch", "transformers")} | {"lockstep": __version__}
     whole = {"config": config, "kind": kind, "versions": versions, "code": _own_code()}
@@ -211,7 +212,7 @@ _CODE = ("attention", "engine", "models", "ops", "packing")
 
 @functools.cache
 def _own_code() -> str:
-    """Hash of the packages that a proof runs: a change to them asks for new proofs."""
+    """Hash of the packages that a proof runs: a change to them needs new proofs."""
     digest = hashlib.sha256()
     for package in _CODE:
         for file in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
@@ -222,8 +223,8 @@ def _own_code() -> str:
 _memory: dict[str, tuple[Gap, ...]] = {}
 
 
-def _kept(small: PretrainedConfig, kind: str, ways: Ways) -> tuple[Gap, ...]:
-    """From this process, from the cache folder, or run now."""
+def _cached_gaps(small: PretrainedConfig, kind: str, ways: Ways) -> tuple[Gap, ...]:
+    """The gaps from this process, from the cache folder, or run now."""
     key = proof_key(small, kind)
     if key not in _memory:
         file = cache_root() / "admitted" / f"{key}.json"
@@ -236,7 +237,7 @@ def _kept(small: PretrainedConfig, kind: str, ways: Ways) -> tuple[Gap, ...]:
 
 
 def _read(file: Path) -> tuple[Gap, ...] | None:
-    """None: there is none, or it is damaged and must be made again."""
+    """The gaps of a cached proof; None: there is none, or it is damaged and must be run again."""
     if not file.is_file():
         return None
     try:

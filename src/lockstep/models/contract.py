@@ -9,14 +9,14 @@ from lockstep import invariant
 from lockstep.schema.contract import KernelContract
 
 _COMPILED = {"eager": "eager", "compile": "inductor", "joint": "inductor"}
-"""Execution mode -> what decides the bits of a forward."""
+"""Execution mode -> the compiler that decides the bits of a forward."""
 
 
 def kernel_contract(
     module: nn.Module, *, attention: str, execution: str, dtype: torch.dtype, device: torch.device
 ) -> KernelContract | None:
-    """What a forward of `module` is made of; None: it is outside the claim, because it is not batch-invariant
-    or runs in a mode that nobody has looked into.
+    """Return the kernel contract of `module`'s forward; None: it is not batch-invariant, or runs in a mode
+    for which this is not known.
 
     Args:
         attention: the kernel that it attends with, such as varlen; of the native engine also varlen.
@@ -49,7 +49,8 @@ def kernel_contract(
 
 
 def device_name(device: torch.device) -> str:
-    """Such as "NVIDIA H200", or "cpu AVX512": kernels of another one may add up in another order."""
+    """Return the device's name, such as "NVIDIA H200" or "cpu AVX512": kernels of another one may add up in
+    another order."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"

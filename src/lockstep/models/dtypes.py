@@ -1,4 +1,4 @@
-"""Which compute dtype a device is good at."""
+"""The compute dtype that a device is fast in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of a config value; "auto" is decided by the device and logged.
+    """Return the torch dtype of a config value; "auto" depends on the device and is logged.
 
     auto: bfloat16 where the hardware multiplies it (CUDA compute capability 8.0 and up, CPUs with AMX,
     AVX512-BF16 or Arm's BF16), else float32, because emulated bfloat16 is slower than float32 and less exact.
@@ -34,7 +34,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def fast_bfloat16(device: torch.device) -> tuple[bool, str]:
-    """Whether `device` has bfloat16 matrix units, and the evidence."""
+    """Return whether `device` has bfloat16 matrix units, and the evidence."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return major >= 8, f"CUDA compute capability {major}.{minor}"

@@ -26,14 +26,14 @@ from lockstep.models.source import aliases
 from lockstep.ranks.objects import broadcast_object
 
 FILE_BYTES = 2 * 1024**3
-"""Of one weight file; as much host memory is needed to write it."""
+"""Size of one weight file; writing it needs as much host memory."""
 
 
 def export_hf(module: nn.Module, tokenizer: Tokenizer | None, directory: Path) -> None:
-    """Config, generation config, safetensors in the module's dtype and tokenizer, LoRA merged in.
+    """Write config, generation config, safetensors in the module's dtype and tokenizer, LoRA merged in.
 
-    `from_pretrained` loads the folder with all keys matched. It is written beside its place and renamed:
-    whoever looks sees the old folder, none, or the whole new one. The module itself is not touched.
+    `from_pretrained` loads the folder with all keys matched. It is written to a temporary folder and renamed:
+    a reader sees the old folder, none, or the whole new one. The module itself is not changed.
 
     Raises:
         ModelError: `directory` is there and is neither empty nor a model folder, so it is not replaced.
@@ -61,16 +61,16 @@ def export_tensors(
     dtype: torch.dtype,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """`export_hf` of a module whose weights are spread over ranks; collective, rank 0 of the default group
-    writes.
+    """Export, as `export_hf`, a module whose weights are sharded over ranks; collective, rank 0 of the
+    default group writes.
 
     Args:
         module: a causal LM of the right class and config; its own weights are not read and may have any
             shape and dtype.
         tensors: Hugging Face name -> whole tensor. Making the next one may be collective: every rank goes
             through all of them, whatever happens to the files. Tied weights may come under every name.
-        dtype: what they are written in.
-        file_bytes: a new file is begun when one has so many.
+        dtype: of the written tensors.
+        file_bytes: a new file is begun when one has this size.
 
     Raises:
         ModelError: on every rank: it could not be written (the reason is named), `directory` must not be
@@ -81,8 +81,8 @@ def export_tensors(
         if writer is not None:
             writer.add(name, tensor)
     failure = None if writer is None else writer.finish(tokenizer)
-    if (told := _from_first(failure)) is not None:
-        raise ModelError(f"the model was not exported to {directory}: {told}")
+    if (message := _from_first(failure)) is not None:
+        raise ModelError(f"the model was not exported to {directory}: {message}")
 
 
 def _is_first() -> bool:
@@ -97,7 +97,7 @@ def _from_first(value: str | None) -> str | None:
 
 
 class _Writer:
-    """Writes tensors into files as they come. The first failure is kept; after it nothing is done."""
+    """Writes tensors into files as they come. Keeps the first failure and does nothing after it."""
 
     def __init__(self, module: nn.Module, directory: Path, *, dtype: torch.dtype, file_bytes: int) -> None:
         self._directory, self._dtype, self._file_bytes = directory, dtype, file_bytes
@@ -108,15 +108,15 @@ class _Writer:
         self._bytes = self._total = 0
         self._bare = causal_lm(skeleton(module, hf_config(module)._attn_implementation).to(dtype))
         self._names = aliases(self._bare)
-        self._wanted = {self._names.get(name, name) for name in self._bare.state_dict()}
+        self._missing = {self._names.get(name, name) for name in self._bare.state_dict()}
         self._try(self._begin)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One whole tensor, copied."""
+        """Add one whole tensor, which is copied."""
         self._try(lambda: self._add(name, tensor))
 
     def finish(self, tokenizer: Tokenizer | None) -> str | None:
-        """Puts the folder in its place; returns what went wrong."""
+        """Move the folder into place; returns the failure's message, or None."""
         self._try(lambda: self._end(tokenizer))
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -137,9 +137,9 @@ class _Writer:
     def _add(self, name: str, tensor: Tensor) -> None:
         if self._names.get(name, name) != name:
             return  # a tied one: it comes under its first name too
-        if name not in self._wanted:
+        if name not in self._missing:
             raise ModelError(f"{type(self._bare).__name__} has no weight {name!r}, or it came twice")
-        self._wanted.remove(name)
+        self._missing.remove(name)
         wide = tensor.detach().is_floating_point()
         copy = tensor.detach().to("cpu", self._dtype if wide else tensor.dtype, copy=True).contiguous()
         self._waiting[name] = copy
@@ -157,8 +157,10 @@ class _Writer:
 
     def _end(self, tokenizer: Tokenizer | None) -> None:
         assert self._temporary is not None
-        if self._wanted:
-            raise ModelError(f"weights are missing: {sorted(self._wanted)[:5]} ({len(self._wanted)} in all)")
+        if self._missing:
+            raise ModelError(
+                f"weights are missing: {sorted(self._missing)[:5]} ({len(self._missing)} in all)"
+            )
         if self._waiting:
             self._write()
         with quiet_transformers(), _never_wrapped():
@@ -169,7 +171,7 @@ class _Writer:
         _replace(self._temporary, self._directory)
 
     def _name_files(self, folder: Path) -> None:
-        """As transformers looks for them: one file, or several with an index; their number is known now."""
+        """Give the files the names that transformers expects: one file, or several with an index."""
         count = len(self._files)
         places: dict[str, str] = {}
         for index, names in enumerate(self._files):
@@ -183,8 +185,9 @@ class _Writer:
 
 @contextlib.contextmanager
 def _never_wrapped() -> Iterator[None]:
-    """save_pretrained looks for a model inside of containers such as DeepSpeed's engine, and imports
-    deepspeed for that where it is installed: this takes seconds, or fails. A skeleton is in no container."""
+    """Stop save_pretrained from unwrapping the model: it looks inside containers such as DeepSpeed's engine
+    and imports deepspeed for that where it is installed, which takes seconds, or fails. A skeleton is in no
+    container."""
     unwrap = modeling_utils.unwrap_model
     modeling_utils.unwrap_model = lambda model, *args, **kwargs: model
     try:
@@ -194,7 +197,7 @@ def _never_wrapped() -> Iterator[None]:
 
 
 def _folder_beside(directory: Path) -> Path:
-    """A new hidden folder in the same place, to be renamed.
+    """Make a hidden temporary folder beside `directory`, to be renamed.
 
     Raises:
         ModelError: what is at `directory` must not be replaced.

@@ -43,7 +43,7 @@ def hidden_states(
     layout: Literal["packed", "padded"] = "packed",
     padding_side: Literal["left", "right"] = "right",
 ) -> Tensor:
-    """[T, C]: the last hidden state of every slot of `batch`, what the head is applied to.
+    """Return the last hidden state of every slot of `batch`, [T, C]: the input of the head.
 
     `packed` runs the T slots through every layer as one row. `padded` runs a dense [B, L] batch, one document
     a row and pads computed, where (B, L) is `dense_shape(batch)`; rows of pad documents are then zeros.
@@ -58,7 +58,7 @@ def hidden_states(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderInputs:
-    """What the decoder is called with for one batch: tensors and ints, made on the host before any graph."""
+    """The decoder's inputs for one batch: tensors and ints, made on the host before any graph."""
 
     token_ids: Tensor
     """[1, T] packed, [1, t] on a ring, [B, L] padded, int64."""
@@ -81,10 +81,10 @@ def decoder_inputs(
     compiled: bool | None = None,
     ring: Ring | None = None,
 ) -> DecoderInputs:
-    """The first half of `hidden_states`.
+    """Make the decoder's inputs: the first half of `hidden_states`.
 
     Args:
-        compiled: whether a compiled graph will read them; None: as the module says.
+        compiled: whether a compiled graph will read them; None: whether the module is compiled.
         ring: this rank runs its own rows of the pack only, `ring.shard.index`, and meets the others in
             attention; every rank of the ring must then run the same batch.
 
@@ -118,7 +118,7 @@ def decoder_inputs(
 
 
 def run_decoder(module: nn.Module, inputs: DecoderInputs) -> Tensor:
-    """[T, C], on a ring [t, C]: the second half of `hidden_states`, nothing but tensor operations."""
+    """Return [T, C], on a ring [t, C]: the second half of `hidden_states`, only tensor operations."""
     base = getattr(module, causal_lm(module).base_model_prefix)
     output = base(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, **inputs.kwargs)
     hidden: Tensor = output.last_hidden_state
@@ -129,17 +129,18 @@ def run_decoder(module: nn.Module, inputs: DecoderInputs) -> Tensor:
 
 
 def dense_shape(batch: PackedBatch) -> tuple[int, int]:
-    """(B, L) of the padded layout: one row per document of max_seqlen tokens.
+    """Return (B, L) of the padded layout: one row per document of max_seqlen tokens.
 
-    A pack with a static capacity has as many rows as its slots can hold at full length, if it has fewer
-    documents: so packs of one bucket have one shape.
+    A pack with a static capacity that has fewer documents gets as many rows as its slots can hold at full
+    length, so that packs of one bucket have one shape.
     """
     return max(len(batch.sample_ids), batch.num_slots // batch.max_seqlen), batch.max_seqlen
 
 
 def _ring_inputs(batch: PackedBatch, ring: Ring) -> DecoderInputs:
-    """A rank without rows runs one all the same, which `run_decoder` drops: transformers' layers cannot take
-    none, and the collectives of sharded weights need a forward and a backward of every rank."""
+    """The inputs of this rank's rows. A rank without rows runs one, which `run_decoder` drops: transformers'
+    layers cannot take none, and the collectives of sharded weights need a forward and a backward of every
+    rank."""
     shard = ring.shard if ring.shard.num_rows else _one_row(ring.shard)
     shard = shard.to(batch.token_ids.device)
     return DecoderInputs(
@@ -152,7 +153,8 @@ def _ring_inputs(batch: PackedBatch, ring: Ring) -> DecoderInputs:
 
 
 def _one_row(shard: RingShard) -> RingShard:
-    """The pack's first slot as a document of its own, where a rank owns nothing; so nothing travels."""
+    """The shard of a rank that owns nothing: the pack's first slot as a document of its own, so nothing is
+    sent."""
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=shard.index.device)
     return dataclasses.replace(
         shard,
@@ -164,7 +166,7 @@ def _one_row(shard: RingShard) -> RingShard:
 
 
 def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device: torch.device) -> None:
-    """Refuse what ring attention cannot do; the same answer on every rank.
+    """Raise unless ring attention supports these settings; the same on every rank.
 
     Raises:
         ConfigError: says what to set.
@@ -299,7 +301,7 @@ def _padded_kwargs(kernel: str, rows: _DenseRows, config: Any, *, compiled: bool
 
 
 def _dense_row_mask(rows: _DenseRows, window: int | None) -> Tensor | None:
-    """[B, 1, L, L] bool; None where plain causality over the whole row says the same."""
+    """[B, 1, L, L] bool; None where a causal mask over the whole row is the same."""
     num_rows, width = rows.token_ids.shape
     if not rows.left and (window is None or window >= width):
         return None

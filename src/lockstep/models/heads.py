@@ -27,7 +27,7 @@ class Head:
 
 
 def head_of(module: nn.Module) -> Head:
-    """The head of a supported causal LM.
+    """Return the head of a supported causal LM.
 
     Raises:
         ModelError: the output embedding is no plain linear.
@@ -55,8 +55,8 @@ def head_options(
     entropy_grad: bool = False,
     vocab: VocabShard | None = None,
 ) -> HeadOptions:
-    """How logits of the module become logprobs: one function for trainers, engines and tools, so that they
-    compute the same number.
+    """Return the options that turn the module's logits into logprobs: one function for trainers, engines and
+    tools, so that they compute the same numbers.
 
     Args:
         module: a supported causal LM, converted to row-invariant ops or not.
@@ -73,8 +73,8 @@ def head_options(
     kernels = head_kernels(linear) if isinstance(linear, nn.Linear) else None
     if kernels is not None and vocab is not None:
         raise ModelError(
-            "lm_head is split over ranks, and a sum over ranks is outside of the batch-invariant claim; set "
-            "train.tp = 1, or train.batch_invariant = false"
+            "lm_head is split over ranks, and a sum over ranks is not batch-invariant; set train.tp = 1, or "
+            "train.batch_invariant = false"
         )
     return HeadOptions(
         temperature=temperature,

@@ -53,11 +53,11 @@ _HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """The policy's module and what the rest of the system must know about it."""
+    """The policy's module, tokenizer and sizes."""
 
     module: nn.Module
-    """A transformers causal LM in eval mode, on its device, in `dtype`; with LoRA layers if the config
-    asks. With a `source` its Parameters are on the meta device."""
+    """A transformers causal LM in eval mode, on its device, in `dtype`; with LoRA layers if configured. With
+    a `source` its Parameters are on the meta device."""
     tokenizer: Tokenizer | None
     """None for models that come without one."""
     eos_token_ids: tuple[int, ...]
@@ -71,10 +71,10 @@ class LoadedModel:
     max_positions: int
     """Longest document, in tokens, that the position encoding was made for."""
     source: WeightSource | None = None
-    """Where the weights are read from, if the Parameters are on the meta device; None: the module has
-    them."""
+    """The source of the weights, if the Parameters are on the meta device; None: the module has them."""
     execution: str = "eager"
-    """The train backend's execution mode: an engine that is to compute the same bits runs its layers so."""
+    """The train backend's execution mode; an engine that must be bitwise equal runs its layers the same
+    way."""
 
 
 def load_model(
@@ -106,8 +106,8 @@ def load_model(
         tokenizer = None
         hf_config = _prepared(shapes.shape_config(config.name.removeprefix(shapes.PREFIX)), config)
         make = shapes.random_model if materialize else random_source
-        made = make(hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation)
-        module, source = (made, None) if isinstance(made, nn.Module) else made
+        model = make(hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation)
+        module, source = (model, None) if isinstance(model, nn.Module) else model
     else:
         folder = model_folder(config)
         tokenizer = _read_tokenizer(folder, config)
@@ -136,7 +136,7 @@ def load_model(
 
 
 def load_tokenizer(config: ModelConfig, *, local_only: bool = False) -> Tokenizer | None:
-    """The tokenizer of `config.name` without its weights; None: the model comes without one.
+    """Load the tokenizer of `config.name` without the weights; None: the model comes without one.
 
     Args:
         local_only: never use the network.
@@ -150,11 +150,11 @@ def load_tokenizer(config: ModelConfig, *, local_only: bool = False) -> Tokenize
 
 
 def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
-    """A second skeleton of `module` with another attention kernel, over the very same Parameters and buffers.
+    """Build a second skeleton of `module` with another attention kernel, over the same Parameters and
+    buffers.
 
-    An in-place update of a weight is seen by both. What is not a weight is the skeleton's own: hooks,
-    compiled forwards, activation checkpointing and train/eval mode (it starts in eval mode). LoRA layers are
-    shared too.
+    An in-place update of a weight is seen by both. LoRA layers are shared too. Hooks, compiled forwards,
+    activation checkpointing and train/eval mode (it starts in eval mode) are the skeleton's own.
 
     Raises:
         ModelError: the skeleton and the module do not have the same Parameters.
@@ -180,7 +180,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
 
 
 def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
-    """The module that `load_model` would make, on the meta device: sizes and names, no weights, no network.
+    """Build the module of `load_model` on the meta device: sizes and names, no weights, no network.
 
     Raises:
         ModelError: the model's config is not on this machine, or not supported.
@@ -197,7 +197,7 @@ def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
 
 
 def prepared_config(config: ModelConfig) -> PretrainedConfig:
-    """The checked config that `load_model` would build a module of, without the network.
+    """Return the checked config that `load_model` would build a module of, without the network.
 
     Raises:
         ModelError: the model's config is not on this machine, or not supported.
@@ -212,7 +212,8 @@ def prepared_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def skeleton(module: nn.Module, implementation: str) -> nn.Module:
-    """The bare module of the same config on the meta device: no weights, no LoRA, a copy of both configs.
+    """Build the bare module of the same config on the meta device: no weights, no LoRA, copies of both
+    configs.
 
     Args:
         implementation: name in transformers' AttentionInterface.
@@ -228,7 +229,7 @@ def skeleton(module: nn.Module, implementation: str) -> nn.Module:
 
 
 def attention_implementation(kernel: str) -> str:
-    """The name of `kernel` in transformers' AttentionInterface, registered there if it is one of ours."""
+    """Return the name of `kernel` in transformers' AttentionInterface, registered there if it is ours."""
     from lockstep import attention  # lazy: `lockstep plan` and `doctor` need no kernels
 
     attention.register()
@@ -236,7 +237,7 @@ def attention_implementation(kernel: str) -> str:
 
 
 def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
-    """The folder that holds the files of a bundled, local or hub model, downloaded or converted if need be.
+    """Return the folder of a bundled, local or hub model, downloaded or converted if needed.
 
     Args:
         local_only: never use the network.
@@ -256,7 +257,7 @@ def model_folder(config: ModelConfig, *, local_only: bool = False) -> Path:
 
 
 def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
-    """The transformers config of a model folder, unchanged.
+    """Read the transformers config of a model folder, unchanged.
 
     Raises:
         ModelError: there is none, it is damaged, its sizes are not those of the weight files, or it needs
@@ -267,7 +268,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             f"model.name = {config.name!r}: {folder} holds no config.json; it is not a model folder"
         )
     try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(
+        hf_config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except CONFIG_ERRORS as error:
@@ -280,9 +281,9 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             f"model.name = {config.name!r}: cannot read its config ({type(error).__name__}: "
             f"{printable(str(error))}){hint}"
         ) from error
-    if found.model_type in SUPPORTED:
-        check_sizes(folder, found, name=config.name)
-    return found
+    if hf_config.model_type in SUPPORTED:
+        check_sizes(folder, hf_config, name=config.name)
+    return hf_config
 
 
 def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
@@ -318,7 +319,7 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig) -> PretrainedCon
 def _read_module(
     folder: Path, hf_config: PretrainedConfig, config: ModelConfig, *, dtype: torch.dtype, implementation: str
 ) -> nn.Module:
-    """The module with real weights; every weight must come from the files."""
+    """Load the module with real weights; every weight must come from the files."""
     with weight_errors(folder, config.name), quiet_transformers():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

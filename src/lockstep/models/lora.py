@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft, put into the transformers module in place: its class and layout stay."""
+"""Low-rank adapters through peft, injected into the transformers module: its class and layout stay."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
 
 
 def has_lora(module: nn.Module) -> bool:
-    """Whether `add_lora` was called on the module."""
+    """Return whether `add_lora` was called on the module."""
     return hasattr(module, "peft_config")
 
 
@@ -68,7 +68,7 @@ def copy_structure(source: nn.Module, target: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_lora(module: nn.Module) -> Iterator[None]:
-    """Inside, the module computes with its base weights: the frozen reference policy at no memory."""
+    """Inside, the module computes with its base weights: the frozen reference policy without extra memory."""
     layers = _lora_layers(module)
     for _, layer in layers:
         layer.enable_adapters(False)
@@ -81,9 +81,9 @@ def without_lora(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Hugging Face name -> weight with LoRA added in: base + (alpha / rank) * B @ A, computed in float32.
+    """Return Hugging Face name -> weight with LoRA merged in: base + (alpha / rank) * B @ A, in float32.
 
-    Tensors that no adapter touches are the module's own, not copies; tied weights keep all their names.
+    Tensors without an adapter are the module's own, not copies; tied weights keep all their names.
     Without LoRA it is `module.state_dict()`.
     """
     merged: dict[str, Tensor] = {}

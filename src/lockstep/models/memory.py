@@ -1,5 +1,4 @@
-"""How much memory a run needs, part by part, before anything is loaded; and what to change when it is too
-much.
+"""How much memory a run needs, part by part, before anything is loaded, and which setting lowers each part.
 
 Counted from the architecture: what autograd keeps of one decoder layer in transformers' eager modules, per
 token (b = bytes of the compute dtype; C hidden, I intermediate, N and K query and key/value heads, H head
@@ -29,7 +28,7 @@ from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.memory_ranks import Spread as Spread
+from lockstep.models.memory_ranks import Parallelism as Parallelism
 from lockstep.models.memory_ranks import rank_parts as rank_parts
 from lockstep.models.memory_shape import BUCKET_ELEMENTS as BUCKET_ELEMENTS
 from lockstep.models.memory_shape import MemoryPart as MemoryPart
@@ -44,7 +43,7 @@ _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What a run needs."""
+    """The memory that a run needs."""
 
     shape: ModelShape
     dtype: torch.dtype
@@ -53,17 +52,17 @@ class MemoryPlan:
     tokens_per_micro_batch: int
     """Token slots of the fullest micro-batch."""
     micro_batches: int
-    """Of one optimizer step, when every document has its greatest length."""
+    """In one optimizer step, when every document has its greatest length."""
     documents_per_step: int
     """Per optimizer step."""
     longest_document: int
     """Tokens."""
     ranks: int
-    """The parts are of one of so many."""
+    """Ranks in all; the parts are those of one rank."""
 
     @property
     def peak_bytes(self) -> int:
-        """On the device: what is always there and the largest phase."""
+        """Bytes on the device: what is always there plus the largest phase."""
         totals = phase_totals(self.parts)
         return totals["always"] + max(totals["generate"], totals["train"], totals["update"])
 
@@ -75,7 +74,7 @@ class MemoryPlan:
 
 
 def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> MemoryPlan:
-    """The memory plan of a run; builds the model on the meta device, so it allocates next to nothing.
+    """Plan the memory of a run; builds the model on the meta device, so it allocates next to nothing.
 
     Args:
         ranks: processes that train together; `config.run.check_ranks` has passed them.
@@ -116,8 +115,8 @@ def _train_parts(
     """As the run's backend holds them; `step` is of rank_parts."""
     train, ref = run.train, _has_ref(run)
     if train.backend != "local":
-        spread = Spread(ranks=ranks, ring=train.ring, tp=train.tp)
-        return rank_parts(shape, train, spread=spread, step=step, device=device, ref=ref)
+        parallelism = Parallelism(ranks=ranks, ring=train.ring, tp=train.tp)
+        return rank_parts(shape, train, parallelism=parallelism, step=step, device=device, ref=ref)
     return train_parts(shape, train, tokens=step[0], micro_batches=step[1], device=device, ref=ref)
 
 
@@ -130,7 +129,7 @@ def train_parts(
     device: str,
     ref: bool = False,
 ) -> list[MemoryPart]:
-    """Everything that training with this backend holds.
+    """Return every part of memory that training with this backend holds.
 
     Args:
         tokens: slots of the largest micro-batch.
@@ -187,7 +186,7 @@ def train_parts(
 
 
 def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
-    """What sampling one rollout batch holds beside the weights."""
+    """Return the parts of memory that sampling one rollout batch holds beside the weights."""
     train = run.train
     apart = train.backend == "fsdp2" or (train.backend == "deepspeed" and train.zero_stage == 3)
     batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
@@ -218,10 +217,10 @@ def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[Memo
 
 
 def explain_oom(parts: Sequence[MemoryPart], *, before: Sequence[MemoryPart] = ()) -> str:
-    """The part to blame and the setting that makes it smaller.
+    """Name the part that uses most memory and the setting that makes it smaller.
 
     Args:
-        before: parts when it still fitted. Given, the part that grew most is named, else the largest.
+        before: the parts when they still fitted: then the part that grew most is named, else the largest.
 
     Raises:
         ValueError: there are no parts.
@@ -245,7 +244,8 @@ def explain_oom(parts: Sequence[MemoryPart], *, before: Sequence[MemoryPart] = (
 def advice(
     module: nn.Module, train: TrainConfig, *, tokens: int, micro_batches: int, ref: bool = False
 ) -> str:
-    """What to say when training of a loaded model ran out of memory.
+    """Return a message for training of a loaded model that ran out of memory: what to change, and the
+    estimate.
 
     Args:
         tokens: slots of the micro-batch that did not fit.
@@ -262,7 +262,7 @@ def advice(
 
 
 def module_shape(module: nn.Module) -> ModelShape:
-    """Sizes of a loaded model; a module on the meta device will do."""
+    """Return the sizes of a loaded model, which may be on the meta device."""
     from lockstep.models.lora import has_lora
 
     config = text_config(module)
@@ -326,19 +326,19 @@ def available_bytes(device: torch.device) -> tuple[int, str]:
 
 
 def total_bytes() -> int:
-    """The host's memory, or the limit of its cgroup where that is less."""
+    """Return the host's memory in bytes, or the limit of its cgroup where that is less."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cgroup = _cgroup_limit(Path("/sys/fs/cgroup"))
     return total if cgroup is None else min(total, cgroup[0])
 
 
 def gib(size: int) -> str:
-    """Bytes for people."""
+    """Format bytes as GiB or MiB."""
     return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _cgroup_limit(root: Path) -> tuple[int, Path] | None:
-    """The limit of cgroup v2 (memory.max) or v1, and the file that says what is used; None: no limit."""
+    """The limit of cgroup v2 (memory.max) or v1, and the file with the usage; None: no limit."""
     for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

@@ -31,8 +31,8 @@ _MORE_RANKS = "more ranks (--ranks)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """How many ranks share what."""
+class Parallelism:
+    """The number of ranks along each axis of the mesh."""
 
     ranks: int
     ring: int = 1
@@ -45,7 +45,7 @@ class Spread:
 
     @property
     def shards(self) -> int:
-        """Ranks that share each Parameter, or each part that tensor parallel leaves."""
+        """Ranks that shard each Parameter, or each part of one under tensor parallelism."""
         return self.dp * self.ring
 
 
@@ -53,12 +53,12 @@ def rank_parts(
     shape: ModelShape,
     train: TrainConfig,
     *,
-    spread: Spread,
+    parallelism: Parallelism,
     step: tuple[int, int],
     device: str,
     ref: bool = False,
 ) -> list[MemoryPart]:
-    """Everything that training holds on one rank of fsdp2 or deepspeed.
+    """Return every part of memory that training holds on one rank of fsdp2 or deepspeed.
 
     Args:
         step: token slots of the largest micro-batch, and micro-batches of one optimizer step over all ranks.
@@ -66,16 +66,16 @@ def rank_parts(
         ref: a frozen reference model is kept.
     """
     tokens, micro_batches = step
-    local = _part_of(shape, spread.tp)
-    turns = math.ceil(micro_batches / spread.dp)
+    local = _part_of(shape, parallelism.tp)
+    turns = math.ceil(micro_batches / parallelism.dp)
     parts = _fsdp2_parts if train.backend == "fsdp2" else _deepspeed_parts
     sizes = [
-        *parts(local, train, spread=spread, turns=turns, ref=ref),
+        *parts(local, train, parallelism=parallelism, turns=turns, ref=ref),
         joint_gradients(local, train),
         *(
             (name, size, "train", setting)
             for name, size, _, setting in forward_sizes(
-                local, train, tokens=math.ceil(tokens / spread.ring), device=device
+                local, train, tokens=math.ceil(tokens / parallelism.ring), device=device
             )
         ),
     ]
@@ -93,7 +93,7 @@ Sizes = Iterable[tuple[str, float, Phase, str]]
 
 
 def _part_of(shape: ModelShape, tp: int) -> ModelShape:
-    """What tensor parallel leaves of a model on one rank; norms, which are small, are counted as split."""
+    """One rank's share of a model under tensor parallelism; norms, which are small, are counted as split."""
     if tp == 1:
         return shape
     return dataclasses.replace(
@@ -108,9 +108,9 @@ def _part_of(shape: ModelShape, tp: int) -> ModelShape:
 
 
 def _fsdp2_parts(
-    shape: ModelShape, train: TrainConfig, *, spread: Spread, turns: int, ref: bool
+    shape: ModelShape, train: TrainConfig, *, parallelism: Parallelism, turns: int, ref: bool
 ) -> list[tuple[str, float, Phase, str]]:
-    shard, trained = shape.parameters / spread.shards, shape.trained / spread.shards
+    shard, trained = shape.parameters / parallelism.shards, shape.trained / parallelism.shards
     off = train.optimizer_device == "cpu"
     weights: Phase = "host" if train.parameter_device == "cpu" else "always"
     optimizer: Phase = "host" if off or train.parameter_device == "cpu" else "always"
@@ -157,9 +157,9 @@ def _fsdp2_parts(
 
 
 def _deepspeed_parts(
-    shape: ModelShape, train: TrainConfig, *, spread: Spread, turns: int, ref: bool
+    shape: ModelShape, train: TrainConfig, *, parallelism: Parallelism, turns: int, ref: bool
 ) -> list[tuple[str, float, Phase, str]]:
-    stage, ranks = train.zero_stage, spread.shards
+    stage, ranks = train.zero_stage, parallelism.shards
     b, masters = shape.dtype_bytes, 4 if shape.dtype_bytes < 4 or train.zero_stage > 0 else 0
     split = [stage >= level for level in (1, 2, 3)]
     states_of, gradients_of = (shape.trained / (ranks if yes else 1) for yes in split[:2])

@@ -1,4 +1,4 @@
-"""What memory is counted in: the sizes of a model, uses of memory, and what forward and backward hold."""
+"""The units of the memory plan: the sizes of a model, uses of memory, and what forward and backward hold."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ class ModelShape:
 
     @property
     def activation_bytes_per_layer(self) -> int:
-        """What one layer keeps for backward, per token."""
+        """Bytes that one layer keeps for backward, per token."""
         norms = self.norm_width * (12 if self.dtype_bytes == 4 else 8)
         attention = self.dtype_bytes * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
         return norms + attention + 4 * self.dtype_bytes * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer's matrices; norms and biases are not worth counting."""
+        """Parameters of one decoder layer's matrices; norms and biases are negligible."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def outer_parameters(self) -> int:
-        """Of all but the layers: embedding and head."""
+        """Parameters outside the layers: embedding and head."""
         return max(0, self.parameters - self.layers * self.layer_parameters)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers."""
+        """Bytes of one token's keys and values over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
 
@@ -68,7 +68,7 @@ class MemoryPart:
     phase: Phase
     """always; generate, train or update: only in that part of a step; host: in host memory beside a GPU."""
     setting: str
-    """What makes it smaller."""
+    """The setting that makes it smaller."""
 
 
 def forward_sizes(
@@ -100,12 +100,12 @@ def forward_sizes(
 
 
 def joint_gradients(shape: ModelShape, train: TrainConfig) -> tuple[str, float, Phase, str]:
-    """What a joint graph's backward gives back before any of it is added up; other modes give a layer's."""
+    """The gradients that a joint graph's backward returns at once; other modes return a layer's."""
     at_once = train.execution == "joint" and not train.cuda_graph
     setting = "train.execution = 'compile'"
     return "gradients of a joint graph", shape.dtype_bytes * shape.trained * at_once, "train", setting
 
 
 def either(*settings: str | bool) -> str:
-    """The settings that there are, as words."""
+    """Join the settings that are strings with "or"."""
     return " or ".join(setting for setting in settings if isinstance(setting, str))

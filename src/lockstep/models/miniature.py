@@ -1,4 +1,4 @@
-"""A small random model with another model's options: what an admission proof runs.
+"""A small random model with another model's options, for admission proofs.
 
 Layers, heads, vocabulary and the lengths in the config shrink; everything that decides *which* function is
 computed stays: kinds of layers, rotary embedding, windows, soft caps, biases, activation, head size, ties.
@@ -28,7 +28,7 @@ _HEAD_GROUP = 8
 
 
 def miniature(config: PretrainedConfig) -> Any:
-    """A small copy of a supported config, at least two layers, one of each kind."""
+    """Return a small copy of a supported config: at least two layers, one of each kind."""
     small: Any = copy.deepcopy(config.get_text_config())
     _shrink_lengths(small)
     _shrink_heads(small)
@@ -49,7 +49,7 @@ def miniature(config: PretrainedConfig) -> Any:
 
 
 def random_miniature(small: PretrainedConfig, *, attention: str) -> nn.Module:
-    """The miniature in float32 on the CPU, the same weights on every call.
+    """Build the miniature in float32 on the CPU, with the same weights on every call.
 
     Args:
         attention: name in transformers' AttentionInterface.
@@ -66,7 +66,7 @@ def documents() -> list[list[int]]:
 
 
 def _shrink_lengths(small: Any) -> None:
-    """All lengths by one factor, so that factors between them stay what they are."""
+    """Scale all lengths by one factor, so that their ratios stay the same."""
     ropes = rope_parameters(small)
     originals = [rope[_ORIGINAL] for rope in ropes if rope.get(_ORIGINAL)]
     scale = POSITIONS / min(originals, default=small.max_position_embeddings)
@@ -80,7 +80,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def _shrink_heads(small: Any) -> None:
-    """At most two key/value heads, and as many query heads for each as there were, up to eight."""
+    """Keep at most two key/value heads, with the same number of query heads for each, up to eight."""
     heads, kv_heads = small.num_attention_heads, small.num_key_value_heads
     small.head_dim = getattr(small, "head_dim", None) or small.hidden_size // heads
     small.num_key_value_heads = min(kv_heads, 2)

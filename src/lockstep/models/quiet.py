@@ -11,9 +11,9 @@ from transformers.utils import logging as hf_logging
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings from transformers inside; its settings come back afterwards.
+    """Silence progress bars and warnings of transformers inside, and restore its settings afterwards.
 
-    Where accelerate and DeepSpeed are installed, save_pretrained imports DeepSpeed, whose logger tells
+    Where accelerate and DeepSpeed are installed, save_pretrained imports DeepSpeed, whose logger writes to
     standard output that there is no GPU.
     """
     deepspeed = logging.getLogger("DeepSpeed")

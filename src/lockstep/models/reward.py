@@ -1,6 +1,6 @@
 """Reward models: transformers' sequence classifiers with one label, whose logit is the reward.
 
-Which token's logit counts is the model's own business: decoders of transformers take the last one that is
+The model itself decides which token's logit counts: decoders of transformers take the last one that is
 not the config's pad_token_id. Pads are added on the right, with that id, so a document scores the same alone
 and in a batch, but for rounding. A model without a pad id takes the last token; it is given an id that no
 document of the batch has.
@@ -40,7 +40,7 @@ from lockstep.observe.templates import render_chat
 _LENGTHS = (5, 9, 20, 70)
 """Tokens of the documents that are scored at load."""
 
-Talk = str | Sequence[Mapping[str, Any]]
+ChatPrompt = str | Sequence[Mapping[str, Any]]
 """A prompt: plain text, or messages."""
 
 
@@ -53,7 +53,7 @@ class Document:
 
 
 class RewardModel:
-    """Scores (prompt, completion).
+    """Scores (prompt, completion) pairs.
 
     Raises:
         ModelError: the model cannot be found or read, is no classifier with one label, has weights missing,
@@ -75,14 +75,14 @@ class RewardModel:
         self._pad_id: int | None = text.pad_token_id
         self._vocab_size = int(text.vocab_size)
         positions = int(getattr(text, "max_position_embeddings", 0)) or None
-        wanted = config.max_length or positions
-        if wanted is None:
+        max_length = config.max_length or positions
+        if max_length is None:
             raise ModelError(f"reward model {config.name!r} does not say its longest text; set max_length")
-        if positions is not None and wanted > positions:
+        if positions is not None and max_length > positions:
             raise ModelError(
-                f"reward_model.max_length = {wanted} exceeds the {positions} positions of {config.name!r}"
+                f"reward_model.max_length = {max_length} exceeds the {positions} positions of {config.name!r}"
             )
-        self.max_length = wanted
+        self.max_length = max_length
         self.template = _template(config, tokenizer)
         self._check_neighbours()
 
@@ -103,8 +103,8 @@ class RewardModel:
                     "config.json"
                 )
 
-    def document(self, prompt: Talk, completion: str, where: str) -> Document:
-        """What the model reads: the chat template around both, else the texts one after the other.
+    def document(self, prompt: ChatPrompt, completion: str, where: str) -> Document:
+        """Tokenise prompt and completion: in the chat template, else the texts one after the other.
 
         Raises:
             DataError: it is too long under overlong = "error", empty, or messages that nothing can render.
@@ -129,7 +129,7 @@ class RewardModel:
         return Document(ids=tuple(ids[-self.max_length :]), truncated=True)
 
     def score(self, documents: Sequence[Document]) -> list[float]:
-        """The logit of each, in float32; batched by length under `token_budget`."""
+        """Return the logit of each document, in float32; batched by length under `token_budget`."""
         scores = [0.0] * len(documents)
         for batch in length_batches([len(d.ids) for d in documents], budget=self.config.token_budget):
             logits = self._forward([documents[i].ids for i in batch])
@@ -157,8 +157,8 @@ class RewardModel:
 
 
 def length_batches(lengths: Sequence[int], *, budget: int) -> list[list[int]]:
-    """Positions of documents in batches of similar length: longest first, pads included at most `budget`
-    tokens, at least one document.
+    """Group documents into batches of similar length: longest first, at most `budget` tokens with pads, at
+    least one document. Returns the documents' positions.
 
     Example:
         >>> length_batches([2, 5, 3, 2], budget=6)
@@ -173,21 +173,21 @@ def length_batches(lengths: Sequence[int], *, budget: int) -> list[list[int]]:
 
 
 def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
-    """The module, every weight from the files: a fresh head would score at random."""
+    """Load the module with every weight from the files: a fresh head would score at random."""
     name = config.name
     try:
-        found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        check_rope(found)
-        if found.num_labels != 1:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        check_rope(hf_config)
+        if hf_config.num_labels != 1:
             raise ModelError(
-                f"reward model {name!r} has {found.num_labels} labels, expected 1: it is no reward model "
+                f"reward model {name!r} has {hf_config.num_labels} labels, expected 1: it is no reward model "
                 "(a causal LM has no head that scores); choose a sequence classifier with num_labels = 1"
             )
-        _check_size(folder, found, name=name)
+        _check_size(folder, hf_config, name=name)
         with quiet_transformers():
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 folder,
-                config=found,
+                config=hf_config,
                 dtype=dtype,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -236,7 +236,7 @@ def _template(config: RewardModelConfig, tokenizer: Tokenizer) -> str | None:
     return config.chat_template
 
 
-def _plain_text(prompt: Talk, where: str) -> str:
+def _plain_text(prompt: ChatPrompt, where: str) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1 and prompt[0].get("role") == "user":
@@ -248,6 +248,6 @@ def _plain_text(prompt: Talk, where: str) -> str:
 
 
 def _absent(rows: Sequence[tuple[int, ...]], vocab_size: int) -> int:
-    """An id that is in no row."""
+    """Return an id that is in no row."""
     present = {i for row in rows for i in row}
     return next((i for i in range(vocab_size) if i not in present), 0)

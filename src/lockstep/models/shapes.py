@@ -15,7 +15,7 @@ from lockstep.models.shape_table import SHAPES as SHAPES
 
 
 def shape_config(name: str) -> PretrainedConfig:
-    """The transformers config of `shape:name` (without the prefix); a new object on every call.
+    """Return the transformers config of `shape:name` (without the prefix); a new object on every call.
 
     Raises:
         ModelError: an unknown name; the text lists the known ones.
@@ -28,7 +28,7 @@ def shape_config(name: str) -> PretrainedConfig:
 def random_model(
     config: PretrainedConfig, *, seed: int, dtype: torch.dtype, device: torch.device, attention: str
 ) -> nn.Module:
-    """A causal LM of `config` whose weights are drawn in `dtype`, on `device`; no larger copy ever exists.
+    """Build a causal LM of `config` with random weights in `dtype` on `device`; no larger copy ever exists.
 
     Every Parameter has its own generator, seeded by (seed, Parameter name): the same layers come out whatever
     `num_hidden_layers` is. The numbers depend on the device type and dtype, not on the number of threads.
@@ -54,8 +54,8 @@ def random_model(
 
 
 def set_eos(module: PreTrainedModel, config: PretrainedConfig) -> None:
-    """transformers derives the generation config from the config and would read a list of eos ids only from
-    there."""
+    """Copy the eos ids into the generation config: transformers derives it from the config, and reads a list
+    of ids only from there."""
     if module.generation_config is not None:
         module.generation_config.eos_token_id = config.eos_token_id
 

@@ -1,4 +1,4 @@
-"""Models without weights, and where their weights are read from, tensor by tensor or part by part.
+"""Models without weights, and the sources that their weights are read from, tensor by tensor or part by part.
 
 A rank that keeps a share of a model builds it with Parameters on the meta device and copies its share in; no
 process ever holds a whole model:
@@ -38,11 +38,11 @@ class WeightSource(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """That the model was asked for on: where its buffers are."""
+        """The device of the model's buffers."""
         ...
 
     def read(self, name: str, *, device: torch.device) -> Tensor:
-        """The whole Parameter `name` in the compute dtype; memory of its own.
+        """Read the whole Parameter `name` in the compute dtype, into new memory.
 
         Raises:
             ModelError: it cannot be read.
@@ -50,7 +50,7 @@ class WeightSource(Protocol):
         ...
 
     def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-        """Entries start:stop along `dim`, equal to the bit to that part of `read`; memory of its own.
+        """Read entries start:stop along `dim`, bitwise equal to that part of `read`, into new memory.
 
         Raises:
             ModelError: it cannot be read.
@@ -61,7 +61,8 @@ class WeightSource(Protocol):
 def module_without_weights(
     config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
 ) -> nn.Module:
-    """A causal LM in eval mode with Parameters on the meta device and true buffers, computed on `device`.
+    """Build a causal LM in eval mode with Parameters on the meta device and real buffers, computed on
+    `device`.
 
     Args:
         attention: name of the implementation in transformers' AttentionInterface.
@@ -90,7 +91,7 @@ def module_without_weights(
 def random_source(
     config: PretrainedConfig, *, seed: int, dtype: torch.dtype, device: torch.device, attention: str
 ) -> tuple[nn.Module, WeightSource]:
-    """`shapes.random_model` without the weights, and where they come from."""
+    """Build `shapes.random_model` without the weights; returns the module and the source of its weights."""
     module = module_without_weights(config, dtype=dtype, device=device, attention=attention)
     shapes.set_eos(causal_lm(module), config)
     return module, ShapeSource(module, seed=seed, config=config, device=device)
@@ -105,7 +106,7 @@ def folder_source(
     device: torch.device,
     attention: str,
 ) -> tuple[nn.Module, WeightSource]:
-    """What `from_pretrained(folder)` makes, without the weights, and where they come from.
+    """Build the module of `from_pretrained(folder)` without the weights; returns it and their source.
 
     Raises:
         ModelError: no or damaged files, or weights that are missing or have another shape.
@@ -123,8 +124,8 @@ def folder_source(
 
 @contextlib.contextmanager
 def kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Around `to_empty`: buffers come out as they went in, moved to their new device, where to_empty leaves
-    them uninitialised; and tied Parameters come out tied, where it makes one for each name."""
+    """Wrap `to_empty`: keep the values of buffers, which to_empty leaves uninitialised, and the ties of
+    Parameters, of which it makes one for each name."""
     before = {path: dict(part._buffers) for path, part in module.named_modules()}
     tied = {alias: name for alias, name in aliases(module).items() if alias != name}
     yield
@@ -140,13 +141,14 @@ def kept_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Every name of every Parameter -> the name that `named_parameters` gives it: tied ones have several."""
+    """Map every name of every Parameter to the one that `named_parameters` gives it; tied ones have
+    several."""
     first = {parameter: name for name, parameter in module.named_parameters()}
     return {name: first[p] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 class ShapeSource:
-    """Random weights of a `shape:` model, the very numbers that `random_model` draws on the same device."""
+    """Random weights of a `shape:` model, the same that `random_model` draws on the same device."""
 
     def __init__(
         self, module: nn.Module, *, seed: int, config: PretrainedConfig, device: torch.device
@@ -163,7 +165,7 @@ class ShapeSource:
         return parameter
 
     def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
-        """See WeightSource. The whole Parameter is drawn first: a generator has no middle to start from."""
+        """See WeightSource. Draws the whole Parameter first: a generator cannot start in the middle."""
         return self.read(name, device=device).narrow(dim, start, stop - start).clone()
 
 
@@ -205,13 +207,14 @@ class FolderSource:
             return torch.empty(values.shape, dtype=self._dtype, device=device).copy_(values)
 
     def _check(self, module: nn.Module) -> None:
-        """Every Parameter is there in its shape; tied ones that are there twice are equal."""
+        """Raise ModelError unless every Parameter is in the files with its shape, and tied ones that are
+        stored twice are equal."""
         missing, mismatched = [], []
         for name, parameter in module.named_parameters():
             if name not in self._place:
                 missing.append(name)
-            elif (found := self._shape(name)) != tuple(parameter.shape):
-                mismatched.append(str((name, found, tuple(parameter.shape))))
+            elif (shape := self._shape(name)) != tuple(parameter.shape):
+                mismatched.append(str((name, shape, tuple(parameter.shape))))
         wrong = {"missing_keys": missing, "mismatched_keys": mismatched}
         if missing or mismatched:
             raise ModelError(
@@ -256,8 +259,8 @@ def _names_in_files(module: nn.Module, files: Mapping[str, Path]) -> dict[str, t
     known = aliases(module)
 
     def stored(name: str) -> tuple[str, Path] | None:
-        found = name if with_base else name.removeprefix(base)
-        return (found, files[found]) if found in files else None
+        stored = name if with_base else name.removeprefix(base)
+        return (stored, files[stored]) if stored in files else None
 
     own: dict[str, Any] = {name: stored(name) for name in known}
     groups: dict[str, tuple[str, Path]] = {}

@@ -1,5 +1,5 @@
-"""One of several ranks: its process groups, its device, its deadline, what it agrees on with the others, and
-how it says why it ends.
+"""The context of one of several ranks: its process groups, device and deadline, small collectives with the
+others, and the report of the error that ends it.
 
     with init_ranks(device="cpu") as ranks:
         first_losses = ranks.gather(loss, what="the first loss")
@@ -50,7 +50,7 @@ from lockstep.ranks.rendezvous import RankError as RankError
 T = TypeVar("T")
 
 CONTROL_SECONDS = 60.0
-"""Deadline of what ranks tell each other about themselves, where nothing else is asked for."""
+"""Default deadline of a wait for another rank."""
 _LISTEN_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = re.compile(
@@ -85,8 +85,8 @@ class _Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a rank knows about itself. A context manager: an error that leaves it is posted to the store, so
-    that the launcher can name the rank that failed first."""
+    """A rank's number, device, groups and deadline. A context manager: an error that leaves it is posted to
+    the store, so that the launcher can name the rank that failed first."""
 
     rank: int
     world_size: int
@@ -100,12 +100,12 @@ class RankContext:
     """Shared by all ranks; the launcher's, where it hosts one, outlives every rank."""
     seconds: float
     """Deadline of every wait for another rank."""
-    statement: str
+    description: str
     """One line: ranks, backend, devices."""
 
     @classmethod
     def alone(cls, device: str | torch.device = "cpu") -> RankContext:
-        """One process that waits for nobody, without a process group."""
+        """Return the context of a single process, without a process group."""
         return cls(
             rank=0,
             world_size=1,
@@ -115,27 +115,27 @@ class RankContext:
             control=None,
             store=HashStore(),
             seconds=CONTROL_SECONDS,
-            statement="1 process",
+            description="1 process",
         )
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes files and shows what happens."""
+        """Whether this is rank 0, the only one that writes files and to the terminal."""
         return self.rank == 0
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all ranks are on this machine, as far as the launcher says."""
+        """Whether all ranks are on this machine, according to the launcher."""
         return local_ranks(os.environ) == self.world_size
 
-    # --- what ranks agree on: every method is collective ----------------------------------------------------
+    # --- small collectives: every method is collective ------------------------------------------------------
 
     def gather(self, value: T, kind: Any = JsonValue, *, what: str) -> list[T]:
-        """Every rank's value, by rank.
+        """Return every rank's value, by rank.
 
         Args:
-            kind: its type (see `ranks.objects`): what of another type comes is refused.
-            what: the reason, for the error of a rank that waits in vain and for the launcher.
+            kind: its type (see `ranks.objects`); a value of another type is refused.
+            what: the purpose, for the error of a rank that waits in vain and for the launcher.
 
         Raises:
             RankError: a rank did not come within `seconds`, or has gone, or a value is not of its type.
@@ -145,21 +145,21 @@ class RankContext:
         return self._wait(lambda: gather_objects(value, kind, group=self.control), what)
 
     def broadcast(self, value: T, kind: Any = JsonValue, *, what: str) -> T:
-        """Rank 0's value, on every rank. Raises as `gather`."""
+        """Return rank 0's value on every rank. Raises as `gather`."""
         if self.control is None:
             return value
         return self._wait(lambda: broadcast_object(value, kind, group=self.control), what)
 
     def any(self, flag: bool, *, what: str) -> bool:
-        """Whether a rank says True. Raises RankError."""
+        """Return whether the flag is True on any rank. Raises RankError."""
         return any(self.gather(flag, bool, what=what))
 
     def barrier(self, *, what: str) -> None:
-        """Until every rank is here. Raises RankError."""
+        """Wait until every rank is here. Raises RankError."""
         self.gather(None, None, what=what)
 
     def each(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> list[T]:
-        """What `make`, which has no collectives, gives on every rank, by rank.
+        """Call `make`, which has no collectives, on every rank, and return the results by rank.
 
         Args:
             kind: its type, as in `gather`.
@@ -187,13 +187,14 @@ class RankContext:
         return [cast(T, value) for value, _ in everyone]
 
     def from_first(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> T:
-        """What `make`, which has no collectives, gives on rank 0, the only one that calls it. Raises as
-        `each`."""
+        """Call `make`, which has no collectives, on rank 0 only, and return its result on every rank. Raises
+        as `each`."""
         return cast(T, self.each(lambda: make() if self.is_first else None, kind | None, what=what)[0])
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """The body, which has no collectives, fails on every rank if it fails on one. Raises as `each`."""
+        """Make the body, which has no collectives, fail on every rank if it fails on one. Raises as
+        `each`."""
         error: Exception | None = None
         try:
             yield
@@ -214,7 +215,7 @@ class RankContext:
         """
         own = {name: repr(value) for name, value in values.items()}
         everyone = self.gather(own, dict[str, str], what=f"comparing {what}")
-        names = dict.fromkeys(name for found in everyone for name in found)
+        names = dict.fromkeys(name for values_of_rank in everyone for name in values_of_rank)
         differ = [n for n in names if any(f.get(n) != everyone[0].get(n) for f in everyone)]
         if differ:
             lines = [f"  {name}: {_by_rank([f.get(name) for f in everyone])}" for name in differ[:10]]
@@ -225,14 +226,16 @@ class RankContext:
             )
 
     def at(self, what: str, *, step: int = -1) -> None:
-        """Say what this rank is about to do: the launcher tells it when a rank has died. step -1: before the
-        first."""
+        """Post what this rank is about to do: the launcher prints it when a rank has died. step -1: before
+        the first."""
         where = f"step {step}" if step >= 0 else "the start"
-        said = {"rank": self.rank, "step": step, "what": what, "time": time.time()}
-        self.store.set(POSITION_KEY.format(rank=self.rank), json.dumps(said | {"text": f"{where}: {what}"}))
+        position = {"rank": self.rank, "step": step, "what": what, "time": time.time()}
+        self.store.set(
+            POSITION_KEY.format(rank=self.rank), json.dumps(position | {"text": f"{where}: {what}"})
+        )
 
     def _wait(self, collective: Callable[[], T], what: str) -> T:
-        """In a thread: gloo waits outside of Python, and this one must hear Ctrl-C meanwhile."""
+        """Run a collective in a thread: gloo waits outside Python, and this thread must still get Ctrl-C."""
         ended: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -259,7 +262,7 @@ class RankContext:
             ) from error
         raise error
 
-    # --- how it ends ----------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RankContext:
         return self
@@ -272,14 +275,14 @@ class RankContext:
         self.close(failed=error is not None)
 
     def post_error(self, error: BaseException) -> None:
-        """Tell the store why this rank is about to end."""
+        """Post the error that ends this rank to the store."""
         text = "".join(traceback.format_exception(error))
         value = {
             "time": time.time(),
             "type": type(error).__name__,
             "text": text[-20_000:],
             "peer": lost_peer(error),
-            "told": isinstance(error, LockstepError) and not left_to_launcher(error),
+            "printed": isinstance(error, LockstepError) and not reported_by_launcher(error),
         }
         try:
             self.store.set(ERROR_KEY.format(rank=self.rank), json.dumps(value))
@@ -287,7 +290,7 @@ class RankContext:
             echo(f"rank {self.rank}: the store is gone ({gone}); the error was:\n{text}", file=sys.stderr)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process groups. After a failure nobody is waited for: the process is about to end (see
+        """Leave the process groups. After a failure this waits for no rank: the process is about to end (see
         `leave`), and tearing down a group whose collectives are out of step can block."""
         if self.control is None or not dist.is_initialized():
             return
@@ -298,33 +301,33 @@ class RankContext:
 
 
 def _leave_after(hook: Callable[..., object]) -> Callable[..., object]:
-    """For sys.excepthook: an error that nobody caught is shown by `hook`, and the process ends."""
+    """Return a sys.excepthook that shows an uncaught error with `hook` and ends the process."""
     if getattr(hook, "leaves", False):  # another context of this process has failed before
         return hook
 
-    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def show_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         hook(kind, error, trace)
         leave(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
 
-    vars(shown)["leaves"] = True
-    return shown
+    vars(show_and_leave)["leaves"] = True
+    return show_and_leave
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether the error says only that another rank has gone."""
+    """Return whether the error only says that another rank has gone."""
     if isinstance(error, PeerFailed):
         return True
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
 
 
-def left_to_launcher(error: BaseException) -> bool:
-    """Whether the command says nothing of the error: another rank has gone, and `lockstep.ranks.launch`,
-    which saw how, is about to name it first."""
+def reported_by_launcher(error: BaseException) -> bool:
+    """Return whether the launcher reports this error instead of the command: another rank has gone, and
+    `lockstep.ranks.launch`, which saw how, names it."""
     return LAUNCHER_PID in os.environ and lost_peer(error)
 
 
 def _by_rank(values: list[str | None]) -> str:
-    """Such as "'adamw' on rank 0, 'sgd' on ranks 1, 2"."""
+    """Format values by rank, such as "'adamw' on rank 0, 'sgd' on ranks 1, 2"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(rank)
@@ -340,7 +343,7 @@ def init_ranks(
     seconds: float = CONTROL_SECONDS,
     environ: Mapping[str, str] | None = None,
 ) -> RankContext:
-    """Join the other ranks.
+    """Connect to the other ranks.
 
     Args:
         device: "cpu" or "cuda"; with "cuda" local rank r takes GPU r. More ranks than GPUs share them, over
@@ -349,14 +352,14 @@ def init_ranks(
 
     Raises:
         ConfigError: the environment is not that of a launcher.
-        RankError: the others did not come in time, or somebody else came.
+        RankError: the others did not connect in time, or a process that is no rank of this run did.
     """
     environ = os.environ if environ is None else environ
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not 0 <= rank < world_size:
         raise ConfigError(f"RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks")
     _die_with_launcher(environ)
-    where, backend, statement = _placement(device, local_rank, world_size, environ)
+    where, backend, description = _placement(device, local_rank, world_size, environ)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     deadline = timedelta(seconds=seconds)
@@ -384,15 +387,15 @@ def init_ranks(
         control=control,
         store=_store(),
         seconds=seconds,
-        statement=statement,
+        description=description,
     )
 
 
 def local_ranks(environ: Mapping[str, str]) -> int | None:
-    """How many of the ranks are on this machine; None: the launcher does not say."""
+    """Return how many of the ranks are on this machine; None: the launcher does not say."""
     # deepspeed's launcher says LOCAL_SIZE
-    found = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")
-    return None if found is None else int(found)
+    count = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")
+    return None if count is None else int(count)
 
 
 def _number(environ: Mapping[str, str], key: str) -> int:
@@ -410,7 +413,7 @@ def _number(environ: Mapping[str, str], key: str) -> int:
 def _placement(
     device: str, local_rank: int, world_size: int, environ: Mapping[str, str]
 ) -> tuple[torch.device, str, str]:
-    """Device, backend and what to say about them."""
+    """Device, backend and a line that describes both."""
     if device != "cuda":
         return torch.device(device), "gloo", f"{world_size} ranks on {device}, gloo"
     gpus = torch.cuda.device_count()
@@ -434,7 +437,8 @@ def _placement(
 
 
 def _store() -> Store:
-    """Of the launcher, without torch's prefixes, so that the launcher can read it; else the default one."""
+    """The launcher's store, without torch's prefixes, so that the launcher can read it; else the default
+    one."""
     if rendezvous.of_launcher():
         return rendezvous.launcher_store(timedelta(seconds=10))
     store: Any = dist.distributed_c10d._get_default_store()
@@ -442,8 +446,8 @@ def _store() -> Store:
 
 
 def _die_with_launcher(environ: Mapping[str, str]) -> None:
-    """A launcher that was killed cannot end its ranks: on Linux the kernel does, elsewhere a thread that
-    looks once a second."""
+    """End this rank when its launcher is killed: by the kernel on Linux, elsewhere by a thread that looks
+    once a second."""
     if LAUNCHER_PID not in environ:
         return
     launcher = int(environ[LAUNCHER_PID])

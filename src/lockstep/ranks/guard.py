@@ -1,7 +1,7 @@
-"""Collectives that cannot hang: before each one a rank says where it is, and every wait has a deadline.
+"""Collectives that cannot hang: a rank posts its position before each one, and every wait has a deadline.
 
-Positions are kept in the store that all ranks share, so that a rank that waits in vain can say for whom, and
-where that one was last seen; the launcher reads them too when a rank has died.
+Positions are kept in the store that all ranks share, so that a rank that waits in vain can name the missing
+rank and its last position; the launcher reads them too when a rank has died.
 
     guard = Guard(ranks)
     guard.agree(3, {"input": 7}, what="step 3")        # all ranks are about to do step 3
@@ -25,9 +25,9 @@ from lockstep.ranks.context import RankContext, RankError, lost_peer
 from lockstep.ranks.launch import ENDED_KEY, ERROR_KEY, POSITION_KEY
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.05
-"""Seconds between two looks of a waiting rank; at the longer ones it looks for deaths too."""
+"""Seconds between two polls of a waiting rank; at the longest it also looks for ranks that died."""
 _SETTLE_SECONDS = 2.0
-"""After a failed collective: until the others have said where they are."""
+"""After a failed collective: time for the others to post their positions."""
 _STORED_BYTES = 1 << 24
 """Of one object in the store."""
 _CHUNK = 1 << 24
@@ -36,7 +36,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """What a rank is about to enter."""
+    """The collective that a rank is about to enter."""
 
     rank: int
     step: int
@@ -48,7 +48,7 @@ class Position:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The position as shown to the user."""
         where = f"step {self.step}" if self.step >= 0 else "the start"
         return f"{where}: {self.what}"
 
@@ -59,16 +59,16 @@ class Desync(RankError):
     def __init__(self, message: str, *, step: int, positions: Mapping[int, Position | None]) -> None:
         super().__init__(message)
         self.step = step
-        """Of the rank that noticed."""
+        """The step of the rank that noticed."""
         self.positions = dict(positions)
-        """Of every rank; None: it never said anything."""
+        """The position of every rank; None: it has posted none."""
 
 
 class Guard:
     """The collectives of one rank.
 
     Args:
-        checked: False: `agree` asks nobody, so that a step that does not fit is really entered.
+        checked: False: `agree` exchanges nothing, so that a step that does not match is really entered.
         seconds: deadline of every wait; None: that of `ranks`.
     """
 
@@ -79,27 +79,27 @@ class Guard:
         self.position: Position | None = None
 
     def at(self, step: int, what: str) -> None:
-        """Say what this rank is about to do."""
+        """Post what this rank is about to do."""
         rank = self.ranks.rank
         self.position = Position(rank=rank, step=step, what=what, time=time.time())
         value = asdict(self.position) | {"text": self.position.text}
         self.ranks.store.set(POSITION_KEY.format(rank=rank), json.dumps(value))
 
     def positions(self) -> dict[int, Position | None]:
-        """Where every rank was last seen."""
+        """Return the last position of every rank."""
         return {rank: self._read(rank) for rank in range(self.ranks.world_size)}
 
     def _read(self, rank: int) -> Position | None:
         key = POSITION_KEY.format(rank=rank)
         if not self.ranks.store.check([key]):
             return None
-        found = self._stored(key)
+        record = self._stored(key)
         return Position(
-            rank=rank, step=int(found["step"]), what=str(found["what"]), time=float(found["time"])
+            rank=rank, step=int(record["step"]), what=str(record["what"]), time=float(record["time"])
         )
 
     def _stored(self, key: str) -> dict[str, Any]:
-        """A JSON object of the store. Raises RankError: a key holds something else, which no rank wrote."""
+        """Read a JSON object from the store. Raises RankError for anything else, which no rank wrote."""
         data = self.ranks.store.get(key)
         try:
             value = json.loads(data) if len(data) <= _STORED_BYTES else None
@@ -111,12 +111,12 @@ class Guard:
             )
         return value
 
-    # --- agreement ------------------------------------------------------------------------------------------
+    # --- exchange of intents --------------------------------------------------------------------------------
 
     def agree(
         self, step: int, intent: Mapping[str, Any], *, what: str, same: Sequence[str] = ()
     ) -> list[dict[str, Any]]:
-        """Tell all ranks what this one is about to do, and hear the same from them. JSON values.
+        """Exchange what every rank is about to do, as JSON values.
 
         Args:
             same: keys whose values must be equal on all ranks.
@@ -141,10 +141,10 @@ class Guard:
         same: Sequence[str] = (),
         name: str | None = None,
     ) -> list[dict[str, Any]]:
-        """`agree`, whether checked or not, and without a position of its own.
+        """Exchange intents as `agree` does, whether checked or not, and without posting a position.
 
         Args:
-            name: of this round, where ranks that are out of step are to meet: once per name.
+            name: of this round, for ranks that are out of step; each name can be used once.
 
         Raises:
             Desync: as `agree`.
@@ -156,19 +156,20 @@ class Guard:
             self._round += 1
             # everybody has read those: nobody enters a round before it has read all of the one before
             store.delete_key(f"lockstep/exchange/{self._round - 3}/{me}")
-        found: list[dict[str, Any]] = []
+        intents: list[dict[str, Any]] = []
         deadline = time.monotonic() + self.seconds
         for rank in range(self.ranks.world_size):
             self._await(f"{prefix}/{rank}", rank, deadline=deadline, step=step, what=what)
-            found.append(self._stored(f"{prefix}/{rank}"))
+            intents.append(self._stored(f"{prefix}/{rank}"))
         for key in same:
-            if any(other.get(key) != found[me].get(key) for other in found):
-                values = ", ".join(f"rank {rank}: {other.get(key)!r}" for rank, other in enumerate(found))
+            if any(other.get(key) != intents[me].get(key) for other in intents):
+                values = ", ".join(f"rank {rank}: {other.get(key)!r}" for rank, other in enumerate(intents))
                 raise self._desync(step, f"the ranks do not agree on {key!r} of {what} ({values})")
-        return found
+        return intents
 
     def _await(self, key: str, rank: int, *, deadline: float, step: int, what: str) -> None:
-        """Until a rank has written its part of a round, has died, or the deadline has passed."""
+        """Wait until a rank has written its part of a round. Raises Desync: it has died, or the deadline has
+        passed."""
         store, pause = self.ranks.store, _FIRST_PAUSE
         while True:
             # `wait` with a short timeout would do too, but torch logs a warning each time it passes.
@@ -183,8 +184,8 @@ class Guard:
             if pause < _LAST_PAUSE:
                 continue
             if store.check([ERROR_KEY.format(rank=rank)]):
-                said = self._stored(ERROR_KEY.format(rank=rank))
-                line = str(said.get("text")).strip().splitlines()[-1]
+                failure = self._stored(ERROR_KEY.format(rank=rank))
+                line = str(failure.get("text")).strip().splitlines()[-1]
                 raise self._desync(step, f"{what} waits for rank {rank}, which has failed: {line}")
             if store.check([ENDED_KEY.format(rank=rank)]):
                 how = store.get(ENDED_KEY.format(rank=rank)).decode()
@@ -229,8 +230,8 @@ class Guard:
                 torch.cuda.synchronize(tensor.device)
 
     def explained(self, step: int, what: str) -> _Explained:
-        """A context in which collectives run: it says where this rank is, and their timeouts and lost
-        connections become a Desync."""
+        """Return a context for collectives: it posts this rank's position, and turns their timeouts and lost
+        connections into a Desync."""
         return _Explained(self, step, what)
 
     def _desync(self, step: int, reason: str) -> Desync:
@@ -258,14 +259,14 @@ class _Explained:
 
 
 def collective_failed(error: BaseException) -> bool:
-    """Whether a RuntimeError comes from a collective: a timeout, a mismatch or a lost connection."""
+    """Return whether a RuntimeError comes from a collective: a timeout, a mismatch or a lost connection."""
     text = str(error).lower()
     words = ("gloo", "nccl", "timed out", "timeout", "collective", "process group")
     return lost_peer(error) or isinstance(error, dist.DistError) or any(word in text for word in words)
 
 
 def describe_desync(rank: int, reason: str, positions: Mapping[int, Position | None]) -> str:
-    """What a rank that waited in vain says: for whom, and where everyone is."""
+    """Return the message of a rank that waited in vain: for which rank, and the position of every rank."""
     lines = [f"ranks are out of step. Rank {rank} at {reason}"]
     now = time.time()
     for other, position in sorted(positions.items()):

@@ -1,11 +1,11 @@
-"""Several ranks of one command on this machine: started, watched, and all ended when one of them dies.
+"""Launch several ranks of one command on this machine, watch them, and end all of them when one dies.
 
     launch_ranks(["replay", "--ranks", "2"], ranks=2, timeout=None, log_dir=Path("out/logs"))
 
 runs `python -m lockstep replay --ranks 2` twice, with the environment that torchrun gives its workers, so
-that the same command works unchanged under torchrun and under the deepspeed launcher: `in_launcher` says that
-somebody has started the ranks already. The processes are those of torch.distributed.elastic; their store is
-hosted here, so what each rank was doing is known even after rank 0 has died. It listens on loopback alone,
+that the same command works unchanged under torchrun and under the deepspeed launcher: `in_launcher` tells
+whether the ranks are started already. The processes are those of torch.distributed.elastic; their store is
+hosted here, so the positions of the ranks are known even after rank 0 has died. It listens on loopback only,
 and ranks have to know a secret of the run (lockstep.ranks.rendezvous).
 
 This module loads torch only when it starts something.
@@ -31,20 +31,20 @@ from lockstep.observe.text import echo
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 
 ENDED_KEY = "lockstep/ended/{rank}"
-"""Store: how a rank ended, text, by the launcher: one that was killed could not say it."""
+"""Store: how a rank ended, text, written by the launcher, as a killed rank cannot write it."""
 POSITION_KEY = "lockstep/position/{rank}"
 """Store: what a rank is about to do, JSON (lockstep.ranks.guard.Position)."""
 ERROR_KEY = "lockstep/error/{rank}"
-"""Store: {"time": unix seconds, "type", "text", "peer": bool, "told": bool} of the error that ends a rank.
-peer: it has only lost another rank. told: the command prints it in its own words."""
+"""Store: {"time": unix seconds, "type", "text", "peer": bool, "printed": bool} of the error that ends a rank.
+peer: it has only lost another rank. printed: the command prints it itself."""
 
 INTERRUPTED, TIMED_OUT = 130, 124
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 15.0
-"""After the first rank died, the others have so long to notice, say so and end by themselves."""
+"""After the first rank died: time for the others to notice, report and end by themselves."""
 _CLOSE_SECONDS = 8
-"""Then so long after SIGTERM (or Ctrl-C) before SIGKILL."""
+"""Then the time between SIGTERM (or Ctrl-C) and SIGKILL."""
 _TRACEBACK_LINES = 40
 
 
@@ -58,12 +58,12 @@ class RankEnd:
     stopped: bool = False
     """The launcher ended it, because another rank had died or for Ctrl-C."""
     error: Mapping[str, Any] | None = None
-    """What it told the store, see ERROR_KEY."""
+    """The error that it posted to the store, see ERROR_KEY."""
     position: Mapping[str, Any] | None = None
     """What it was about to do, see POSITION_KEY."""
 
     def how(self) -> str:
-        """`was killed by SIGKILL`, `exited with status 1`, ..."""
+        """Return `was killed by SIGKILL`, `exited with status 1`, ..."""
         if self.stopped:
             return "was stopped"
         if self.status < 0:
@@ -71,18 +71,18 @@ class RankEnd:
         return f"exited with status {self.status}"
 
     def where(self) -> str:
-        """`; last seen at step 3, before gradients (all_reduce)`, or nothing."""
+        """Return `; last seen at step 3, before gradients (all_reduce)`, or nothing."""
         return f"; last seen at {self.position['text']}" if self.position else ""
 
 
 def in_launcher(environ: Mapping[str, str] | None = None) -> bool:
-    """True in a process that torchrun, the deepspeed launcher or `launch_ranks` started."""
+    """Return whether torchrun, the deepspeed launcher or `launch_ranks` started this process."""
     environ = os.environ if environ is None else environ
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
 def leave(status: int) -> None:
-    """End this rank at once where a failure left process groups behind; elsewhere do nothing.
+    """End this rank at once if a failure left process groups behind; otherwise do nothing.
 
     A thread of gloo that frees a tensor while Python shuts down is ended by Python, and C++ aborts:
     "terminate called without an active exception", status 134 instead of the failure's.
@@ -100,8 +100,8 @@ def end_process(status: int) -> NoReturn:
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:
-    """argv without the `--local_rank=N` that the deepspeed launcher puts before all other arguments; the
-    environment's LOCAL_RANK says the same.
+    """Return argv without the `--local_rank=N` that the deepspeed launcher puts before all other arguments;
+    the environment has the same number as LOCAL_RANK.
 
     Example:
         >>> without_local_rank(["--local_rank=1", "replay", "--ranks", "2"])
@@ -114,7 +114,7 @@ def without_local_rank(argv: Sequence[str]) -> list[str]:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Cores that this process may use, shared out; at least 1."""
+    """Return the cores that this process may use, divided by `ranks`; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
 
@@ -125,21 +125,21 @@ def launch_ranks(
     ranks: int,
     timeout: float | None,
     log_dir: Path,
-    in_good_order: bool = False,
+    graceful: bool = False,
 ) -> int:
     """Run `python -m lockstep ARGV` on every rank and wait for all.
 
     Rank 0's output is shown as it comes; everything a rank prints is in log_dir/rank-N.log and, for stderr,
-    rank-N.err.log. When a rank dies all others end within 30 seconds, and what happened is printed: the rank
-    that died first, its traceback, where every rank was. Ctrl-C and SIGTERM are passed on. No process is left
-    behind, not even when this one is killed (see lockstep.ranks.context.init_ranks).
+    rank-N.err.log. When a rank dies all others end within 30 seconds, and the cause is printed: the rank that
+    died first, its traceback, the position of every rank. Ctrl-C and SIGTERM are passed on. No process is
+    left behind, not even when this one is killed (see lockstep.ranks.context.init_ranks).
 
     Args:
         argv: without the program's name.
         timeout: seconds for the whole; None: as long as the ranks take (their collectives have deadlines of
             their own).
-        in_good_order: the ranks end by themselves after Ctrl-C or SIGTERM, which may take them a while (they
-            save): they are waited for until a second signal comes.
+        graceful: the ranks end by themselves after Ctrl-C or SIGTERM, which may take a while (they save):
+            wait for them until a second signal comes.
 
     Returns:
         0; or the status of the rank that failed first (128 + N for signal N); 124 after the timeout; 130
@@ -153,7 +153,7 @@ def launch_ranks(
         ranks=ranks,
         timeout=timeout,
         log_dir=log_dir,
-        in_good_order=in_good_order,
+        graceful=graceful,
     )
 
 
@@ -163,7 +163,7 @@ def launch_command(
     ranks: int,
     timeout: float | None,
     log_dir: Path,
-    in_good_order: bool = False,
+    graceful: bool = False,
 ) -> int:
     """`launch_ranks` for any program; `command[0]` is an executable."""
     if ranks < 1:
@@ -180,21 +180,19 @@ def launch_command(
             f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
         ) from error
     with _quiet_elastic(), _signals_restored():
-        return _Launch(command, ranks=ranks, log_dir=log_dir, in_good_order=in_good_order).run(timeout)
+        return _Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful).run(timeout)
 
 
 class _Launch:
     """One set of processes."""
 
-    def __init__(
-        self, command: Sequence[str], *, ranks: int, log_dir: Path, in_good_order: bool = False
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, ranks: int, log_dir: Path, graceful: bool = False) -> None:
         from lockstep.ranks.rendezvous import hidden_store, host_store
 
         self.command, self.ranks, self.log_dir = list(command), ranks, log_dir
-        self.in_good_order = in_good_order
+        self.graceful = graceful
         self.passed_on: signal.Signals | None = None
-        """The signal that ranks were sent, so that they end in good order."""
+        """The signal that ranks were sent, so that they stop gracefully."""
         self._secret = secrets.token_hex(32)
         tcp = host_store()
         self._port = tcp.port
@@ -222,7 +220,7 @@ class _Launch:
             try:
                 return self._watch(context, deadline)
             except (SignalException, KeyboardInterrupt) as error:
-                if not self.in_good_order:
+                if not self.graceful:
                     raise
                 self._pass_on(signal.Signals(getattr(error, "sigval", signal.SIGINT)))
                 return self._watch(context, deadline)
@@ -237,10 +235,10 @@ class _Launch:
                 self._stop(context, signal.SIGTERM)
 
     def _watch(self, context: Any, deadline: float | None) -> int:
-        """Until all have ended, or one of them failed."""
+        """Wait until all have ended, or one of them failed."""
         while len(self.ended) < self.ranks:
-            self._look()
-            if any(status and not self._as_asked(status) for status in self.ended.values()):
+            self._poll()
+            if any(status and not self._ended_as_requested(status) for status in self.ended.values()):
                 self._grace(_GRACE_SECONDS)
                 self._stop(context, signal.SIGTERM)
                 return self._explain_failure()
@@ -253,50 +251,51 @@ class _Launch:
     def _pass_on(self, number: signal.Signals) -> None:
         """Ask every rank to end."""
         self.passed_on = number
-        self._look()
+        self._poll()
         for rank in set(self.pids) - set(self.ended):
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.kill(self.pids[rank], number)
 
-    def _as_asked(self, status: int) -> bool:
-        """Whether a rank with this status has ended in good order because of a signal."""
-        asked = [self.passed_on] if self.passed_on else [signal.SIGINT, signal.SIGTERM]
-        return self.in_good_order and status in [128 + number for number in asked]
+    def _ended_as_requested(self, status: int) -> bool:
+        """Whether a rank with this status has stopped gracefully because of a signal."""
+        signals = [self.passed_on] if self.passed_on else [signal.SIGINT, signal.SIGTERM]
+        return self.graceful and status in [128 + number for number in signals]
 
-    def _look(self) -> None:
-        """Who has ended; WNOWAIT leaves the process for its owner to reap, so its pid stays its own."""
+    def _poll(self) -> None:
+        """Note which ranks have ended; WNOWAIT leaves the process for its owner to reap, so its pid is not
+        reused."""
         for rank, pid in self.pids.items():
             if rank in self.ended:
                 continue
             try:
-                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:  # reaped by close()
                 self.ended[rank] = 0
                 continue
-            if found is not None:
-                exited = found.si_code == os.CLD_EXITED
-                self.ended[rank] = found.si_status if exited else -found.si_status
+            if status is not None:
+                exited = status.si_code == os.CLD_EXITED
+                self.ended[rank] = status.si_status if exited else -status.si_status
                 self.store.set(ENDED_KEY.format(rank=rank), RankEnd(rank=rank, status=self.ended[rank]).how())
 
     def _grace(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while len(self.ended) < self.ranks and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-            self._look()
+            self._poll()
 
     def _stop(self, context: Any, number: signal.Signals) -> None:
-        """End what still runs, its children too, and read the logs to their end."""
+        """End the ranks that still run, with their children, and read the logs to their end."""
         if self._closed:
             return
         self._closed = True
-        self._look()
+        self._poll()
         self.stopped |= set(self.pids) - set(self.ended)
         for rank in self.ended:  # what a dead rank left behind is in its session still
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pids[rank], signal.SIGKILL)
         try:
             context.close(number, timeout=_CLOSE_SECONDS)
-        except BaseException:  # a second Ctrl-C: no more patience
+        except BaseException:  # a second Ctrl-C: do not wait
             context.close(signal.SIGKILL, timeout=_CLOSE_SECONDS)
             raise
         finally:
@@ -323,11 +322,11 @@ class _Launch:
             environment["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: the host's name need not resolve
         return environment
 
-    # --- what is said ---------------------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------------------
 
     def ends(self) -> list[RankEnd]:
-        """All ranks, the one to blame first: one that a signal killed (it could not say a word), then by the
-        time of their errors, those that only lost a peer behind the others."""
+        """Return how all ranks ended, the one to blame first: one that a signal killed (it could post no
+        error), then by the time of their errors, those that only lost a peer last."""
         ends = [
             RankEnd(
                 rank=rank,
@@ -361,23 +360,23 @@ class _Launch:
         first, *others = self.ends()
         zero = next(end for end in (first, *others) if end.rank == 0)
         same = first is zero or (first.status > 0 and _message(first) is not None)
-        if zero.status > 0 and _told(zero) and same and _message(zero) == _message(first):
+        if zero.status > 0 and _printed(zero) and same and _message(zero) == _message(first):
             # It ended in order and its message has been shown already: a wrong flag, a verdict that failed.
             if (zero.error or {}).get("type") == "RankError":  # it waited in vain: where are the others?
-                self._say([f"rank {end.rank} {end.how()}{end.where()}" for end in (first, *others)])
+                self._print([f"rank {end.rank} {end.how()}{end.where()}" for end in (first, *others)])
             return zero.status
         lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
         lines += [f"  | {line}" for line in self._last_words(first)]
-        self._say([*lines, *(f"rank {end.rank} {end.how()}{end.where()}" for end in others)])
+        self._print([*lines, *(f"rank {end.rank} {end.how()}{end.where()}" for end in others)])
         return first.status if first.status > 0 else 128 - first.status
 
     def _explain_timeout(self) -> int:
         lines = [f"lockstep: the {self.ranks} ranks were stopped at the deadline"]
         lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in sorted(self.ends(), key=_rank)]
-        self._say(lines)
+        self._print(lines)
         return TIMED_OUT
 
-    def _say(self, lines: Sequence[str]) -> None:
+    def _print(self, lines: Sequence[str]) -> None:
         echo("\n".join([*lines, f"logs: {self.log_dir}/rank-*.log"]), file=sys.stderr)
 
     def _last_words(self, end: RankEnd) -> list[str]:
@@ -395,20 +394,20 @@ def _rank(end: RankEnd) -> int:
     return end.rank
 
 
-def _told(end: RankEnd) -> bool:
-    """Whether the command has said in its own words why it ends."""
-    return end.error is None or bool(end.error.get("told"))
+def _printed(end: RankEnd) -> bool:
+    """Whether the command has printed its error itself."""
+    return end.error is None or bool(end.error.get("printed"))
 
 
 def _message(end: RankEnd) -> str | None:
-    """The last line of its error, which is the same on all ranks where all were asked for the same nonsense;
-    None: it posted none."""
+    """The last line of its error, which is the same on all ranks where all fail for the same reason, such as
+    a bad setting; None: it posted none."""
     lines = str((end.error or {}).get("text", "")).splitlines()
     return lines[-1] if lines else None
 
 
 def _one_file_each(log_dir: Path) -> Any:
-    """Where elastic writes to: LOG_DIR/rank-N.log and rank-N.err.log; rank 0 on the console as well."""
+    """The log files of elastic: LOG_DIR/rank-N.log and rank-N.err.log; rank 0 on the console as well."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
@@ -434,7 +433,7 @@ def _one_file_each(log_dir: Path) -> Any:
 
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """elastic reports each signal it sends as a warning; the launcher says the same in its own words."""
+    """Silence elastic, which reports each signal it sends as a warning; the launcher reports them itself."""
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -456,7 +455,7 @@ def _quiet_elastic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
-    """elastic installs handlers and never takes them back."""
+    """Restore signal handlers: elastic installs its own and never removes them."""
     previous: dict[signal.Signals, Any] = {}
     for number in _SIGNALS:
         previous[number] = signal.getsignal(number)

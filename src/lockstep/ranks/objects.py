@@ -2,8 +2,8 @@
 
     shares = gather_objects(share, dict[str, float], group=group)
 
-The type says what comes back (dataclasses, tuples, paths, ...); what does not fit it is refused by its
-sender, and by whoever receives it. Floats keep every bit; NaN and infinities come back as such.
+The type decides what is decoded (dataclasses, tuples, paths, ...); a value of another type is refused by its
+sender and by every receiver. Floats keep every bit, NaN and infinities included.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lockstep.ranks.rendezvous import RankError, group_device
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 30
-"""Of one object: a few times the rollouts of a large step."""
+"""Largest object: a few times the rollouts of a large step."""
 
 
 def gather_objects(value: T, kind: Any = JsonValue, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank. Collective.
+    """Return every rank's value, by rank. Collective.
 
     Args:
         kind: its type, as an annotation; JsonValue takes what JSON itself has, so no tuples.
@@ -43,7 +43,7 @@ def gather_objects(value: T, kind: Any = JsonValue, *, group: dist.ProcessGroup 
 
 
 def broadcast_object(value: T, kind: Any = JsonValue, *, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value, on every rank; those of the others are not looked at. Collective; raises as
+    """Return rank 0's value on every rank; the others' values are ignored. Collective; raises as
     `gather_objects`."""
     own = encode_object(value, kind) if dist.get_rank(group) == 0 else b""
     device = group_device(group)
@@ -56,7 +56,8 @@ def broadcast_object(value: T, kind: Any = JsonValue, *, group: dist.ProcessGrou
 
 
 def gather_bytes(data: bytes, *, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Every rank's bytes, by rank: first their lengths, then the bytes, padded to the longest. Collective."""
+    """Return every rank's bytes, by rank. Lengths are gathered first, then the bytes, padded to the longest.
+    Collective."""
     device, size = group_device(group), dist.get_world_size(group)
     lengths = torch.zeros(size, dtype=torch.int64, device=device)
     dist.all_gather(list(lengths.split(1)), torch.tensor([len(data)], device=device), group=group)
@@ -68,7 +69,7 @@ def gather_bytes(data: bytes, *, group: dist.ProcessGroup | None = None) -> list
 
 
 def encode_object(value: Any, kind: Any) -> bytes:
-    """Its JSON. Raises RankError: it is not of that type, or too large."""
+    """Encode a value as JSON. Raises RankError: it is not of that type, or too large."""
     adapter = _adapter(kind)
     try:
         adapter.validate_python(value, strict=True)  # a tuple is no JSON value, but would be written as one
@@ -84,7 +85,7 @@ def encode_object(value: Any, kind: Any) -> bytes:
 
 
 def decode_object(data: bytes, kind: Any, *, sender: int) -> Any:
-    """The value of a rank's JSON. Raises RankError: it is none, or not of that type."""
+    """Decode a rank's JSON. Raises RankError: it is invalid, or not of that type."""
     try:
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
@@ -103,7 +104,7 @@ def _name(kind: Any) -> str:
 
 
 def _short(error: Exception) -> str:
-    """One line, of the first of its errors, without the value: that may be long, or a stranger's."""
+    """One line about the first error, without the value, which may be long or untrusted."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "at its top"

@@ -1,4 +1,4 @@
-"""The default process group, for parts that need one also where nobody launched several ranks."""
+"""The default process group, for code that needs one also in a single process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch.distributed as dist
 from lockstep.ranks import rendezvous
 
 TIMEOUT = timedelta(minutes=10)
-"""No collective waits longer."""
+"""Deadline of every collective."""
 
 
 def group_timeout(device: torch.device) -> timedelta:
-    """How long a collective of the default process group may take on this kind of device."""
+    """Return the timeout of the default process group's collectives on this kind of device."""
     group = dist.distributed_c10d._get_default_group()
-    found: timedelta = group._get_backend(device).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def ensure_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> None:
-    """`rendezvous.join` unless there is a default process group.
+    """Make the default process group with `rendezvous.join`, unless there is one.
 
     Args:
         device: decides the backend, nccl or gloo.

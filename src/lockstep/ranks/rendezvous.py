@@ -1,4 +1,4 @@
-"""How ranks find each other, and how each of them knows that the others are ranks of its run.
+"""How ranks connect, and how each of them verifies that the others are ranks of its run.
 
     launcher   hosts a store on loopback, whose keys begin with a prefix that follows from the run's secret
     ranks      get the secret by their environment, meet in the store and make the default process group
@@ -7,7 +7,7 @@
 Any user of the machine can connect to a port on loopback, list the keys of the store and join in the place
 of a rank, but not prove to know the secret: then the ranks end with an error. The prefix gives nothing away.
 
-Under torchrun and deepspeed the store is theirs, and so is the question who reaches it. Where the user sets
+Under torchrun and deepspeed the store is theirs, and they decide who can reach it. Where the user sets
 LOCKSTEP_RANKS_SECRET on every node, the ranks prove that they know it there too.
 """
 
@@ -29,7 +29,7 @@ from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 from lockstep.wire.groups import host_store as host_store
 
 _SHORTEST = 32
-"""Characters of a secret."""
+"""Fewest characters of a secret."""
 _NONCE_BYTES = 32
 _TAG_BYTES = 32
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,8 +41,8 @@ class RankError(LockstepError, RuntimeError):
 
 @functools.cache
 def run_secret() -> str | None:
-    """The secret of this run, or None. It is taken out of the environment: what a rank starts (rewards,
-    engine servers) does not inherit it.
+    """Return the secret of this run, or None. It is removed from the environment: processes that a rank
+    starts (rewards, engine servers) do not inherit it.
 
     Raises:
         ConfigError: it is too short to be one.
@@ -57,17 +57,17 @@ def run_secret() -> str | None:
 
 
 def hidden_store(store: Store, secret: str) -> Store:
-    """The part of a store whose keys only those who know the secret come upon by themselves."""
+    """Return the part of a store whose keys begin with a prefix derived from the secret."""
     return PrefixStore("lockstep/" + _hmac(secret, b"keys").hex(), store)
 
 
 def of_launcher() -> bool:
-    """Whether `lockstep.ranks.launch` started this process, and hosts its store."""
+    """Return whether `lockstep.ranks.launch` started this process, and hosts its store."""
     return LAUNCHER_PID in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_store(timeout: timedelta) -> Store:
-    """A new connection to the launcher's store.
+    """Open a new connection to the launcher's store.
 
     Raises:
         RankError: this process was not given the secret.
@@ -87,15 +87,15 @@ def join(backend: str, *, timeout: timedelta) -> None:
     """Make the default process group: with the ranks of the launcher (ours, torchrun, deepspeed), or of this
     process alone, which then listens nowhere beyond loopback.
 
-    Nothing but the environment is asked who the ranks are; MPI is not.
+    The ranks are read from the environment only; MPI is not used.
 
     Args:
         backend: of torch.distributed.
         timeout: of every later collective, and of waiting for the other ranks here.
 
     Raises:
-        RankError: somebody who does not know the secret of the run has joined.
-        RuntimeError: torch's, when the others do not come.
+        RankError: a process that does not know the secret of the run has joined.
+        RuntimeError: torch's, when the others do not connect.
     """
     if not all(name in os.environ for name in _LAUNCHER):
         if os.path.exists("/sys/class/net/lo"):
@@ -112,13 +112,14 @@ def join(backend: str, *, timeout: timedelta) -> None:
 
 
 def group_device(group: dist.ProcessGroup | None) -> torch.device:
-    """What small tensors of a group's collectives are on: the host, unless its only backend is nccl."""
+    """Return the device for small tensors of a group's collectives: the host, unless its only backend is
+    nccl."""
     return torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
 
 
 def prove(group: dist.ProcessGroup | None = None) -> None:
-    """Every rank of a group shows that it knows the secret of the run, and learns that all others do; where
-    there is none, that the others have none either. Collective.
+    """Prove to every rank of a group that this one knows the secret of the run, and verify that all others
+    do; without a secret, verify that the others have none either. Collective.
 
     Each sends a fresh nonce and then an HMAC over all nonces and its own rank, as tensors.
 
@@ -165,7 +166,7 @@ def _hmac(secret: str, message: bytes) -> bytes:
 
 
 def _exchange(value: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's bytes, of which all send equally many."""
+    """Every rank's bytes; all send the same number."""
     own = torch.tensor(list(value), dtype=torch.uint8, device=group_device(group))
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, own, group=group)

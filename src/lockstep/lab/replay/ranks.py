@@ -256,7 +256,7 @@ def replay_ranks(
     )
     replayer.policy.backend = backend
     if files is not None:
-        _announce(replayer, report, files, how=ranks.statement)
+        _announce(replayer, report, files, how=ranks.description)
     guard.exchange(-1, {"weights": replayer.policy.fingerprint}, what="the start", same=("weights",))
     if on_ready is not None:
         on_ready(replayer)
@@ -400,7 +400,7 @@ def _merged(
     extra: dict[str, Any] = {
         "simulated": False,
         "guard": guard.checked,
-        "statement": ranks.statement,
+        "statement": ranks.description,
         "notes": list(dict.fromkeys(note for other in told for note in other["notes"])),
         "mixed_weights": _mixed_weights(replayer, report),
         "desync": next((other["desync"] for other in told if other["desync"]), said["desync"]),

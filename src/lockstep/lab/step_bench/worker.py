@@ -178,7 +178,7 @@ class _Cell:
         self.loss: TokenLoss = self.parts.algorithm.loss()
         self._push()
         self.load_seconds = self._clock() - self.started
-        self.say(f"{job.cell}: {self.ranks.statement}, {self.parts.axes}")
+        self.say(f"{job.cell}: {self.ranks.description}, {self.parts.axes}")
 
     def warm_up(self) -> None:
         """Whole steps; what compiles, compiles now."""
@@ -364,7 +364,7 @@ class _Cell:
             peak_flops=None if peak is None else peak * self.ranks.world_size,
             logprob_gap=self._logprob_gap(),
             axes=dataclasses.asdict(self.parts.axes),
-            statement=self.ranks.statement,
+            statement=self.ranks.description,
             versions=versions(),
         )
 

@@ -128,7 +128,7 @@ class _Run:
         if self._first:
             self.file = (job.out / METRICS).open("w", encoding="utf-8")
         self.load_seconds = time.perf_counter() - started
-        self.say(f"{job.stack}: {self.ranks.statement}; {self.attention}, {self.dtype}")
+        self.say(f"{job.stack}: {self.ranks.description}; {self.attention}, {self.dtype}")
 
     def _model(self, *, shards: bool) -> LoadedModel:
         from lockstep.loop.axes import resolve_attention
@@ -260,7 +260,7 @@ class _Run:
             seconds=sum(row.seconds for row in self.rows),
             load_seconds=self.load_seconds,
             peak_memory_bytes=self.rows[-1].peak_memory_bytes if self.rows else 0,
-            statement="" if self.ranks is None else self.ranks.statement,
+            statement="" if self.ranks is None else self.ranks.description,
             attention=self.attention,
             dtype=self.dtype,
             versions=versions(),

@@ -1,4 +1,4 @@
-"""A model as an engine of another process serves it: a plain Hugging Face folder, and facts about it."""
+"""A model exported for an engine in another process: a plain Hugging Face folder, and its sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PIECE_BYTES = 16 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What prompts must fit, known without the weights."""
+    """The sizes that prompts must fit, known without the weights."""
 
     tokenizer: Tokenizer | None
     vocab_size: int
@@ -42,7 +42,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedModel:
+class ExportedModel:
     """A folder with config, weights and, if there is one, tokenizer."""
 
     folder: Path
@@ -54,20 +54,20 @@ class ServedModel:
 
 
 def model_facts(config: ModelConfig) -> ModelFacts:
-    """Reads config and tokenizer.
+    """Read config and tokenizer of a model.
 
     Raises:
         ModelError: the model cannot be found, or its rotary embedding is not supported.
     """
-    found = (
+    hf_config = (
         shape_config(config.name.removeprefix(PREFIX))
         if config.name.startswith(PREFIX)
         else read_config(model_folder(config), config)
     )
     if config.num_layers is not None:
-        keep_layers(found, config.num_layers)
-    check_rope(found)  # an engine of its own would serve it, with other numbers than transformers
-    text = found.get_text_config()
+        keep_layers(hf_config, config.num_layers)
+    check_rope(hf_config)  # an engine of its own would serve it, with other numbers than transformers
+    text = hf_config.get_text_config()
     return ModelFacts(
         tokenizer=load_tokenizer(config),
         vocab_size=int(text.vocab_size),
@@ -75,15 +75,15 @@ def model_facts(config: ModelConfig) -> ModelFacts:
     )
 
 
-def served_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) -> ServedModel:
-    """The folder of a model: its own if it has one that can be served as it is, else one that is written to
-    `work_dir`/model: random weights (`shape:`) and models of which only some layers are kept.
+def exported_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) -> ExportedModel:
+    """Return a model's folder: its own if an engine can load it unchanged, else one that is written to
+    `work_dir`/model, for random weights (`shape:`) and models of which only some layers are kept.
 
     Raises:
         ModelError: see lockstep.models.load.load_model.
     """
     if config.name.startswith(PREFIX) or config.num_layers is not None:
-        return export_served(
+        return export_model(
             load_model(config, attention="sdpa", device=torch.device("cpu")), work_dir=work_dir
         )
     folder = model_folder(config)
@@ -96,7 +96,7 @@ def served_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) 
         getattr(text, "eos_token_id", None),
         None if tokenizer is None else tokenizer.eos_token_id,
     )
-    return ServedModel(
+    return ExportedModel(
         folder=folder,
         dtype=str(resolve_dtype(config.dtype, device)).removeprefix("torch."),
         vocab_size=int(text.vocab_size),
@@ -105,12 +105,12 @@ def served_folder(config: ModelConfig, *, device: torch.device, work_dir: Path) 
     )
 
 
-def export_served(model: LoadedModel, *, work_dir: Path) -> ServedModel:
+def export_model(model: LoadedModel, *, work_dir: Path) -> ExportedModel:
     """Write a loaded model to `work_dir`/model, LoRA merged in."""
     folder = work_dir / "model"
     export_hf(model.module, model.tokenizer, folder)
     text = read_config(folder, ModelConfig(name=str(folder))).get_text_config()
-    return ServedModel(
+    return ExportedModel(
         folder=folder,
         dtype=str(model.dtype).removeprefix("torch."),
         vocab_size=int(text.vocab_size),
@@ -120,8 +120,8 @@ def export_served(model: LoadedModel, *, work_dir: Path) -> ServedModel:
 
 
 def weights_fingerprint(config: ModelConfig, *, more: Path | None = None) -> str:
-    """A hash by which other weights under the same name are told apart: of the files' names and sizes, and of
-    64 pieces of each, spread over it. Trained weights differ everywhere, so pieces will do.
+    """Hash a model's weights, to tell apart weights under the same name: the files' names and sizes, and 64
+    pieces spread over each file. Trained weights differ everywhere, so pieces are enough.
 
     Args:
         more: a folder of weights that are loaded over the model's own.
@@ -129,22 +129,22 @@ def weights_fingerprint(config: ModelConfig, *, more: Path | None = None) -> str
     Raises:
         ModelError: the model cannot be found.
     """
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     if config.name.startswith(PREFIX):
-        found.update(f"{config.name} {config.seed} {config.dtype}".encode())
+        digest.update(f"{config.name} {config.seed} {config.dtype}".encode())
     else:
-        _add_folder(found, model_folder(config))
+        _add_folder(digest, model_folder(config))
     if more is not None:
-        _add_folder(found, more)
-    return found.hexdigest()
+        _add_folder(digest, more)
+    return digest.hexdigest()
 
 
-def _add_folder(found: Any, folder: Path) -> None:
+def _add_folder(digest: Any, folder: Path) -> None:
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.suffix in (".safetensors", ".json", ".jinja", ".model"):
-            found.update(f"{file.relative_to(folder)} {file.stat().st_size}".encode())
+            digest.update(f"{file.relative_to(folder)} {file.stat().st_size}".encode())
             for piece in _pieces(file):
-                found.update(piece)
+                digest.update(piece)
 
 
 def _pieces(file: Path) -> Iterator[bytes]:
