@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from lockstep.errors import ConfigError, DataError, LockstepError, ModelError
 from lockstep.loop.offline import train_offline
 from lockstep.models import reward
 from lockstep.models.exported import model_facts
-from lockstep.models.load import load_model, meta_module
+from lockstep.models.folder import READ
+from lockstep.models.load import _HUB_FILES, load_model, meta_module
 from lockstep.models.reward import RewardModel
 
 CPU = torch.device("cpu")
@@ -238,6 +240,24 @@ def test_an_index_of_weights_is_checked(folder: Path, index: Any) -> None:
     for materialize in (True, False):
         with pytest.raises(ModelError, match="index"):
             load(folder, materialize=materialize)
+
+
+def test_all_vocabularies_that_transformers_reads_are_checked_and_fetched() -> None:
+    (package,) = importlib.util.find_spec("transformers").submodule_search_locations or ()  # type: ignore[union-attr]
+    names = {"qwen.tiktoken"}  # read by a tokenizer that comes with its model, under trust_remote_code
+    for file in Path(package).glob("**/tokenization*.py"):
+        for found in re.findall(r"^VOCAB_FILES_NAMES = (\{.*?^\}|\{.*?\}$)", file.read_text(), re.M | re.S):
+            names |= set(re.findall(r": \"(.+?)\"", found))
+    assert len(names) > 20 and {Path(name).suffix for name in names} <= READ
+    assert {f"*{Path(name).suffix}" for name in names} <= set(_HUB_FILES)
+
+
+@pytest.mark.parametrize("name", ["vocab.bpe", "qwen.tiktoken", "source.spm"])
+def test_no_vocabulary_is_a_link_that_leads_out(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").touch()
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ModelError, match="leads out of"):
+        load(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

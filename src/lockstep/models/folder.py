@@ -44,7 +44,11 @@ LIMITS: dict[str, int] = {
     "num_local_experts": 2**12,
 }
 """The largest sizes that a config may name: far above every published model, and built within seconds."""
-_READ = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".py"})
+READ = frozenset(
+    {".json", ".safetensors", ".jinja", ".model", ".txt"}
+    | {".tiktoken", ".bpe", ".codes", ".spm", ".tokenizer"}  # vocabularies of some tokenizers
+)
+"""Endings of the files that transformers reads from a model folder, besides the .py of trust_remote_code."""
 _FOLDERS = ("", "additional_chat_templates")
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -79,7 +83,7 @@ def check_files(folder: Path) -> None:
     for part in _FOLDERS:
         place = folder / part
         for entry in sorted(place.iterdir()) if place.is_dir() else ():
-            if entry.suffix not in _READ or entry.is_dir():
+            if entry.suffix not in READ | {".py"} or entry.is_dir():
                 continue
             real = Path(os.path.realpath(entry))
             if not any(real.is_relative_to(known) for known in inside):

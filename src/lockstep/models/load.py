@@ -21,7 +21,7 @@ from lockstep.models import bundled, lora, shapes
 from lockstep.models.architectures import SUPPORTED, check_architecture
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.folder import check_folder, check_sizes, weight_errors
+from lockstep.models.folder import READ, check_folder, check_sizes, weight_errors
 from lockstep.models.quiet import quiet_transformers
 from lockstep.models.source import WeightSource, folder_source, random_source
 from lockstep.observe.text import printable
@@ -47,7 +47,7 @@ CONFIG_ERRORS = (
     ValueError,
 )
 """What transformers raises over a config with impossible values."""
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = sorted(f"*{ending}" for ending in READ)
 _HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 
 
