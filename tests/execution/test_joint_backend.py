@@ -16,7 +16,7 @@ from lockstep.packing import Bucket, pack
 from lockstep.schema.batch import PolicySample, PreferenceSample
 from lockstep.train import compiled
 from lockstep.train.local import LocalBackend
-from lockstep.train.single_samples import joined, single_samples
+from lockstep.train.single_samples import merge_samples, single_samples
 
 CELLS = [
     (c["attention"], c["layout"])
@@ -159,11 +159,11 @@ def test_parts_of_a_pack_keep_every_field_of_their_samples():
     start = 7
     for name in ("token_ids", "labels", "loss_mask", "loss_weights", "advantages", "rollout_logprobs"):
         assert torch.equal(getattr(exact[1], name), getattr(whole, name)[start : start + 5]), name
-    assert torch.equal(joined([b.advantages for b in exact], whole), whole.advantages)
+    assert torch.equal(merge_samples([b.advantages for b in exact], whole), whole.advantages)
     static = single_samples(whole, static=True)
     # a quarter of 16 tokens, rounded up to 64 slots, and the pad documents that fill them
     assert [b.num_slots for b in static] == [64, 64, 64] and static[0].lengths == (7, 16, 16, 16, 9)
-    assert torch.equal(joined([b.advantages for b in static], whole), whole.advantages)
+    assert torch.equal(merge_samples([b.advantages for b in static], whole), whole.advantages)
 
 
 def test_preference_pairs_stay_together():

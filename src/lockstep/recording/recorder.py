@@ -59,7 +59,7 @@ class RecorderSettings:
     """Mesh axis -> coordinate of this rank."""
     dealt: bool = True
     """The batches of a call are this rank's own. False: they are those of all ranks, and batch i is the
-    business of rank i % world_size (as `lockstep.train.micro_batch_assignment.deal` deals)."""
+    business of rank i % world_size (as `lockstep.train.micro_batch_assignment.assigned_indices` assigns)."""
     writes: bool = True
     """False: another process records the same rank (they share its matrices or tokens)."""
 

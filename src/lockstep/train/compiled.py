@@ -19,11 +19,11 @@ def compile_module(
     joint graph has no modules inside whose hooks could run, so they wrap it as a whole.
 
     Args:
-        like: a module of the same architecture that has been through this; joint graphs are made once for
-            both.
+        like: a module of the same architecture that this function has prepared; the two share their joint
+            graphs.
 
     Raises:
-        ConfigError: its layers are compiled already, or a setting that the mode cannot do.
+        ConfigError: its layers are compiled already, or the mode does not support a setting.
         ModelError: the module has no list of decoder layers.
     """
     if config.execution == "eager":

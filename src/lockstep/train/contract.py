@@ -20,38 +20,39 @@ from lockstep.schema.contract import KernelContract
 
 
 def compile_options(module: nn.Module) -> dict[str, Any] | None:
-    """What torch.compile must be told of this module: nothing, unless it is batch-invariant. An engine that
-    computes the same bits tells it the same."""
+    """Options that torch.compile needs for this module; None unless it is batch-invariant. An engine that
+    computes the same bits passes the same options."""
     return invariant.inductor_options() if invariant.is_converted(module) else None
 
 
 def counting(watch: CompileWatch | None) -> contextlib.AbstractContextManager[None]:
-    """Inside, compilations are the trainer's; an engine in the same process has its own."""
+    """Count compilations inside this context as the trainer's; an engine in the same process counts its
+    own."""
     return contextlib.nullcontext() if watch is None else watch.counting()
 
 
 def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -> KernelContract | None:
-    """None: `config.batch_invariant` is off.
+    """Return the kernel contract of a batch-invariant model; None when `config.batch_invariant` is off.
 
     Raises:
-        ConfigError: it is on, and the model's modules were not made for it.
+        ConfigError: it is on, and the model's modules were not converted for it.
     """
     if not config.batch_invariant:
         return None
     module = causal_lm(model.module)
     base = getattr(module, module.base_model_prefix)
-    found = kernel_contract(
+    contract = kernel_contract(
         model.module,
         attention=kernel_of(base.config._attn_implementation),
         execution=config.execution,
         dtype=model.dtype,
         device=device,
     )
-    if found is None:
+    if contract is None:
         raise ConfigError(
             f"train.batch_invariant = true, but {type(module).__name__} was not converted, or attends by "
             f"another kernel than varlen ({base.config._attn_implementation!r}), or runs under "
             f"train.execution = {config.execution!r}; load it with attention 'varlen' and call "
             "lockstep.invariant.convert on it before the backend is made"
         )
-    return found
+    return contract

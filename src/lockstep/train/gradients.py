@@ -12,7 +12,7 @@ _NORM_CHUNK = 1 << 17  # elements; their float32 copy stays in a core's cache
 
 
 class GradientStore:
-    """Where the gradients of one optimizer step are: in `Parameter.grad`, or added up in float32 buffers.
+    """Holds the gradients of one optimizer step in `Parameter.grad`, or accumulates them in float32 buffers.
 
     One micro-batch needs no buffer: its gradients stay in `Parameter.grad`, in the parameter's dtype, which
     is all the precision a single backward has. From the second micro-batch on, a low-precision sum would drop
@@ -30,7 +30,7 @@ class GradientStore:
             parameter.register_post_accumulate_grad_hook(self._drain)
 
     def expect(self, micro_batches: int) -> None:
-        """To be called before the backwards of `micro_batches` micro-batches."""
+        """Prepare for the backward passes of `micro_batches` micro-batches; call it before the first."""
         pending = [p for p in self._buffered if p.grad is not None]
         self._accumulating = micro_batches > 1 or bool(self._buffers) or bool(pending)
         if self._accumulating:
@@ -51,7 +51,7 @@ class GradientStore:
         parameter.grad = None
 
     def collect(self) -> list[Tensor | None]:
-        """One gradient per parameter, float32 where it was accumulated; None: the parameter took no part."""
+        """Return one gradient per parameter, float32 where it was accumulated; None for unused parameters."""
         return [self._buffers.get(p, p.grad) for p in self.parameters]
 
     def clear(self) -> None:
@@ -81,7 +81,8 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _cpu_norm(gradient: Tensor) -> Tensor:
-    """A dot product per chunk: vector_norm of bfloat16 on a CPU runs element by element on one thread."""
+    """Norm from one dot product per chunk: vector_norm of bfloat16 on a CPU runs element by element on one
+    thread."""
     flat = gradient.reshape(-1)
     chunks = flat.split(_NORM_CHUNK)
     squares = torch.stack([torch.dot(c, c) for c in (chunk.float() for chunk in chunks)])

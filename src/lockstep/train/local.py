@@ -36,7 +36,7 @@ from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.optimizer import MasterOptimizer, trained_parameters
 from lockstep.train.rows import Rows, head_rows, part, scatter
 from lockstep.train.schedule import lr_at
-from lockstep.train.single_samples import joined, single_samples
+from lockstep.train.single_samples import merge_samples, single_samples
 from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -49,10 +49,11 @@ class LocalBackend:
     The module is in eval mode except inside `forward_backward`.
 
     Args:
-        config: the train settings; `backend` and `attention` were acted on by whoever loaded the model.
+        config: the train settings; `backend` and `attention` have been applied by the code that loaded the
+            model.
         model: the policy. Its module is used, not copied.
-        total_steps: optimizer steps of the whole run: where the schedule ends. 0: there will be none, so
-            neither master weights nor optimizer states are made.
+        total_steps: optimizer steps of the whole run: where the schedule ends. 0: no step will follow, so
+            neither master weights nor optimizer states are allocated.
         temperature: logprobs are of logits divided by it; 0 counts as 1.
         ref: keep the policy as it is now as frozen reference: a copy, or with LoRA the base weights.
         spans: times "forward" (loss and gradients of the head included) and "backward" of every micro-batch.
@@ -97,7 +98,7 @@ class LocalBackend:
         self._gradients = GradientStore(
             [p.parameter for p in named], float32=config.grad_accum_dtype == "float32"
         )
-        self._made_optimizer = make_optimizer(named, config=config) if total_steps > 0 else None
+        self._optimizer_or_none = make_optimizer(named, config=config) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         if config.activation_checkpointing:
             checkpoint_activations(self.module)
@@ -107,9 +108,9 @@ class LocalBackend:
 
     @property
     def _optimizer(self) -> MasterOptimizer:
-        if self._made_optimizer is None:
+        if self._optimizer_or_none is None:
             raise step_errors.no_optimizer()
-        return self._made_optimizer
+        return self._optimizer_or_none
 
     def _frozen_copy(self) -> nn.Module:
         return copy.deepcopy(self.module).requires_grad_(False)
@@ -129,8 +130,8 @@ class LocalBackend:
         with torch.no_grad(), self._as_model(model) as module, counting(self._compile_watch):
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batches):
-                    found = [self._logprobs(module, one) for one in self._parts(batch)]
-                    results.append(found[0] if self._in_packs else joined(found, batch))
+                    parts = [self._logprobs(module, one) for one in self._parts(batch)]
+                    results.append(parts[0] if self._in_packs else merge_samples(parts, batch))
         return results
 
     def _logprobs(self, module: nn.Module, batch: PackedBatch) -> Tensor:
@@ -140,7 +141,7 @@ class LocalBackend:
         return scatter(logprobs, rows, batch.num_slots)
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Adds the gradients of all micro-batches of one optimizer step.
+        """Add the gradients of all micro-batches of one optimizer step.
 
         Raises:
             TrainError: a loss is not finite, or memory ran out; all gradients of the step are dropped.
@@ -167,24 +168,24 @@ class LocalBackend:
         return self.config.accumulate == "pack"
 
     def _backwards(self, batches: Sequence[PackedBatch]) -> int:
-        """At most so many backwards do these micro-batches have."""
+        """Upper bound on the number of backward passes of these micro-batches."""
         return sum(1 if self._in_packs else len(batch.sample_ids) for batch in batches)
 
     def _parts(self, batch: PackedBatch) -> list[PackedBatch]:
-        """What has a forward and a backward of its own, on the host."""
+        """The batches that get a forward and backward of their own, on the host: packs or single samples."""
         return [batch] if self._in_packs else single_samples(batch, static=self._static)
 
     def _backward(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
-        """Forward, loss and backward of one micro-batch; adds what was seen to `stats`."""
+        """Forward, loss and backward of one micro-batch; appends its results to `stats`."""
         if self._in_packs:
             self._backward_at_once(batch, loss, stats)
             return
-        seen = StepStats(losses=[], logprobs=[], entropy=[])
+        samples = StepStats(losses=[], logprobs=[], entropy=[])
         for one in self._parts(batch):
-            self._backward_at_once(one, loss, seen)
-        stats.losses.append(torch.stack(seen.losses).sum())
-        stats.logprobs.append(joined(seen.logprobs, batch))
-        stats.entropy.append(joined(seen.entropy, batch))
+            self._backward_at_once(one, loss, samples)
+        stats.losses.append(torch.stack(samples.losses).sum())
+        stats.logprobs.append(merge_samples(samples.logprobs, batch))
+        stats.entropy.append(merge_samples(samples.entropy, batch))
 
     def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
         rows, labels = self._rows(batch)
@@ -272,7 +273,7 @@ class LocalBackend:
         step_errors.require_finite(losses, batches, step=self.steps_done)
 
     def _blame(self) -> str:
-        """Which micro-batch has gradients that are not finite: each is run once more, alone."""
+        """Find the micro-batch whose gradients are not finite by running each once more, alone."""
         pending = list(self._pending)
         self.drop_gradients()
         for index, (batch, loss) in enumerate(pending):
@@ -301,15 +302,15 @@ class LocalBackend:
         self._pending = []
 
     def live_gradients(self) -> dict[str, Tensor]:
-        """The gradients since the last optimizer step by Parameter name, where and as they are: neither
-        clipped nor copied. Parameters that took no part are left out."""
+        """The gradients since the last optimizer step by Parameter name, on their own device, neither clipped
+        nor copied. Unused Parameters are left out."""
         pairs = zip(self._names, self._gradients.collect(), strict=True)
         return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The same as float32 copies on the host."""
-        found = self.live_gradients()
-        return {name: g.detach().to("cpu", torch.float32, copy=True) for name, g in found.items()}
+        """`live_gradients` as float32 copies on the host."""
+        gradients = self.live_gradients()
+        return {name: g.detach().to("cpu", torch.float32, copy=True) for name, g in gradients.items()}
 
     def gradient_norm(self) -> float:
         """Euclidean norm over all of them, before clipping; 0 when there are none."""
@@ -351,7 +352,7 @@ class LocalBackend:
         return update
 
     def compile_report(self) -> CompileReport | None:
-        """What torch.compile did so far; None in eager mode."""
+        """Report what torch.compile did so far; None in eager mode."""
         return None if self._compile_watch is None else self._compile_watch.report()
 
     # --- weights --------------------------------------------------------------------------------------------
@@ -365,12 +366,12 @@ class LocalBackend:
         )
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
-        """Everything that decides how training goes on, into an existing empty directory (see
-        train/state/save_load.py). With `background` it is copied into host memory now, all of it, and written
-        by the function that is returned.
+        """Save everything that decides how training goes on into an existing empty directory (see
+        train/state/save_load.py). With `background` all of it is copied into host memory now and written by
+        the function that is returned.
 
         Returns:
-            What ends the save; sha256 of each file written, by name.
+            A function that finishes the save and returns the sha256 of each file written, by name.
 
         Raises:
             CheckpointError: it does not fit on the disk.
@@ -388,7 +389,7 @@ class LocalBackend:
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """The inverse of `save`, to the bit, and of a save by any other backend.
+        """Load, bitwise, what `save` or any other backend saved.
 
         Args:
             verified: the caller has compared the files' hashes already.
@@ -397,12 +398,12 @@ class LocalBackend:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
         parts, progress = LiveTensors(self._live_state()), self._progress()
-        found = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)
+        restored = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)
         self.drop_gradients()
-        self.steps_done = found["step"]
+        self.steps_done = restored["step"]
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged. Raises
+        """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged. Raises
         ModelError."""
         export_hf(self.module, self.model.tokenizer, directory)
 
@@ -415,7 +416,7 @@ class LocalBackend:
         return {f"{MODEL}{name}": tensor for name, tensor in weights.items()} | self._optimizer_state()
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        if self._made_optimizer is None:
+        if self._optimizer_or_none is None:
             return {}
         masters = self._optimizer.separate_masters()
         return {f"{MASTER}{name}": tensor for name, tensor in masters.items()} | self._optimizer.state()

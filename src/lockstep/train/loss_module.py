@@ -23,7 +23,7 @@ from lockstep.train.rows import part as part_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingPart:
-    """What one rank of a ring does of a pack."""
+    """The part of a pack that one rank of a ring computes."""
 
     ring: Ring
     local: Tensor
@@ -68,7 +68,7 @@ class LossModule(nn.Module):
         part: RingPart | None = None,
     ) -> Tensor:
         """The loss, a scalar; without `loss` the logprobs [R]. `self.logprobs` and `self.entropy` keep the
-        [R] figures of the last call, detached.
+        [R] values of the last call, detached.
 
         Args:
             rows: the R slots of the pack that the head sees; on a ring, of this rank's.
@@ -120,7 +120,7 @@ class LossModule(nn.Module):
 
 
 def _of_the_ring(figures: Tensor, rows: Rows, part: RingPart, num_slots: int) -> Tensor:
-    """Figures of this rank's rows -> those of all rows of all ranks of the ring, in pack order."""
+    """Values of this rank's rows -> values of all rows of all ranks of the ring, in pack order."""
     whole: Tensor = _RingSum.apply(scatter(figures, rows, num_slots), part.ring.group)  # type: ignore[no-untyped-call]
     return whole if isinstance(part.every, slice) else whole.index_select(0, part.every)
 

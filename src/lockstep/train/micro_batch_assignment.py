@@ -1,5 +1,4 @@
-"""How the micro-batches of an optimizer step are dealt out to ranks, and how every rank gets to know what was
-seen of all of them."""
+"""Assign the micro-batches of an optimizer step to ranks, and share every rank's results with all ranks."""
 
 from __future__ import annotations
 
@@ -17,49 +16,51 @@ from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch
 
 
-def deal(count: int, *, parts: int) -> list[list[int | None]]:
-    """Indices of the micro-batches of each part, as many for one part as for the next: collectives inside of
+def assigned_indices(count: int, *, parts: int) -> list[list[int | None]]:
+    """Indices of the micro-batches of each part, the same number for every part, because collectives inside
     forward and backward must pair. None: the part runs an empty micro-batch (`lockstep.packing.empty_batch`).
 
     Example:
-        >>> deal(5, parts=2)
+        >>> assigned_indices(5, parts=2)
         [[0, 2, 4], [1, 3, None]]
     """
     rounds = -(-count // parts)
     return [[i if i < count else None for i in range(part, rounds * parts, parts)] for part in range(parts)]
 
 
-def dealt(batches: Sequence[PackedBatch], *, part: int, parts: int) -> list[tuple[int | None, PackedBatch]]:
-    """What one part runs of a step's micro-batches: each with its index; None with an empty one, made of the
-    smallest, which costs least."""
-    mine = deal(len(batches), parts=parts)[part]
+def assign_batches(
+    batches: Sequence[PackedBatch], *, part: int, parts: int
+) -> list[tuple[int | None, PackedBatch]]:
+    """The micro-batches of a step that one part runs, each with its index; None with an empty one, made from
+    the smallest, which costs least."""
+    mine = assigned_indices(len(batches), parts=parts)[part]
     smallest = min(batches, key=lambda batch: batch.num_slots, default=None)
-    found: list[tuple[int | None, PackedBatch]] = []
+    assigned: list[tuple[int | None, PackedBatch]] = []
     for index in mine:
-        assert smallest is not None, "whoever is dealt something has a smallest one"
-        found.append((index, empty_batch(smallest) if index is None else batches[index]))
-    return found
+        assert smallest is not None, "a part that is assigned something has a smallest one"
+        assigned.append((index, empty_batch(smallest) if index is None else batches[index]))
+    return assigned
 
 
 def require_same_batches(
     batches: Sequence[PackedBatch], *, group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Refuse a call in which ranks were given other micro-batches: their collectives would not pair, and wait
-    for each other to the deadline. One small collective, on the host where the group can.
+    """Refuse a call whose ranks got different micro-batches: their collectives would not pair, and would wait
+    for each other until the deadline. One small collective, on the host where the group can.
 
     Raises:
-        TrainError: on every rank; says what each was given.
+        TrainError: on every rank; lists what each rank got.
     """
     if group.size() == 1:
         return
     digest = zlib.crc32(repr([(batch.lengths, batch.sample_ids) for batch in batches]).encode())
     own = torch.tensor([len(batches), sum(batch.num_slots for batch in batches), digest])
-    place = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
-    found = [torch.empty_like(own, device=place) for _ in range(group.size())]
-    dist.all_gather(found, own.to(place), group=group)
-    given = [tuple(one.tolist()) for one in found]
-    if len(set(given)) > 1:
-        listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(given))
+    gather_device = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device
+    gathered = [torch.empty_like(own, device=gather_device) for _ in range(group.size())]
+    dist.all_gather(gathered, own.to(gather_device), group=group)
+    summaries = [tuple(one.tolist()) for one in gathered]
+    if len(set(summaries)) > 1:
+        listed = ", ".join(f"rank {r}: {n} with {t} slots" for r, (n, t, _) in enumerate(summaries))
         raise TrainError(
             f"the ranks were not given the same micro-batches ({listed}); every rank must be given all of a "
             "step, in the same order: check that data, seed and config are the same everywhere"
@@ -67,8 +68,8 @@ def require_same_batches(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What one rank saw of one micro-batch: detached, on its device."""
+class MicroBatchOutput:
+    """The results of one rank for one micro-batch: detached, on its device."""
 
     loss: Tensor
     """Scalar: this rank's share."""
@@ -80,25 +81,26 @@ class Seen:
 
 def share_stats(
     batches: Sequence[PackedBatch],
-    seen: Mapping[int, Seen],
+    outputs: Mapping[int, MicroBatchOutput],
     *,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> StepStats:
-    """What all ranks of `group` saw, on every rank, in micro-batch order: one all-reduce for the whole step.
+    """Share the results of all ranks of `group` with every rank, in micro-batch order: one all-reduce for the
+    whole step.
 
     Args:
-        seen: this rank's, by index into `batches`. Each slot of each micro-batch is some rank's, and at most
-            one's: the others have 0 there (x + 0 = x to the bit, NaN stays NaN).
+        outputs: this rank's, by index into `batches`. Each slot of each micro-batch belongs to exactly one
+            rank: the others have 0 there (x + 0 = x bitwise, NaN stays NaN).
     """
     slots = [batch.num_slots for batch in batches]
     flat = torch.zeros(len(batches) + 2 * sum(slots), dtype=torch.float32, device=device)
     losses, logprobs, entropy = flat.split([len(batches), sum(slots), sum(slots)])
     parts = list(zip(logprobs.split(slots), entropy.split(slots), strict=True))
-    for index, found in seen.items():
-        losses[index] = found.loss
-        parts[index][0].copy_(found.logprobs)
-        parts[index][1].copy_(found.entropy)
+    for index, output in outputs.items():
+        losses[index] = output.loss
+        parts[index][0].copy_(output.logprobs)
+        parts[index][1].copy_(output.entropy)
     dist.all_reduce(flat, group=group)
     return StepStats(
         losses=list(losses.unbind()), logprobs=[p for p, _ in parts], entropy=[e for _, e in parts]
@@ -107,16 +109,16 @@ def share_stats(
 
 def share_logprobs(
     batches: Sequence[PackedBatch],
-    seen: Mapping[int, Tensor],
+    logprobs: Mapping[int, Tensor],
     *,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Tensor]:
-    """[T] float32 per micro-batch on every rank, from what each has: as `share_stats`, of logprobs."""
+    """Logprobs, [T] float32 per micro-batch, on every rank: like `share_stats`, for logprobs only."""
     slots = [batch.num_slots for batch in batches]
     flat = torch.zeros(sum(slots), dtype=torch.float32, device=device)
     parts = list(flat.split(slots))
-    for index, logprobs in seen.items():
-        parts[index].copy_(logprobs)
+    for index, values in logprobs.items():
+        parts[index].copy_(values)
     dist.all_reduce(flat, group=group)
     return parts

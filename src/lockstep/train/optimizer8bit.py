@@ -37,9 +37,8 @@ class AdamW8bit(MasterOptimizer):
         self._torchao = TorchaoAdamW(
             self._masters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0
         )
-        for (
-            master
-        ) in self._masters:  # torchao makes them at the first step, too late to load a checkpoint into
+        # torchao makes the states at the first step, too late to load a checkpoint into
+        for master in self._masters:
             self._torchao.state[master] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": self._torchao._new_buffer(master, True),

@@ -1,4 +1,4 @@
-"""Which slots of a pack the head sees, and how figures of those find their way back to the slots."""
+"""Which slots of a pack the head sees, and how their values are scattered back to the slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def head_rows(batch: PackedBatch, *, static: bool, device: torch.device) -> tupl
 def ring_rows(
     batch: PackedBatch, index: Tensor, *, static: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for one rank of a ring, which has the slots `index` [t] of the pack, on the host.
+    """`head_rows` for one rank of a ring, which has the slots `index` [t] of the pack, on the host.
 
     Returns:
         rows: [R] int64, the slots of the pack that are this rank's and that the head sees.

@@ -1,5 +1,5 @@
-"""A micro-batch as one micro-batch for each of its samples: what is run one at a time has the activations of
-one."""
+"""Split a micro-batch into one micro-batch per sample: run one at a time, they need the activations of one
+sample."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def single_samples(batch: PackedBatch, *, static: bool) -> list[PackedBatch]:
     return parts
 
 
-def joined(parts: list[Tensor], batch: PackedBatch) -> Tensor:
-    """Per-token figures [t] of the parts, padding included, as [T] of the batch; 0 in its padding."""
+def merge_samples(parts: list[Tensor], batch: PackedBatch) -> Tensor:
+    """Merge per-token values [t] of the parts, padding included, into [T] of the batch; 0 in its padding."""
     whole = parts[0].new_zeros(batch.num_slots)
     width = 2 if isinstance(batch, PreferenceBatch) else 1
     start = 0

@@ -1,4 +1,4 @@
-"""What every backend says of an optimizer step that cannot be done: one wording, whichever trains."""
+"""Errors of an optimizer step that cannot be done, worded the same for every backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.schema.batch import PackedBatch
 
 
 def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, step: int) -> None:
-    """Of all micro-batches of a step: one wait for the device.
+    """Check the losses of all micro-batches of a step, with one wait for the device.
 
     Args:
         losses: scalars, one per batch.
@@ -32,7 +32,8 @@ def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, 
 
 
 def norm_not_finite(norm: float, *, step: int, reason: str = "") -> TrainError:
-    """reason: which micro-batch it came from, where that was found out."""
+    """The error for a gradient norm that is not finite; reason: the micro-batch that it came from, if
+    known."""
     because = f": {reason}" if reason else ""
     return TrainError(
         f"step {step}: the gradient norm is {norm}{because}. No weight was changed. Lower train.lr or set "
@@ -41,7 +42,7 @@ def norm_not_finite(norm: float, *, step: int, reason: str = "") -> TrainError:
 
 
 def no_gradients(*, step: int) -> TrainError:
-    """From an optimizer step before any backward, or after one of masked tokens only."""
+    """The error of an optimizer step before any backward, or after one of masked tokens only."""
     return TrainError(
         f"step {step}: there are no gradients; call forward_backward with at least one trained token before "
         "optimizer_step"
@@ -49,17 +50,17 @@ def no_gradients(*, step: int) -> TrainError:
 
 
 def no_optimizer() -> ConfigError:
-    """From an optimizer step of a backend that was made for none."""
+    """The error of an optimizer step of a backend that was made for none."""
     return ConfigError(
         "this backend was made with total_steps = 0, which leaves the optimizer out; give at least 1"
     )
 
 
 def no_reference() -> ConfigError:
-    """From logprobs of a model that was not kept."""
+    """The error of logprobs of a reference that was not kept."""
     return ConfigError("this backend has no reference model; make it with ref=True")
 
 
 def save_amid_step() -> TrainError:
-    """From a save between backward and optimizer step."""
+    """The error of a save between backward and optimizer step."""
     return TrainError("save in the middle of an optimizer step would lose its gradients; step first")

@@ -37,8 +37,8 @@ from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed.state import ZeroParts, whole_weights
 from lockstep.train.loss_module import LossModule
 from lockstep.train.micro_batch_assignment import (
-    Seen,
-    dealt,
+    MicroBatchOutput,
+    assign_batches,
     require_same_batches,
     share_logprobs,
     share_stats,
@@ -53,8 +53,8 @@ from lockstep.train.state.save_load import load_state, save_state
 class DeepSpeedBackend:
     """Trains over DeepSpeed ZeRO what LocalBackend trains alone, and computes the same numbers.
 
-    Every rank is given all micro-batches of a step; they are dealt out, and what was seen is gathered.
-    `forward_backward_own` and `logprobs_own` are the same for callers that deal micro-batches out themselves.
+    Every rank gets all micro-batches of a step; the backend assigns them to ranks and gathers the results.
+    `forward_backward_own` and `logprobs_own` are the same for callers that assign micro-batches themselves.
     Gradients are added up over ranks and micro-batches, as `loss_weights` want it (DeepSpeed would take the
     mean; the loss is multiplied by the number of ranks, which undoes it). One call of `forward_backward` per
     optimizer step. Every method but `steps_done` and the like is collective.
@@ -71,18 +71,18 @@ class DeepSpeedBackend:
             deepcompile: DeepSpeed's own compiler of the whole module), `optimizer_device`,
             `parameter_device`.
         model: the policy. At stage 3 its Parameters are empty outside the backend's own calls.
-        total_steps: optimizer steps of the whole run; 0: there will be none, and no moments are made.
+        total_steps: optimizer steps of the whole run; 0: no step will follow, and no moments are allocated.
         temperature: logprobs are of logits divided by it; 0 counts as 1.
         ref: keep the policy as it is now as frozen reference: a copy (at stage 3 its weights are split over
             the ranks too), or with LoRA the base weights.
         spans: times "forward" and "backward" of every micro-batch.
 
     Raises:
-        ConfigError: deepspeed is missing, or cannot do what is asked on this machine; before anything starts.
+        ConfigError: deepspeed is missing, or cannot run this config on this machine; before anything starts.
     """
 
     shards_weights = False
-    """It takes a module that has its weights."""
+    """False: the backend takes a module that has its weights."""
 
     def __init__(
         self,
@@ -134,31 +134,34 @@ class DeepSpeedBackend:
 
     # --- forward and backward -------------------------------------------------------------------------------
 
-    def _dealt(self, batches: Sequence[PackedBatch]) -> dict[int, PackedBatch] | None:
-        """This rank's share by index, as many as every other's; one beyond the last is an empty batch. None:
-        there is none at all. Raises TrainError on every rank where ranks were given different ones."""
+    def _assigned(self, batches: Sequence[PackedBatch]) -> dict[int, PackedBatch] | None:
+        """This rank's micro-batches by index, the same number on every rank; an index beyond the last is an
+        empty batch. None: the step has no batches. Raises TrainError on every rank if ranks got different
+        ones."""
         require_same_batches(batches, group=self._group, device=self.device)
         if not batches:
             return None
-        turns = dealt(batches, part=self.rank, parts=self.world_size)
-        return {len(batches) if index is None else index: batch for index, batch in turns}
+        assigned = assign_batches(batches, part=self.rank, parts=self.world_size)
+        return {len(batches) if index is None else index: batch for index, batch in assigned}
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; each made by one rank.
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; each computed by one rank.
 
         Raises:
             ConfigError: model is "ref" and the backend was made without one.
         """
-        if (dealt := self._dealt(batches)) is None:
+        if (assigned := self._assigned(batches)) is None:
             return []
-        own = self.logprobs_own(list(dealt.values()), model=model)
-        seen = {index: found for index, found in zip(dealt, own, strict=True) if index < len(batches)}
-        return share_logprobs(batches, seen, group=self._group, device=self.device)
+        own = self.logprobs_own(list(assigned.values()), model=model)
+        logprobs = {
+            index: values for index, values in zip(assigned, own, strict=True) if index < len(batches)
+        }
+        return share_logprobs(batches, logprobs, group=self._group, device=self.device)
 
     def logprobs_own(
         self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
     ) -> list[Tensor]:
-        """As `logprobs`, of this rank's own batches; at stage 3 every rank must give as many.
+        """Like `logprobs`, for this rank's own batches; at stage 3 every rank must pass the same number.
 
         Raises:
             ConfigError: model is "ref" and the backend was made without one.
@@ -193,34 +196,35 @@ class DeepSpeedBackend:
                 yield self._outer
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Adds the gradients of all micro-batches of one optimizer step, each made by one rank.
+        """Add the gradients of all micro-batches of one optimizer step, each computed by one rank.
 
         Raises:
             TrainError: on every rank: a loss is not finite, and the step's gradients were dropped; or the
                 gradients of an earlier call are still there. Out of memory: where it happened.
         """
-        if (dealt := self._dealt(batches)) is None:
+        if (assigned := self._assigned(batches)) is None:
             return StepStats(losses=[], logprobs=[], entropy=[])
-        own = self._run(dealt, loss, count=len(batches))
-        seen = {
-            index: Seen(loss=value, logprobs=logprobs, entropy=entropy)
+        own = self._run(assigned, loss, count=len(batches))
+        micro_batches = {
+            index: MicroBatchOutput(loss=value, logprobs=logprobs, entropy=entropy)
             for index, value, logprobs, entropy in zip(
-                dealt, own.losses, own.logprobs, own.entropy, strict=True
+                assigned, own.losses, own.logprobs, own.entropy, strict=True
             )
             if index < len(batches)
         }
-        stats = share_stats(batches, seen, group=self._group, device=self.device)
+        stats = share_stats(batches, micro_batches, group=self._group, device=self.device)
         self._check_losses(batches, stats.losses)
         self._trained = self._static or any(bool(batch.loss_mask.any()) for batch in batches)
         return stats
 
     def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """As `forward_backward`, of this rank's own micro-batches: every rank must give the same number of
+        """Like `forward_backward`, for this rank's own micro-batches: every rank must pass the same number of
         them (ZeRO 3 gathers weights in each forward and backward, ZeRO 2 reduces gradients in backward). A
-        rank that has nothing gives a batch with no trained token: it takes part, with zero gradients.
+        rank that has nothing passes a batch with no trained token: it takes part, with zero gradients.
 
         Raises:
-            TrainError: as forward_backward's; of another rank's loss only that it is not finite.
+            TrainError: like forward_backward; of another rank's loss the text says only that it is not
+                finite.
         """
         stats = self._run(dict(enumerate(batches)), loss, count=len(batches))
         bad = not all(math.isfinite(value) for value in _values(stats.losses))
@@ -233,7 +237,7 @@ class DeepSpeedBackend:
         return stats
 
     def _run(self, batches: Mapping[int, PackedBatch], loss: TokenLoss, *, count: int) -> StepStats:
-        """Forward and backward of this rank's micro-batches, by their numbers among `count`."""
+        """Forward and backward of this rank's micro-batches, by their index among `count`."""
         if self._gradients_ready:
             raise TrainError(
                 "DeepSpeed reduces gradients in the last backward of a step, so a second forward_backward "
@@ -242,8 +246,8 @@ class DeepSpeedBackend:
         stats = StepStats(losses=[], logprobs=[], entropy=[])
         self._outer.train()
         try:
-            for turn, (index, batch) in enumerate(batches.items()):
-                self._zero.engine.set_gradient_accumulation_boundary(turn == len(batches) - 1)
+            for position, (index, batch) in enumerate(batches.items()):
+                self._zero.engine.set_gradient_accumulation_boundary(position == len(batches) - 1)
                 watched = counting(self._compile_watch)
                 with self._memory_errors_explained(batch, index=index, count=count), watched:
                     self._backward(batch, loss, stats)
@@ -280,8 +284,8 @@ class DeepSpeedBackend:
         return value, outer.logprobs, outer.entropy
 
     def _call_compiled(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """logprobs and entropy [T] by the compiled graph. Every slot goes through the head: the number of
-        trained ones changes from batch to batch, and a graph with it."""
+        """logprobs and entropy [T] from the compiled graph. Every slot goes through the head: the number of
+        trained ones changes from batch to batch, and would change the graph."""
         inputs = decoder_inputs(
             self.module,
             batch,
@@ -312,7 +316,7 @@ class DeepSpeedBackend:
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        """With the losses of all ranks: raises on every one."""
+        """Check the losses of all ranks; raises TrainError on every rank."""
         try:
             step_errors.require_finite(losses, batches, step=self.steps_done)
         except TrainError:
@@ -340,7 +344,7 @@ class DeepSpeedBackend:
 
     def gradient_norm(self) -> float:
         """Euclidean norm over `gradients()`, from each rank's own share, in float32. Collective. (DeepSpeed's
-        get_global_grad_norm is known after a step only, and at stage 0 in float32 never.)"""
+        get_global_grad_norm is known only after a step, and at stage 0 in float32 never.)"""
         return self._zero.gradient_norm()
 
     # --- update ---------------------------------------------------------------------------------------------
@@ -372,7 +376,7 @@ class DeepSpeedBackend:
         return {"grad_norm": norm, "lr": lr}
 
     def compile_report(self) -> CompileReport | None:
-        """What torch.compile did so far on this rank; None in eager mode."""
+        """Report what torch.compile did so far on this rank; None in eager mode."""
         return None if self._compile_watch is None else self._compile_watch.report()
 
     # --- weights --------------------------------------------------------------------------------------------
@@ -389,7 +393,7 @@ class DeepSpeedBackend:
         )
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
-        """Everything that decides how training goes on, in the format of every backend
+        """Save everything that decides how training goes on, in the format of every backend
         (train/state/save_load.py). Collective; each rank writes its share of the whole tensors.
 
         Raises:
@@ -407,17 +411,19 @@ class DeepSpeedBackend:
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """The inverse, of a save by any backend on any number of ranks. Collective.
+        """Load a save of any backend on any number of ranks. Collective.
 
         Raises:
             CheckpointError: on every rank: missing, damaged or of another model or optimizer, or its
                 parameters have been updated different numbers of times; nothing was changed.
         """
         parts, progress = self._parts(), self._progress()
-        found = load_state(directory, parts=parts, progress=progress, layout=self._layout, verified=verified)
+        restored = load_state(
+            directory, parts=parts, progress=progress, layout=self._layout, verified=verified
+        )
         parts.finish_loading()
         self.drop_gradients()
-        self.steps_done = found["step"]
+        self.steps_done = restored["step"]
 
     def _parts(self) -> ZeroParts:
         kept, adamw = self.total_steps > 0, self.config.optimizer == "adamw"
@@ -433,8 +439,8 @@ class DeepSpeedBackend:
         )
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0 writes.
-        Collective. Raises ModelError, on every rank."""
+        """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0
+        writes. Collective. Raises ModelError, on every rank."""
         export_tensors(
             self.module,
             self.weights(policy_version=0).tensors(),

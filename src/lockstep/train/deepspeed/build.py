@@ -28,7 +28,7 @@ Outer = LossModule | LogprobModule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroBuilder:
-    """What both engines have in common."""
+    """Builds the engines; holds what they have in common."""
 
     ds: Any
     """The deepspeed package."""
@@ -38,7 +38,7 @@ class ZeroBuilder:
     temperature: float
 
     def outer(self, module: nn.Module) -> Outer:
-        """The module that DeepSpeed is given: decoder, head and loss."""
+        """The module that DeepSpeed wraps: decoder, head and loss."""
         if self.config.execution == "deepcompile":
             return LogprobModule(module, temperature=self.temperature)
         compiled = self.config.execution != "eager"
@@ -76,8 +76,9 @@ class ZeroBuilder:
         return outer, engine
 
     def compile(self, module: nn.Module, *, like: nn.Module | None = None) -> CompileWatch | None:
-        """As the config's `compile` or `joint` says. Stage 3 wraps every module's forward in hooks that no
-        graph can hold, so there a layer is gathered whole and only what is inside of its forward is compiled.
+        """Compile as the config's `compile` or `joint` says. Stage 3 wraps every module's forward in hooks
+        that no graph can hold, so there a layer is gathered whole and only what is inside of its forward is
+        compiled.
         """
         if self.config.zero_stage < 3:
             return compile_module(module, self.config, like=like)
@@ -91,7 +92,7 @@ class ZeroBuilder:
 
     @contextlib.contextmanager
     def _starting(self, *, offload: bool = False) -> Iterator[None]:
-        """Around `deepspeed.initialize`: what it prints is not this program's output."""
+        """A context for `deepspeed.initialize`: what it prints is not this program's output."""
         if self.device.type == "cuda":
             index = self.device.index
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if index is None else index)
@@ -101,7 +102,7 @@ class ZeroBuilder:
             yield
 
     def _register_head(self, outer: Outer) -> None:
-        """At stage 3: the head is used by the outer module, not by the module that owns it."""
+        """Register the head at stage 3: it is used by the outer module, not by the module that owns it."""
         if self.config.zero_stage == 3 and isinstance(outer, LossModule):
             for tensor in (head_of(outer.policy).weight, head_of(outer.policy).bias):
                 if tensor is not None:

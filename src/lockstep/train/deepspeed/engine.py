@@ -1,4 +1,4 @@
-"""What train/deepspeed/backend.py needs of DeepSpeed's inside: gradients, this rank's parts of masters and
+"""What train/deepspeed/backend.py needs of DeepSpeed's internals: gradients, this rank's parts of masters and
 moments, and how to go on after a backward that failed. Everything here was read in DeepSpeed 0.19.8."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Fragment:
 
     start: int
     stop: int
-    """Elements of the flattened whole Parameter; start = stop: this rank has none of it."""
+    """Elements of the flattened whole Parameter; start == stop: this rank has none of it."""
     flat: Tensor
     """The partition: the optimizer's parameter, and the key of its state."""
     offset: int
@@ -34,14 +34,14 @@ class Fragment:
 
 
 class ZeroEngine:
-    """A DeepSpeedEngine by one name for what its stages call differently.
+    """A DeepSpeedEngine with one name for what its stages call differently.
 
     Args:
         ds: the deepspeed package.
         engine: what `deepspeed.initialize` made of `outer`.
         outer: the module around the policy.
         named: the trained Parameters.
-        device: where they are computed with.
+        device: of the computation.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class ZeroEngine:
     # --- gradients ------------------------------------------------------------------------------------------
 
     def after_backward(self) -> None:
-        """Behind the last backward of a step."""
-        found = self.engine.optimizer.averaged_gradients if self.deepcompile else self._shares
-        if found is not self._shares:
-            self._shares.update(found)
+        """Call after the last backward of a step."""
+        gradients = self.engine.optimizer.averaged_gradients if self.deepcompile else self._shares
+        if gradients is not self._shares:
+            self._shares.update(gradients)
 
     def drop_gradients(self) -> None:
         """Forget every gradient since the last optimizer step, and whatever a forward or backward that failed
@@ -110,8 +110,8 @@ class ZeroEngine:
                 optimizer._offload_accumulated_param_ids = set()
 
     def recover(self) -> None:
-        """After a forward or backward that raised: DeepSpeed's hooks expect each module that they have seen
-        entered to be left, and each gradient of a backward to come."""
+        """Recover after a forward or backward that raised: DeepSpeed's hooks expect every module that was
+        entered to be left, and every gradient of a backward to arrive."""
         optimizer = self.engine.optimizer
         if self.stage > 0:
             state = optimizer._backward_hook_state
@@ -135,13 +135,13 @@ class ZeroEngine:
         self.drop_gradients()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole, added up over ranks, by Parameter name: float32 copies on the host, not clipped.
+        """Whole gradients, added up over ranks, by Parameter name: float32 copies on the host, not clipped.
         Collective; the same on every rank."""
         full = self.ds.utils.safe_get_full_grad
-        found = {name: full(parameter) for name, parameter in self.parameters.items()}
+        gradients = {name: full(parameter) for name, parameter in self.parameters.items()}
         return {
             name: gradient.detach().to("cpu", torch.float32, copy=True)
-            for name, gradient in found.items()
+            for name, gradient in gradients.items()
             if gradient is not None
         }
 
@@ -164,12 +164,12 @@ class ZeroEngine:
     def _flats(self) -> list[Tensor]:
         """This rank's float32 partitions, at stages 1 to 3."""
         optimizer = self.engine.optimizer
-        found: list[Tensor] = (
+        partitions: list[Tensor] = (
             optimizer.fp32_partitioned_groups_flat
             if self.stage == 3
             else optimizer.single_partition_of_fp32_groups
         )
-        return found
+        return partitions
 
     def step(self, lr: float) -> None:
         """Clip and update; gradients are dropped."""
@@ -188,7 +188,7 @@ class ZeroEngine:
         return self.engine.basic_optimizer.state
 
     def first_step(self, flat: Tensor) -> Any:
-        """What the optimizer counts with, before its first update of `flat`."""
+        """The initial optimizer state, before its first update of `flat`."""
         optimizer = self.engine.basic_optimizer
         if not isinstance(optimizer, torch.optim.AdamW):
             return 0  # DeepSpeedCPUAdam's
@@ -242,7 +242,7 @@ class ZeroEngine:
             small[0].all_gather(small)
 
     def forget_forward(self) -> None:
-        """Behind a forward without backward, for which stage 3 had kept the weights."""
+        """Call after a forward without backward, for which stage 3 had kept the weights."""
         if self.stage == 3 and not self.deepcompile:
             self.engine.empty_partition_cache()
 
@@ -253,9 +253,10 @@ class ZeroEngine:
 
 
 def _forget_powers(optimizer: Any) -> None:
-    """DeepSpeedCPUAdam multiplies beta once more onto its power of the step before, where a run that has been
-    resumed computes the power: the last bit differs. An update of nothing at a far step makes the next one
-    compute it, always."""
+    """Make DeepSpeedCPUAdam compute the power of beta anew in its next update.
+
+    It multiplies the previous step's power by beta, while a resumed run computes the power: the last bit
+    differs. An empty update at a far step forces the next one to compute it."""
     (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
     steps = [int(state.get("step", 0)) for state in optimizer.state.values()]
     far = max(steps, default=0) + 1000
@@ -276,8 +277,8 @@ def _forget_powers(optimizer: Any) -> None:
 
 
 def _undo_first_step(optimizer: Any) -> None:
-    """FP16_UnfusedOptimizer steps once with zero gradients when it is made: the masters are decayed, and
-    AdamW counts an update, so that its bias corrections are those of the update after (0.74 of the first
-    one's size with the usual betas)."""
+    """Undo the step with zero gradients that FP16_UnfusedOptimizer takes when it is made: it decays the
+    masters, and AdamW counts an update, so that its bias corrections are those of the next update (0.74 of
+    the first one's size with the usual betas)."""
     optimizer.optimizer.state.clear()
     optimizer.refresh_fp32_params()

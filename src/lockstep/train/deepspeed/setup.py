@@ -1,4 +1,4 @@
-"""What is settled before DeepSpeed starts: what cannot work, its config, its compiler."""
+"""Everything before DeepSpeed starts: checks of what cannot work, its config, its compiler."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lockstep.train.optimizer import NamedParameter
 log = logging.getLogger(__name__)
 
 LOCK_SECONDS = 1200.0
-"""No build of DeepSpeed's takes longer."""
+"""No build of a DeepSpeed extension takes longer."""
 LEFT_SECONDS = 60.0
-"""A lock that no process of this machine holds may be of another machine, in a shared folder, for so long."""
+"""Age up to which a lock that no process here holds may belong to another machine, in a shared folder."""
 
 
 def refuse_impossible(
@@ -116,9 +116,9 @@ def check_cuda_architectures(listed: str) -> None:
 def basic_optimizer(
     ds: Any, config: TrainConfig, named: Sequence[NamedParameter], *, with_states: bool
 ) -> torch.optim.Optimizer:
-    """What DeepSpeed wraps: AdamW or SGD with the config's settings, decay on the same matrices as in
-    LocalBackend. Without states it is SGD, and only there because DeepSpeed runs no backward without an
-    optimizer. Masters in host memory are updated by DeepSpeed's own AdamW for CPUs."""
+    """The optimizer that DeepSpeed wraps: AdamW or SGD with the config's settings, decay on the same matrices
+    as in LocalBackend. Without states it is SGD, which is there only because DeepSpeed runs no backward
+    without an optimizer. Masters in host memory are updated by DeepSpeed's own AdamW for CPUs."""
     groups: list[dict[str, Any]] = [
         {
             "params": [p.parameter for p in named if p.decay == decay],
@@ -131,8 +131,8 @@ def basic_optimizer(
         return torch.optim.SGD(groups, lr=config.lr)
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.optimizer_device == "cpu":
-        made: torch.optim.Optimizer = ds.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
-        return made
+        optimizer: torch.optim.Optimizer = ds.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+        return optimizer
     # LocalBackend's kernel
     return torch.optim.AdamW(groups, fused=config.execution != "deepcompile", **settings)
 
@@ -179,16 +179,16 @@ def find_ninja() -> None:
 
 @contextlib.contextmanager
 def announced_build(device: torch.device, *, offload: bool = False) -> Iterator[None]:
-    """DeepSpeed compiles at first use: on a CPU its shared-memory collectives, when the first engine is made;
-    with `offload` its AdamW for CPUs.
+    """Announce what DeepSpeed compiles at first use: on a CPU its shared-memory collectives, when the first
+    engine is made; with `offload` its AdamW for CPUs.
 
     Raises:
         ConfigError: the tools for it are missing, or another process builds them for too long.
     """
-    wanted = ["deepspeed_shm_comm"] * (device.type == "cpu") + ["cpu_adam"] * offload
-    for name in wanted:
+    extensions = ["deepspeed_shm_comm"] * (device.type == "cpu") + ["cpu_adam"] * offload
+    for name in extensions:
         _wait_for_lock(_build_folder(name) / "lock")
-    names = [name for name in wanted if not (_build_folder(name) / f"{name}.so").exists()]
+    names = [name for name in extensions if not (_build_folder(name) / f"{name}.so").exists()]
     if not names:
         yield
         return
@@ -212,7 +212,7 @@ def _build_folder(name: str) -> Path:
 
 
 def _wait_for_lock(lock: Path) -> None:
-    """torch waits for this file to go away for ever; a process that was killed leaves it there."""
+    """Wait for a lock with a deadline: torch waits for ever, and a killed process leaves its lock behind."""
     while True:
         try:
             age = time.time() - lock.stat().st_mtime
@@ -230,8 +230,8 @@ def _wait_for_lock(lock: Path) -> None:
 
 
 def _removed(lock: Path) -> bool:
-    """The lock is deleted if no process has it open: the one that builds does. An flock of the folder is held
-    meanwhile, so that nobody deletes the lock of another's new build."""
+    """Delete the lock if no process has it open (the one that builds does); True if it was deleted. An flock
+    of the folder is held meanwhile, so that nobody deletes the lock of a new build."""
     if not os.path.isdir("/proc/self/fd"):
         return False
     folder = os.open(lock.parent, os.O_RDONLY)

@@ -51,18 +51,18 @@ class ZeroParts:
 
     def tensors(self) -> Mapping[str, TensorMeta]:
         """See TensorParts. The counts of updates come first: they are checked before anything is changed."""
-        found: dict[str, TensorMeta] = {}
+        tensors: dict[str, TensorMeta] = {}
         if self._adamw:
-            found |= {f"{_UPDATES}{name}": TensorMeta((), torch.float32) for name in self._fragments}
+            tensors |= {f"{_UPDATES}{name}": TensorMeta((), torch.float32) for name in self._fragments}
         for name, tensor in self._weights.items():
-            found[f"{MODEL}{name}"] = TensorMeta(_whole_shape(tensor), tensor.dtype)
+            tensors[f"{MODEL}{name}"] = TensorMeta(_whole_shape(tensor), tensor.dtype)
         kinds = [(MASTER, self._masters)] + [(f"{m}/", self._fragments) for m in _MOMENTS if self._adamw]
         for prefix, names in kinds:
             for name in self._fragments:
                 if name in names:
                     shape = _whole_shape(self._weights[name])
-                    found[f"{prefix}{name}"] = TensorMeta(shape, torch.float32)
-        return found
+                    tensors[f"{prefix}{name}"] = TensorMeta(shape, torch.float32)
+        return tensors
 
     # --- saving ---------------------------------------------------------------------------------------------
 
@@ -94,9 +94,9 @@ class ZeroParts:
             return weight.detach().clone() if mine else None
 
     def _moment(self, fragment: Fragment, kind: str) -> Tensor | None:
-        """None: before the first update."""
-        found: Tensor | None = self._zero.states.get(fragment.flat, {}).get(kind)
-        return found
+        """The moment of a fragment's partition; None before the first update."""
+        moment: Tensor | None = self._zero.states.get(fragment.flat, {}).get(kind)
+        return moment
 
     def _steps_of(self, fragment: Fragment) -> int:
         return int(self._zero.states.get(fragment.flat, {}).get("step", 0))
@@ -153,7 +153,7 @@ class ZeroParts:
         return state
 
     def finish_loading(self) -> None:
-        """Behind the last `fill`. Collective."""
+        """Call after the last `fill`. Collective."""
         if self._adamw:
             for flat in {id(f.flat): f.flat for f in self._fragments.values() if f.stop > f.start}.values():
                 state = self._state(flat)

@@ -38,8 +38,8 @@ from lockstep.train.gradients import global_norm
 from lockstep.train.loss_module import RingPart
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.micro_batch_assignment import (
-    Seen,
-    dealt,
+    MicroBatchOutput,
+    assign_batches,
     require_same_batches,
     share_logprobs,
     share_stats,
@@ -54,27 +54,28 @@ from lockstep.train.state.save_load import load_state, save_state
 class FSDP2Backend:
     """Trains on several ranks what LocalBackend trains on one, and computes the same numbers.
 
-    Every rank makes the same calls with the same micro-batches; the backend deals them out. Each rank keeps a
-    share of every Parameter in float32, which is its master weight, of its gradient and of its optimizer
-    states. Forward and backward gather one decoder layer at a time in the compute dtype, or with execution
-    "joint" all of them. Gradients are added up, in float32, over micro-batches on each rank, then once per
-    step over ranks.
+    Every rank makes the same calls with the same micro-batches; the backend assigns them to ranks. Each rank
+    keeps a share of every Parameter in float32, which is its master weight, of its gradient and of its
+    optimizer states. Forward and backward gather one decoder layer at a time in the compute dtype, or with
+    execution "joint" all of them. Gradients are added up, in float32, over micro-batches on each rank, then
+    once per step over ranks.
 
     All methods but `close` and `drop_gradients` are collective.
 
     Args:
-        config: the train settings; `backend` and `attention` were acted on by whoever loaded the model.
+        config: the train settings; `backend` and `attention` have been applied by the code that loaded the
+            model.
         model: the policy, best without weights (`load_model(materialize=False)`): then no rank ever holds
             it whole. Its module is sharded in place.
-        total_steps: optimizer steps of the whole run: where the schedule ends. 0: there will be none, so
-            neither master weights nor optimizer states are made.
+        total_steps: optimizer steps of the whole run: where the schedule ends. 0: no step will follow, so
+            neither master weights nor optimizer states are allocated.
         temperature: logprobs are of logits divided by it; 0 counts as 1.
         ref: keep the policy as it is now as frozen reference, sharded likewise, in the compute dtype.
         spans: times "forward" (loss and gradients of the head included) and "backward" of every micro-batch.
 
     Raises:
         ConfigError: nothing to train, a missing package, sizes that do not divide, or something that this
-            backend does not have; on every rank.
+            backend does not support; on every rank.
     """
 
     shards_weights = True
@@ -114,7 +115,7 @@ class FSDP2Backend:
             compile_module(frozen, config, like=self.module)
             self._ref = self._sharded(frozen, stored=model.dtype)
         self._names = list(decay)
-        self._made_optimizer = self._optimizer_of(decay) if total_steps > 0 else None
+        self._optimizer_or_none = self._optimizer_of(decay) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         self._has_gradients = False
         self._added_up: dict[str, Tensor] | None = None
@@ -143,9 +144,9 @@ class FSDP2Backend:
 
     @property
     def _optimizer(self) -> MasterOptimizer:
-        if self._made_optimizer is None:
+        if self._optimizer_or_none is None:
             raise step_errors.no_optimizer()
-        return self._made_optimizer
+        return self._optimizer_or_none
 
     # --- forward and backward -------------------------------------------------------------------------------
 
@@ -160,18 +161,18 @@ class FSDP2Backend:
         if sharded is None:
             raise step_errors.no_reference()
         require_same_batches(batches, group=self.mesh.world, device=self.device)
-        found: dict[int, Tensor] = {}
+        logprobs_of: dict[int, Tensor] = {}
         with torch.no_grad(), sharded.resharded_after(), counting(self._compile_watch):
-            for index, batch in self._turns(batches):
+            for index, batch in self._assigned(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     rows, labels, part = self._rows(batch)
                     logprobs = sharded.outer(batch.to(self.device), rows, labels, None, part)
-                    if index is not None and self._speaks:
-                        found[index] = scatter(logprobs, rows, batch.num_slots)
-        return share_logprobs(batches, found, group=self.mesh.world, device=self.device)
+                    if index is not None and self._shares_results:
+                        logprobs_of[index] = scatter(logprobs, rows, batch.num_slots)
+        return share_logprobs(batches, logprobs_of, group=self.mesh.world, device=self.device)
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Adds the gradients of all micro-batches of one optimizer step.
+        """Add the gradients of all micro-batches of one optimizer step.
 
         Raises:
             TrainError: a loss is not finite, or the ranks were not given the same batches, on every rank; or
@@ -190,36 +191,37 @@ class FSDP2Backend:
         return stats
 
     def _accumulate(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Forward and backward of all, this rank its share; what all ranks saw."""
-        seen: dict[int, Seen] = {}
-        turns = self._turns(batches)
+        """Forward and backward of this rank's share; returns the results of all ranks."""
+        outputs: dict[int, MicroBatchOutput] = {}
+        assigned = self._assigned(batches)
         root = self._policy.outer
         root.train()
         try:
             with self._policy.resharded_after(), counting(self._compile_watch):
-                for turn, (index, batch) in enumerate(turns):
-                    self._policy.last_backward(turn == len(turns) - 1)
+                for position, (index, batch) in enumerate(assigned):
+                    self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
                         one = self._backward(batch, loss)
-                    if index is not None and self._speaks:
-                        seen[index] = one
+                    if index is not None and self._shares_results:
+                        outputs[index] = one
         finally:
             root.eval()
-        return share_stats(batches, seen, group=self.mesh.world, device=self.device)
+        return share_stats(batches, outputs, group=self.mesh.world, device=self.device)
 
     @property
-    def _speaks(self) -> bool:
-        """Of a tensor parallel group, whose ranks all see the same, one tells the others."""
+    def _shares_results(self) -> bool:
+        """Whether this rank shares its results: one rank of each tensor parallel group, which all compute the
+        same."""
         return self.mesh.tp_rank == 0
 
-    def _turns(self, batches: Sequence[PackedBatch]) -> list[tuple[int | None, PackedBatch]]:
-        """What this rank runs, with the index into `batches`; None: nothing of its own, it takes part in
-        collectives."""
-        return dealt(batches, part=self.mesh.dp_rank, parts=self.mesh.dp)
+    def _assigned(self, batches: Sequence[PackedBatch]) -> list[tuple[int | None, PackedBatch]]:
+        """The micro-batches that this rank runs, with the index into `batches`; None: an empty one, so that
+        the rank takes part in the collectives."""
+        return assign_batches(batches, part=self.mesh.dp_rank, parts=self.mesh.dp)
 
     def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor, RingPart | None]:
-        """What the head sees of a batch on the host: slots of the pack, their labels, and on a ring which of
-        this rank's rows they are."""
+        """What the head sees of a batch on the host: slots of the pack, their labels, and on a ring their
+        positions among this rank's rows."""
         if self.mesh.ring == 1:
             rows, labels = head_rows(batch, static=self._static, device=self.device)
             return rows, labels, None
@@ -234,7 +236,7 @@ class FSDP2Backend:
         ring = Ring(shard=shard.to(self.device), group=self.mesh.ring_group)
         return mine, labels, RingPart(ring=ring, local=local, every=every)
 
-    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> Seen:
+    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
         """Forward, loss and backward of one micro-batch, or of this rank's part of it."""
         rows, labels, part = self._rows(batch)
         moved = batch.to(self.device)
@@ -245,7 +247,7 @@ class FSDP2Backend:
             value.backward()
         assert outer.logprobs is not None and outer.entropy is not None
         counted = loss.separable or self.mesh.ring_rank == 0  # otherwise it is of the whole pack
-        return Seen(
+        return MicroBatchOutput(
             loss=value.detach() if counted else torch.zeros_like(value),
             logprobs=scatter(outer.logprobs, rows, batch.num_slots),
             entropy=scatter(outer.entropy, rows, batch.num_slots),
@@ -278,11 +280,11 @@ class FSDP2Backend:
             ) from error
 
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        """On every rank: each has the losses of all."""
+        """Raises TrainError on every rank: each has the losses of all."""
         step_errors.require_finite(losses, batches, step=self.steps_done)
 
     def _recover(self) -> None:
-        """After a forward or backward that raised."""
+        """Clean up after a forward or backward that raised."""
         self._policy.reset()
         self.drop_gradients()
 
@@ -294,19 +296,19 @@ class FSDP2Backend:
     # --- gradients ------------------------------------------------------------------------------------------
 
     def _shards(self) -> dict[str, Tensor]:
-        """This rank's shard of each gradient since the last optimizer step, by Parameter name; of Parameters
-        that all tensor parallel ranks have, added up over these."""
+        """This rank's shard of each gradient since the last optimizer step, by Parameter name; gradients of
+        Parameters that all tensor parallel ranks have are added up over those ranks."""
         if not self._has_gradients:
             return {}
         if self._added_up is None:
-            found = {name: self._policy.gradient(name) for name in self._names}
-            self._added_up = {n: gradient for n, gradient in found.items() if gradient is not None}
+            gradients = {name: self._policy.gradient(name) for name in self._names}
+            self._added_up = {n: gradient for n, gradient in gradients.items() if gradient is not None}
             self._policy.add_up(self._added_up)
         return self._added_up
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole, added up over ranks, by Parameter name: float32 copies on the host, not clipped.
-        Parameters that took no part are left out."""
+        Unused Parameters are left out."""
         return {
             name: self._policy.whole(name, shard).to("cpu", torch.float32, copy=True)
             for name, shard in self._shards().items()
@@ -317,7 +319,7 @@ class FSDP2Backend:
         return self._norm(self._shards())
 
     def _norm(self, shards: dict[str, Tensor]) -> float:
-        """From what each rank has of the gradients: squares are added up over all ranks, each element once,
+        """Gradient norm from each rank's shards: squares are added up over all ranks, each element once,
         however many tensor parallel ranks have it."""
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for copies in (1, self.mesh.tp):
@@ -346,7 +348,7 @@ class FSDP2Backend:
         return update
 
     def compile_report(self) -> CompileReport | None:
-        """What torch.compile did so far on this rank; None in eager mode."""
+        """Report what torch.compile did so far on this rank; None in eager mode."""
         watch = self._compile_watch
         return None if watch is None else watch.report()
 
@@ -367,7 +369,7 @@ class FSDP2Backend:
         return {"grad_norm": norm, "lr": lr}
 
     def _blame(self) -> str:
-        """Which micro-batch has gradients that are not finite: each is run once more, alone, by all ranks."""
+        """Find the micro-batch whose gradients are not finite: all ranks run each once more, alone."""
         pending = list(self._pending)
         self.drop_gradients()
         for index, (batch, loss) in enumerate(pending):
@@ -413,7 +415,7 @@ class FSDP2Backend:
         yield from self._policy.persistent_buffers().items()
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
-        """Everything that decides how training goes on, into an existing empty directory (see
+        """Save everything that decides how training goes on into an existing empty directory (see
         train/state/save_load.py): every tensor whole, written by one of the ranks.
 
         Raises:
@@ -424,14 +426,14 @@ class FSDP2Backend:
             raise step_errors.save_amid_step()
         return save_state(
             directory,
-            parts=ShardedState(self._policy, self._made_optimizer),
+            parts=ShardedState(self._policy, self._optimizer_or_none),
             progress=self._progress(),
             layout=self._layout(),
             background=background,
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """The inverse of `save`, on the same mesh to the bit, and of a save by any backend on any ranks.
+        """Load what `save` (bitwise, on the same mesh) or any backend on any number of ranks saved.
 
         Args:
             verified: the caller has compared the files' hashes already.
@@ -439,15 +441,15 @@ class FSDP2Backend:
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
-        found = load_state(
+        restored = load_state(
             directory,
-            parts=ShardedState(self._policy, self._made_optimizer),
+            parts=ShardedState(self._policy, self._optimizer_or_none),
             progress=self._progress(),
             layout=self._layout(),
             verified=verified,
         )
         self.drop_gradients()
-        self.steps_done = found["step"]
+        self.steps_done = restored["step"]
 
     def _progress(self) -> dict[str, Any]:
         return train_progress(
@@ -458,8 +460,8 @@ class FSDP2Backend:
         return Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face folder that from_pretrained loads with all keys matched, written by rank 0 as the
-        weights are gathered. Raises ModelError, on every rank."""
+        """Write a Hugging Face folder that from_pretrained loads with all keys matched, written by rank 0 as
+        the weights are gathered. Raises ModelError, on every rank."""
         export_tensors(
             self.module,
             self._whole_weights(),

@@ -23,7 +23,7 @@ from lockstep.ranks.process_group import ensure_process_group, group_timeout
 
 @dataclass(frozen=True, kw_only=True)
 class RankMesh:
-    """Where this rank is, and the process groups that it is in."""
+    """This rank's position in the mesh, and its process groups."""
 
     dp: int
     ring: int

@@ -1,4 +1,4 @@
-"""A causal LM whose Parameters are shared out over ranks: by FSDP2 in rows, and before that over tensor
+"""A causal LM whose Parameters are sharded over ranks: by FSDP2 in rows, and before that over tensor
 parallel ranks.
 
 Of a Parameter [n, ...] rank s of S has rows s * ceil(n / S) and on, as torch.chunk cuts them; the last ranks
@@ -126,34 +126,34 @@ class ShardedModel:
 
     @torch.no_grad()
     def _materialize(self, source: Any) -> None:
-        """Shards in the place of those on the meta device, read from `source`."""
-        place = torch.device("cpu") if self.offloaded else self.device
-        made: dict[nn.Parameter, nn.Parameter] = {}
+        """Replace the shards on the meta device by shards read from `source`."""
+        device = torch.device("cpu") if self.offloaded else self.device
+        sharded: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in self.module.named_parameters():
             old = cast(DTensor, parameter)
-            local = torch.empty(old.to_local().shape, dtype=old.dtype, device=place)
+            local = torch.empty(old.to_local().shape, dtype=old.dtype, device=device)
             rows, *columns = self._part(name, old.shape)
             if rows.stop > rows.start:
-                found = source.read_part(name, dim=0, start=rows.start, stop=rows.stop, device=place)
-                local.copy_(found[(slice(None), *columns)])
+                values = source.read_part(name, dim=0, start=rows.start, stop=rows.stop, device=device)
+                local.copy_(values[(slice(None), *columns)])
             whole = DTensor.from_local(
                 local, self.mesh.shard, [Shard(0)], run_check=False, shape=old.shape, stride=old.stride()
             )
-            made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            sharded[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         for module in self.module.modules():
             for key, empty in module._parameters.items():
                 if empty is not None:
-                    module._parameters[key] = made[empty]
+                    module._parameters[key] = sharded[empty]
 
     # --- shards and wholes ----------------------------------------------------------------------------------
 
     def part(self, name: str) -> tuple[slice, ...]:
-        """Which part of the whole Parameter this rank has: rows, and columns where tensor parallel splits
+        """The part of the whole Parameter that this rank has: rows, and columns where tensor parallel splits
         them."""
         return self._part(name, self.parameters[name].shape)
 
     def _part(self, name: str, shape: torch.Size) -> tuple[slice, ...]:
-        """`shape`: of what FSDP2 shards, a tensor parallel rank's part."""
+        """Like `part`, within `shape`: what FSDP2 shards, the part of a tensor parallel rank."""
         chunk = -(-shape[0] // self.mesh.shards)
         start = min(shape[0], chunk * self.mesh.shard_rank)
         rows = slice(start, min(shape[0], start + chunk))
@@ -166,7 +166,7 @@ class ShardedModel:
         return (rows, *[slice(None)] * (dim - 1), slice(first, last))
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole Parameter."""
+        """Shape of the whole Parameter."""
         return tuple(self.parameters[name].shape) if self.tp is None else self.tp.whole_shape(name)
 
     def local(self, name: str) -> Tensor:
@@ -183,24 +183,24 @@ class ShardedModel:
         return rows if self.tp is None else self.tp.gather(name, rows)
 
     def whole_on(self, name: str, local: Tensor, *, owner: int) -> Tensor | None:
-        """The same on rank `owner` of all ranks, None on the others; collective."""
+        """Like `whole`, on rank `owner` of all ranks only, None on the others; collective."""
         mesh, shape = self.mesh, self.parameters[name].shape
-        holder, tp_rank = divmod(owner, mesh.tp)  # tensor parallel is innermost
+        shard_owner, tp_rank = divmod(owner, mesh.tp)  # tensor parallel is innermost
         rows: Tensor | None = local.to(self.device)
         if mesh.shards > 1:
             padded = self._padded(local, shape)
             parts = [torch.empty_like(padded) for _ in range(mesh.shards)]
-            mine = parts if mesh.shard_rank == holder else None
-            dist.gather(padded, mine, dst=holder * mesh.tp + mesh.tp_rank, group=mesh.shard_group)
+            mine = parts if mesh.shard_rank == shard_owner else None
+            dist.gather(padded, mine, dst=shard_owner * mesh.tp + mesh.tp_rank, group=mesh.shard_group)
             rows = None if mine is None else torch.cat(mine)[: shape[0]]
-        if mesh.shard_rank != holder:
+        if mesh.shard_rank != shard_owner:
             return None
         assert rows is not None
         whole = rows if self.tp is None else self.tp.gather(name, rows)
         return whole if mesh.tp_rank == tp_rank else None
 
     def _padded(self, local: Tensor, shape: torch.Size) -> Tensor:
-        """On the device, with as many rows as the first rank has."""
+        """Pad to as many rows as the first rank has, on the device."""
         chunk = -(-shape[0] // self.mesh.shards)
         padded = torch.zeros((chunk, *shape[1:]), dtype=local.dtype, device=self.device)
         padded[: local.shape[0]].copy_(local)
@@ -215,19 +215,19 @@ class ShardedModel:
         return gathered[: shape[0]]
 
     def persistent_buffers(self) -> dict[str, Tensor]:
-        """Those that belong to a checkpoint; every rank has all of them."""
+        """The buffers that belong to a checkpoint; every rank has all of them."""
         persistent = self.module.state_dict().keys()
         return {name: buffer for name, buffer in self.module.named_buffers() if name in persistent}
 
     # --- gradients ------------------------------------------------------------------------------------------
 
     def copies(self, name: str) -> int:
-        """Ranks of a tensor parallel group that have the same shard of this Parameter."""
+        """Number of ranks of a tensor parallel group that have the same shard of this Parameter."""
         replicated = self.tp is None or isinstance(self.tp.plan[name], Replicated)
         return self.mesh.tp if replicated else 1
 
     def add_up(self, shards: dict[str, Tensor]) -> None:
-        """Make gradients whole that each tensor parallel rank has a share of; collective. Those are replaced
+        """Add up the gradients of which each tensor parallel rank has a share; collective. They are replaced
         in `shards`: what FSDP2 holds stays as it is, so that more may be added to it."""
         if self.tp is None:
             return
@@ -241,7 +241,7 @@ class ShardedModel:
         return None if gradient is None else cast(DTensor, gradient)._local_tensor
 
     def drop_gradients(self) -> None:
-        """Forget every gradient, those of an accumulation that was not reduced too."""
+        """Forget every gradient, including those of an accumulation that was not reduced."""
         for part in self._parts:
             for group in _groups(part):
                 for parameter in group.fsdp_params:
@@ -251,8 +251,9 @@ class ShardedModel:
                         parameter._unsharded_param.grad = None
 
     def last_backward(self, last: bool) -> None:
-        """Before each backward of a step. Gradients stay where they are, whole, in float32, until the last
-        one, which adds them up over ranks; and gathered weights stay gathered where forward leaves them so.
+        """Call before each backward of a step. Gradients stay on their rank, whole, in float32, until the
+        last one, which adds them up over ranks; and gathered weights stay gathered where forward leaves them
+        so.
         """
         root = self._parts[0]
         root.set_requires_gradient_sync(last)
@@ -260,7 +261,8 @@ class ShardedModel:
         root.set_reshard_after_backward(last, recurse=not self._reshards)
 
     def reset(self) -> None:
-        """After a forward or backward that raised: FSDP2's hooks expect what will not come any more."""
+        """Reset FSDP2's hooks after a forward or backward that raised: they expect calls that will not
+        come."""
         root = self._parts[0]
         if hasattr(root, "reset_iter_state"):
             root.reset_iter_state()
@@ -268,13 +270,13 @@ class ShardedModel:
             _reset_iter_state(self.outer)
 
     def reshard(self) -> None:
-        """Give gathered weights back: they are stale after an optimizer step."""
+        """Free gathered weights: they are stale after an optimizer step."""
         for part in self._parts:
             part.reshard()
 
     @contextlib.contextmanager
     def resharded_after(self) -> Iterator[None]:
-        """Whatever happens inside."""
+        """Reshard on exit, also when the body raises."""
         try:
             yield
         finally:
@@ -282,23 +284,25 @@ class ShardedModel:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Of the module's tensors that are not on the meta device: its buffers, if it has no weights yet."""
+    """Device of the module's tensors that are not on the meta device: its buffers, if it has no weights
+    yet."""
     tensors = [*module.parameters(), *module.buffers()]
     return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
 
 def _retype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Other Parameters on the meta device; the old ones are a WeightSource's, which goes by their dtype."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Replace the Parameters by others on the meta device; the old ones belong to a WeightSource, which
+    relies on their dtype."""
+    retyped: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():
             if parameter is None:
                 continue
-            if parameter not in made:
-                made[parameter] = nn.Parameter(
+            if parameter not in retyped:
+                retyped[parameter] = nn.Parameter(
                     torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad
                 )
-            part._parameters[key] = made[parameter]
+            part._parameters[key] = retyped[parameter]
 
 
 def _state(part: FSDPModule | nn.Module) -> Any:
@@ -306,7 +310,7 @@ def _state(part: FSDPModule | nn.Module) -> Any:
 
 
 def _groups(part: FSDPModule | nn.Module) -> list[Any]:
-    """FSDP2's groups of Parameters of one module: 2.11 has at most one."""
+    """FSDP2's groups of Parameters of one module: torch 2.11 has at most one."""
     state = _state(part)
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

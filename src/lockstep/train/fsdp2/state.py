@@ -42,18 +42,18 @@ class ShardedState:
     def tensors(self) -> Mapping[str, TensorMeta]:
         """See TensorParts."""
         policy = self._policy
-        found = {
+        tensors = {
             MODEL + name: TensorMeta(policy.whole_shape(name), policy.dtype) for name in policy.parameters
         }
-        found |= {MODEL + n: TensorMeta(tuple(b.shape), b.dtype) for n, b in self._buffers.items()}
+        tensors |= {MODEL + n: TensorMeta(tuple(b.shape), b.dtype) for n, b in self._buffers.items()}
         if self._lists_masters:
-            found |= {
+            tensors |= {
                 MASTER + name: TensorMeta(policy.whole_shape(name), torch.float32) for name in self._masters
             }
         for key, tensor in self._state.items():
             shape = () if tensor.ndim == 0 else policy.whole_shape(_parameter_of(key))
-            found[key] = TensorMeta(shape, tensor.dtype)
-        return found
+            tensors[key] = TensorMeta(shape, tensor.dtype)
+        return tensors
 
     @torch.no_grad()
     def whole(self, name: str, *, owner: int) -> Tensor | None:

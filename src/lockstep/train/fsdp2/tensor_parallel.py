@@ -34,14 +34,14 @@ from lockstep.train.fsdp2.tensor_parallel_modules import RowParallelLinear, Voca
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Each rank has a part along `dim`: its rank-th of `size` parts, as equal as they can be."""
+    """Each rank has one of `size` parts along `dim`, as equal as possible: part number rank."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank has all of it."""
+    """Every rank has the whole Parameter."""
 
     summed: bool = False
     """Each rank's gradient is of its own heads only, so gradients must be added over the ranks (q_norm,
@@ -49,7 +49,7 @@ class Replicated:
 
 
 Plan = Mapping[str, Split | Replicated]
-"""Parameter name, as `named_parameters` gives it, -> how it is spread."""
+"""Parameter name, as in `named_parameters`, -> how it is split."""
 
 _BY_OUTPUTS, _BY_INPUTS = Split(0), Split(1)
 _LOCKSTEP: dict[str, Split | Replicated] = {
@@ -70,7 +70,7 @@ _LOCKSTEP: dict[str, Split | Replicated] = {
     "post_feedforward_layernorm": Replicated(),
     "model.norm": Replicated(),
 }
-"""The last parts of a module's path -> how its Parameters are spread."""
+"""The last parts of a module's path -> how its Parameters are split."""
 _HF_STYLES: dict[str, Split | Replicated] = {
     "colwise": _BY_OUTPUTS,
     "colwise_gather_output": _BY_OUTPUTS,  # the head, whose logits nobody gathers here
@@ -109,7 +109,7 @@ def check_tensor_parallel_size(config: Any, size: int) -> None:
 
 
 def resolve_tp_plan(plan: str, *, tp: int, others: int) -> Literal["hf", "lockstep"]:
-    """The plan that a mesh gets.
+    """Resolve the tensor parallel plan of a mesh.
 
     Args:
         plan: auto (which is lockstep), hf or lockstep.
@@ -130,7 +130,7 @@ def resolve_tp_plan(plan: str, *, tp: int, others: int) -> Literal["hf", "lockst
 def tensor_parallel_plan(
     module: nn.Module, *, size: int, plan: str = "auto"
 ) -> dict[str, Split | Replicated]:
-    """How every Parameter of a supported causal LM is spread over `size` ranks.
+    """Plan how every Parameter of a supported causal LM is split over `size` ranks.
 
     Args:
         plan: hf reads transformers' plan, as far as that goes: an embedding that it leaves out is on every
@@ -145,14 +145,14 @@ def tensor_parallel_plan(
             f"train.tp = {size} with model.lora is not supported: adapters are not split; set train.tp = 1"
         )
     by_module = _hf_modules(module) if plan == "hf" else _lockstep_modules(module)
-    found: dict[str, Split | Replicated] = {}
+    splits: dict[str, Split | Replicated] = {}
     for alias, name in aliases(module).items():
         path, _, kind = alias.rpartition(".")
         how = by_module[path]
         how = Replicated() if kind == "bias" and how == _BY_INPUTS else how
-        if found.get(name, Replicated()) == Replicated():  # of tied ones, split wins
-            found[name] = how
-    return found
+        if splits.get(name, Replicated()) == Replicated():  # of tied ones, split wins
+            splits[name] = how
+    return splits
 
 
 def _with_parameters(module: nn.Module) -> list[str]:
@@ -160,13 +160,13 @@ def _with_parameters(module: nn.Module) -> list[str]:
 
 
 def _lockstep_modules(module: nn.Module) -> dict[str, Split | Replicated]:
-    """Path of every module with Parameters of its own -> how they are spread, by our plan."""
+    """Path of every module with Parameters of its own -> how they are split, by our plan."""
     return {path: _lookup(path, _LOCKSTEP) for path in _with_parameters(module)}
 
 
 def _lookup(path: str, plan: Plan) -> Split | Replicated:
-    for ending, how in plan.items():
-        if path == ending or path.endswith("." + ending):
+    for suffix, how in plan.items():
+        if path == suffix or path.endswith("." + suffix):
             return how
     raise ConfigError(
         f"train.tp: the tensor-parallel plan does not know the module {path!r}; set train.tp = 1"
@@ -174,7 +174,7 @@ def _lookup(path: str, plan: Plan) -> Split | Replicated:
 
 
 def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
-    """The same by transformers' plan: the config's for the decoder, the class's for the head."""
+    """The same, by transformers' plan: the config's for the decoder, the class's for the head."""
     model = causal_lm(module)
     base = model.base_model_prefix
     styles = {f"{base}.{key}": style for key, style in (text_config(module).base_model_tp_plan or {}).items()}
@@ -184,7 +184,7 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
             f"train.tp_plan = 'hf': transformers has no plan for {type(model).__name__}; set train.tp_plan = "
             "'lockstep'"
         )
-    found: dict[str, Split | Replicated] = {}
+    splits: dict[str, Split | Replicated] = {}
     for path in _with_parameters(module):
         pattern = re.sub(r"\.\d+\.", ".*.", path)
         style = styles.get(pattern, "replicate")
@@ -201,9 +201,9 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
                 f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which does not fit "
                 "the code here; set train.tp_plan = 'lockstep'"
             )
-        found[path] = how
-    _check_blocks(found)
-    return found
+        splits[path] = how
+    _check_blocks(splits)
+    return splits
 
 
 def _check_blocks(by_module: Plan) -> None:
@@ -276,9 +276,9 @@ class TensorParallel:
         return gathered.movedim(0, dim).contiguous()
 
     def _part(self, name: str, rank: int) -> tuple[int, int, int]:
-        found = self.bounds(name, rank=rank)
-        assert found is not None
-        return found
+        bounds = self.bounds(name, rank=rank)
+        assert bounds is not None
+        return bounds
 
     def add_up(self, gradients: Mapping[str, Tensor]) -> None:
         """Add up over the group, in place, the gradients of `Replicated(summed=True)` Parameters; others are
@@ -298,10 +298,10 @@ class TensorParallel:
 
 
 def apply_tensor_parallel(module: nn.Module, *, group: dist.ProcessGroup, plan: Plan) -> TensorParallel:
-    """Cut the Parameters of a causal LM down to this rank's parts, in place, and put the sums in.
+    """Cut the Parameters of a causal LM down to this rank's parts, in place, and insert the sums.
 
     Names stay. Parameters on the meta device stay there; others keep the values of their part, in memory of
-    their own. To be done before the module is wrapped or compiled.
+    their own. Call it before the module is wrapped or compiled.
 
     Args:
         plan: of `tensor_parallel_plan` for the size of the group; the same on all ranks.

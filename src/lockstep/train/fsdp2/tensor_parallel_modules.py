@@ -1,4 +1,4 @@
-"""What tensor parallel puts into a transformers module: sums over the ranks, forward or backward.
+"""The sums over ranks that tensor parallel inserts into a transformers module, forward or backward.
 
 Names of Parameters stay as they are. Inside a compiled layer the collectives are one opaque op, so a layer
 stays one graph.
@@ -51,7 +51,7 @@ class _SumBackward(torch.autograd.Function):
 
 
 def sum_in_backward(x: Tensor, group_name: str) -> Tensor:
-    """x; its gradient is added up over the group."""
+    """Return x; its gradient is added up over the group."""
     total: Tensor = _SumBackward.apply(x, group_name)  # type: ignore[no-untyped-call]
     return total
 
@@ -59,7 +59,7 @@ def sum_in_backward(x: Tensor, group_name: str) -> Tensor:
 class RowParallelLinear(nn.Linear):
     """A linear of which each rank has some input columns: the products are added up, then the bias once.
 
-    Takes over the Parameters of `whole`, of which the weight is cut already.
+    Takes over the Parameters of `whole`, whose weight is cut already.
     """
 
     def __init__(self, whole: nn.Linear, group_name: str) -> None:
@@ -99,8 +99,8 @@ class VocabLookup:
 
 
 def share_input(block: nn.Module, group_name: str) -> None:
-    """The gradient of what goes into `block` (attention or MLP) is added up over the ranks: once, however
-    many of its projections read it."""
+    """Add up the gradient of the input of `block` (attention or MLP) over the ranks: once, however many of
+    its projections read it."""
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Checkpoint files: safetensors and JSON, written as a stream, fsynced, hashed on the way; checked before
+"""Checkpoint files: safetensors and JSON, streamed to disk, fsynced, hashed while writing; checked before
 use."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What a file must be."""
+    """Expected size and hash of a file."""
 
     bytes: int
     sha256: str
@@ -76,7 +76,7 @@ class TensorFile:
         self._file.write(text)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """The next one."""
+        """Write the next tensor."""
         assert name == next(iter(self._left)), f"{name} is not the next tensor of the file"
         assert (tuple(tensor.shape), tensor.dtype) == self._left.pop(name), (
             f"{name} is not what was announced"
@@ -84,7 +84,7 @@ class TensorFile:
         self._file.write(_bytes_of(tensor))
 
     def close(self) -> FileRecord:
-        """After the last one."""
+        """Finish the file after the last tensor; returns its record."""
         assert not self._left, f"{list(self._left)[:3]} were announced"
         self._file.__exit__(None)
         return self._file.record()
@@ -139,7 +139,7 @@ def read_record(path: Path, name: str, record: Any) -> FileRecord:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """An int that counts something; True and False count nothing."""
+    """Whether a value is an int; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -177,7 +177,7 @@ def require_free_space(directory: Path, needed: int) -> None:
 
 
 def out_of_space(directory: Path, *, needed: int, free: int) -> str:
-    """What to say when a checkpoint does not fit."""
+    """The message for a checkpoint that does not fit."""
     return (
         f"the checkpoint needs {needed} bytes ({needed / 2**30:.2f} GiB), {directory} has {free} bytes "
         "free; free some space, set another run_dir, or lower checkpoint.keep_last; earlier checkpoints are "
@@ -186,7 +186,7 @@ def out_of_space(directory: Path, *, needed: int, free: int) -> str:
 
 
 def is_out_of_space(error: OSError) -> bool:
-    """The disk, or the user's quota on it, is full."""
+    """Whether the disk, or the user's quota on it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

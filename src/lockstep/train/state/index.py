@@ -41,7 +41,7 @@ def rank_file(stem: str, suffix: str, *, rank: int, size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateIndex:
-    """A saved state, as its JSON files tell it."""
+    """A saved state, as its JSON files describe it."""
 
     directory: Path
     progress: dict[str, Any]
@@ -50,10 +50,10 @@ class StateIndex:
     world_size: int
     files: dict[str, FileRecord]
     tensors: dict[str, str] | None
-    """Tensor to file; None: a checkpoint of version 1, which keeps no such list."""
+    """Tensor to file; None: a checkpoint of version 1, which has no such list."""
 
     def rng_file(self, rank: int) -> Path:
-        """What a rank's generators are in."""
+        """The file with a rank's random number generators."""
         return self.directory / rank_file("rng", "safetensors", rank=rank, size=self.world_size)
 
 
@@ -67,7 +67,7 @@ class Stored(NamedTuple):
 
 
 def read_index(directory: Path) -> StateIndex:
-    """Read state.json, and of several ranks the list of each one's files.
+    """Read state.json and, for several ranks, each rank's list of files.
 
     Raises:
         CheckpointError: one of them is missing, damaged, of another save or of a later version.
@@ -123,7 +123,7 @@ def _files(path: Path, state: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def _files_of_rank(directory: Path, state: Mapping[str, Any], rank: int) -> dict[str, FileRecord]:
-    """Each rank hashes its own files, and may end later than the others: so it has a list of its own."""
+    """Read a rank's own list of files: it hashes them itself, and may finish later than the others."""
     path = directory / rank_file("files", "json", rank=rank, size=state["world_size"])
     value = read_json(path)
     if not isinstance(value, dict):
@@ -147,8 +147,8 @@ def _tensors(path: Path, state: Mapping[str, Any], files: Mapping[str, FileRecor
 
 
 class StoredTensors:
-    """The tensors of a saved state: headers are read when it is made, data when it is asked for. A context
-    manager, which keeps the files open.
+    """The tensors of a saved state: headers are read on construction, data on request. A context manager,
+    which keeps the files open.
 
     Raises:
         CheckpointError: a file is not readable, or its header is not what state.json says.
@@ -158,7 +158,7 @@ class StoredTensors:
         self.index = index
         self._open: dict[str, Any] = {}
         self._files = contextlib.ExitStack()
-        self.found: dict[str, Stored] = {}
+        self.stored: dict[str, Stored] = {}
         for file in index.files:
             if not file.startswith("rng"):
                 self._scan(file)
@@ -177,9 +177,9 @@ class StoredTensors:
                 if dtype not in _TORCH_DTYPES:
                     raise CheckpointError(f"{path}: tensor {key!r} is {dtype}, which no train state has")
                 name = prefix + key
-                if name in self.found:
-                    raise CheckpointError(f"{path}: tensor {key!r} is in {self.found[name].file} as well")
-                self.found[name] = Stored(file, key, shape, _TORCH_DTYPES[dtype])
+                if name in self.stored:
+                    raise CheckpointError(f"{path}: tensor {key!r} is in {self.stored[name].file} as well")
+                self.stored[name] = Stored(file, key, shape, _TORCH_DTYPES[dtype])
         except (SafetensorError, OSError) as error:
             self._files.close()
             raise CheckpointError(f"{path} is not a readable safetensors file ({error})") from error
@@ -187,12 +187,12 @@ class StoredTensors:
     def _compare(self, tensors: Mapping[str, str]) -> None:
         state = self.index.directory / STATE
         for name, file in tensors.items():
-            if name not in self.found or self.found[name].file != file:
+            if name not in self.stored or self.stored[name].file != file:
                 raise CheckpointError(
                     f"{self.index.directory / file}: tensor {name.removeprefix(MODEL)!r} is missing; {state} "
                     "says that it is there"
                 )
-        for name, stored in self.found.items():
+        for name, stored in self.stored.items():
             if name not in tensors:
                 raise CheckpointError(
                     f"{self.index.directory / stored.file}: tensor {stored.key!r} is not in {state}"
@@ -206,21 +206,21 @@ class StoredTensors:
     ) -> None:
         self._files.close()
 
-    def resolve(self, wanted: Mapping[str, TensorMeta], *, optimizer: bool) -> dict[str, Stored]:
-        """From where each wanted tensor comes.
+    def resolve(self, needed: Mapping[str, TensorMeta], *, optimizer: bool) -> dict[str, Stored]:
+        """Find the stored tensor from which each needed tensor is read.
 
-        Mostly from the tensor of the same name. A weight of another compute dtype comes from its master; a
+        Mostly it is the tensor of the same name. A weight of another compute dtype comes from its master; a
         float32 weight is its own master, so that either may be read as the other.
 
         Args:
-            optimizer: False: all but weights is left out by the run, and what the checkpoint has is ignored.
+            optimizer: False: the run has only weights, and anything else in the checkpoint is ignored.
 
         Raises:
             CheckpointError: a tensor is missing, of another shape or dtype, or not known to the run.
         """
         sources: dict[str, Stored] = {}
         missing = []
-        for name, meta in wanted.items():
+        for name, meta in needed.items():
             source = self._source(name, meta)
             if source is None:
                 missing.append(name)
@@ -229,10 +229,10 @@ class StoredTensors:
                 sources[name] = source
         extra = [
             name
-            for name in self.found
-            if name not in wanted
+            for name in self.stored
+            if name not in needed
             and (optimizer or name.startswith(MODEL))
-            and not self._is_weight(name, wanted)
+            and not self._is_weight(name, needed)
         ]
         if missing or extra:
             raise CheckpointError(
@@ -242,18 +242,18 @@ class StoredTensors:
         return sources
 
     def _source(self, name: str, meta: TensorMeta) -> Stored | None:
-        direct = self.found.get(name)
+        direct = self.stored.get(name)
         if direct is not None and direct.dtype == meta.dtype:
             return direct
         if name.startswith((MODEL, MASTER)):
             bare = name.removeprefix(MODEL).removeprefix(MASTER)
-            for other in (self.found.get(MASTER + bare), self.found.get(MODEL + bare)):
+            for other in (self.stored.get(MASTER + bare), self.stored.get(MODEL + bare)):
                 if other is not None and other.dtype == torch.float32:
                     return other
         return direct
 
     def _check(self, name: str, meta: TensorMeta, source: Stored) -> None:
-        """Shape, and dtype where nothing with a master explains that it is another one."""
+        """Check the shape, and the dtype unless a conversion from or to a master explains the difference."""
         converted = name.startswith((MODEL, MASTER)) and source.dtype == torch.float32
         if source.shape == meta.shape and (source.dtype == meta.dtype or converted):
             return
@@ -262,21 +262,21 @@ class StoredTensors:
             f"{list(source.shape)}, the run has {DTYPES[meta.dtype]} {list(meta.shape)}"
         )
 
-    def _is_weight(self, name: str, wanted: Mapping[str, TensorMeta]) -> bool:
-        """A master that the run has as a float32 weight."""
-        weight = wanted.get(MODEL + name.removeprefix(MASTER)) if name.startswith(MASTER) else None
+    def _is_weight(self, name: str, needed: Mapping[str, TensorMeta]) -> bool:
+        """Whether a master is a float32 weight in this run."""
+        weight = needed.get(MODEL + name.removeprefix(MASTER)) if name.startswith(MASTER) else None
         return weight is not None and weight.dtype == torch.float32
 
     def weights(self) -> dict[str, StoredReader]:
         """All weights by their Hugging Face names, as they are stored."""
         return {
             stored.key: self.reader(stored, TensorMeta(stored.shape, stored.dtype))
-            for name, stored in self.found.items()
+            for name, stored in self.stored.items()
             if name.startswith(MODEL)
         }
 
     def reader(self, source: Stored, meta: TensorMeta) -> StoredReader:
-        """Reads slices of one of them, in the dtype that the run has."""
+        """A reader of slices of one tensor, in the dtype that the run has."""
         return StoredReader(self._open[source.file], source.key, meta)
 
 
@@ -294,8 +294,8 @@ class StoredReader:
         if 0 in lengths or 0 in self.shape:
             return torch.empty([*lengths, *self.shape[len(lengths) :]], dtype=self.dtype)
         if all(length == whole for length, whole in zip(lengths, self.shape, strict=False)):
-            found: Tensor = self._opened.get_tensor(self._key)
+            values: Tensor = self._opened.get_tensor(self._key)
         else:
             parts = tuple(slice(start, stop) for start, stop, _ in ranges)
-            found = self._opened.get_slice(self._key)[parts]
-        return found.to(self.dtype)
+            values = self._opened.get_slice(self._key)[parts]
+        return values.to(self.dtype)

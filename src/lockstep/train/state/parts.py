@@ -1,5 +1,5 @@
-"""What a train backend hands to `save_state` and `load_state`: its state as whole tensors by name, each of
-which it may hold in parts, however it likes.
+"""What a train backend passes to `save_state` and `load_state`: its state as whole tensors by name, each of
+which it may store in parts.
 
     "model/NAME"                            weights in the compute dtype, Hugging Face names
     "master/NAME"                           float32, only where the Parameter's compute dtype is another one
@@ -25,21 +25,21 @@ MASTER = "master/"
 
 
 class TensorMeta(NamedTuple):
-    """Of a whole tensor, however many ranks share it."""
+    """Shape and dtype of a whole tensor, however many ranks share it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """Size of the data."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a backend lays its state out over ranks; kept in the checkpoint. On the same layout a run goes on
-    to the bit."""
+    """How a backend lays its state out over ranks; kept in the checkpoint. A run resumes
+    bitwise on the same layout."""
 
     backend: str
     """"local", "fsdp2", "deepspeed"."""
@@ -51,7 +51,7 @@ class Layout:
 
 
 class Reader(Protocol):
-    """One whole tensor of a checkpoint, of which only what is asked for is read.
+    """One whole tensor of a checkpoint; only the requested slice is read.
 
     read() is the whole of it, read(slice(a, b)) rows, read(slice(None), slice(a, b)) columns: on the host, in
     `dtype`, no slice with a step.
@@ -74,7 +74,7 @@ class TensorParts(Protocol):
 
     def tensors(self) -> Mapping[str, TensorMeta]:
         """All names, the same in the same order on every rank. A backend that was made with total_steps = 0
-        leaves the optimizer out; then loading leaves that of the checkpoint alone."""
+        leaves the optimizer out; loading then ignores that of the checkpoint."""
         ...
 
     def whole(self, name: str, *, owner: int) -> Tensor | None:
@@ -110,7 +110,7 @@ class LiveTensors:
 
 
 def read_flat(read: Reader, start: int, stop: int) -> Tensor:
-    """Elements start:stop of the whole tensor as if it were flat, [stop - start]; only the rows that hold
+    """Read elements start:stop of the flattened whole tensor, [stop - start]; only the rows that hold
     them are read."""
     if len(read.shape) == 0:
         return read().reshape(-1)[start:stop]

@@ -1,4 +1,4 @@
-"""Ranks that save and load together: what one of them cannot do, none does."""
+"""Ranks that save and load together: if one of them fails, all stop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class StateRanks:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def gather(self, value: str | None) -> list[str | None]:
-        """Of every rank, on every rank."""
+        """Gather a value of every rank on every rank."""
         if self.size == 1:
             return [value]
         return gather_objects(value, str | None, group=self._group)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Every rank gets to its end, and all of them learn whether one of them failed; no collectives
+        """A context that every rank leaves, after which all of them know whether one failed; no collectives
         inside.
 
         Raises:

@@ -58,7 +58,7 @@ def restore_rng_state(state: Mapping[str, Tensor]) -> None:
 
 
 def derived_rng_state(state: Mapping[str, Tensor], *, stream: int) -> dict[str, Tensor]:
-    """For a rank that has no state of its own in a checkpoint, from that of the checkpoint's first rank.
+    """Derive the state of a rank that has none in a checkpoint from that of the checkpoint's first rank.
 
     Python's and numpy's generators are taken as they are (every rank draws the same from them). torch's are
     too if `stream` is 0; otherwise they are seeded with 63 bits of sha256(first rank's CPU state, stream), so
@@ -78,7 +78,7 @@ def derived_rng_state(state: Mapping[str, Tensor], *, stream: int) -> dict[str, 
 
 
 def read_rng(path: Path) -> dict[str, Tensor]:
-    """The states in a file. Raises CheckpointError: it cannot be read."""
+    """Read the states in a file. Raises CheckpointError: it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -87,7 +87,7 @@ def read_rng(path: Path) -> dict[str, Tensor]:
 
 
 def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Whether `restore_rng_state` will take them; tried on generators of its own.
+    """Check that `restore_rng_state` will take the states, on generators of its own.
 
     Raises:
         CheckpointError: one is missing, of another version of torch or numpy, or no state at all.

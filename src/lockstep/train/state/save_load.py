@@ -1,4 +1,4 @@
-"""A train backend's state as files: everything that decides how training goes on, to the bit.
+"""A train backend's state as files: everything that decides how training goes on, bitwise.
 
 model.safetensors       weights in the compute dtype, Hugging Face names (with LoRA: the adapters only)
 optimizer.safetensors   "master/NAME" where the master is not the Parameter itself, "exp_avg/NAME", ...
@@ -6,7 +6,7 @@ rng.safetensors         torch, CUDA, Python and numpy generators
 state.json              step, schedule, optimizer, versions, layout, which file holds which tensor, and size
                         and sha256 of the others
 
-Tensors are whole, whatever the layout. Of several ranks each gathers and writes a share of them, into
+Tensors are whole, whatever the layout. With several ranks, each gathers and writes a share of them, into
 model-00001-of-00004.safetensors and so on, and the ranks after the first list theirs in
 files-00001-of-00004.json. So every backend on every mesh loads what any other has saved: it reads the slices
 that it needs.
@@ -63,7 +63,7 @@ from lockstep.train.state.rng import (
 
 _MARGIN = 1 << 20  # headers, JSON, rng
 _HELD = 1 << 28
-"""Bytes of gathered tensors that a rank keeps before it writes them: so that ranks write at the same time."""
+"""Bytes of gathered tensors that a rank keeps before it writes them, so that ranks write at the same time."""
 
 
 def save_state(
@@ -82,8 +82,8 @@ def save_state(
             leave the writing to the returned function, which any thread may call.
 
     Returns:
-        What ends the save: returns sha256 of this rank's files by name. Not collective; raises
-        CheckpointError when the disk is full or failed in another way.
+        A function that finishes the save and returns the sha256 of this rank's files by name. Not
+        collective; raises CheckpointError when the disk is full or failed in another way.
 
     Raises:
         CheckpointError: on every rank: the disk is full or failed in another way, on one of them.
@@ -101,7 +101,7 @@ def save_state(
     for name in tensors:
         tensor = parts.whole(name, owner=owners[name])
         if owners[name] == ranks.rank:
-            assert tensor is not None, f"the owner of {name} was given nothing"
+            assert tensor is not None, f"the owner of {name} got no tensor"
             files.put(name, tensor)
     files.rng = rng_state(all_devices=ranks.size == 1)
     if ranks.rank == 0:
@@ -125,7 +125,7 @@ def save_state(
 
 
 class _RankFiles:
-    """What one rank writes: tensors as they come, or as copies later."""
+    """The files of one rank: tensors are written as they come, or later from copies."""
 
     def __init__(
         self, directory: Path, tensors: Mapping[str, TensorMeta], *, ranks: StateRanks, needed: int
@@ -146,8 +146,8 @@ class _RankFiles:
         self.document: dict[str, Any] = {}
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """The next tensor. An OSError is kept for `finish`: the other ranks are in the middle of their
-        collectives."""
+        """Write or keep the next tensor. An OSError is kept for `finish`: the other ranks are in the middle
+        of their collectives."""
         if self.held_limit == 0:
             self._write([(name, tensor)])
             return
@@ -158,7 +158,7 @@ class _RankFiles:
 
     def _write_held(self) -> None:
         held, self._held, self._held_bytes = self._held[::-1], [], 0
-        while held:  # each copy is given back as soon as it is written
+        while held:  # each copy is freed as soon as it is written
             self._write([held.pop()])
 
     def _write(self, pairs: Sequence[tuple[str, Tensor]]) -> None:
@@ -175,7 +175,8 @@ class _RankFiles:
                 return
 
     def finish(self) -> dict[str, str]:
-        """Write what is left, and wait until all of it is on the disk; sha256 by name."""
+        """Write what is left, wait until all of it is on the disk, and return the sha256 of each file by
+        name."""
         if self._records is None:
             self._write_held()
             try:
@@ -218,7 +219,7 @@ def load_state(
 ) -> dict[str, Any]:
     """Check everything, then fill the live tensors and restore the generators. Collective over `parts.group`.
 
-    Ranks of the same layout as the checkpoint's get their own generators' states back; on another layout all
+    Ranks in the same layout as the checkpoint's get their own generators' states back; on another layout all
     get those of the first rank, and torch's are seeded anew from them where `layout.stream` is not 0.
 
     Args:
@@ -233,48 +234,48 @@ def load_state(
             changed.
     """
     ranks = StateRanks(parts.group)
-    wanted = parts.tensors()
+    needed = parts.tensors()
     with ranks.together():
         index = read_index(directory)
-        found = checked_progress(index, progress)
+        restored = checked_progress(index, progress)
         _check_files(index, ranks, contents=not verified)
     with ranks.together():
         stored = StoredTensors(index)
     with stored:
         with ranks.together():
-            sources = stored.resolve(wanted, optimizer=progress.get("total_steps") != 0)
+            sources = stored.resolve(needed, optimizer=progress.get("total_steps") != 0)
             rng = _rng(index, layout, ranks)
         with ranks.together():
-            _fill(parts, wanted, stored, sources)
+            _fill(parts, needed, stored, sources)
     restore_rng_state(rng)
-    return found
+    return restored
 
 
 def _fill(
     parts: TensorParts,
-    wanted: Mapping[str, TensorMeta],
+    needed: Mapping[str, TensorMeta],
     stored: StoredTensors,
     sources: Mapping[str, Stored],
 ) -> None:
-    for name, meta in wanted.items():
+    for name, meta in needed.items():
         parts.fill(name, stored.reader(sources[name], meta))
 
 
 def checked_progress(index: StateIndex, own: Mapping[str, Any]) -> dict[str, Any]:
     """The checkpoint's progress. Raises CheckpointError: of another optimizer, or without a step."""
-    path, found = index.directory / STATE, index.progress
+    path, progress = index.directory / STATE, index.progress
     for key in ("optimizer", "lora"):
-        if key in own and found.get(key) != own[key]:
+        if key in own and progress.get(key) != own[key]:
             raise CheckpointError(
-                f"{path}: field 'progress.{key}' is {found.get(key)!r}, this run has {own[key]!r}"
+                f"{path}: field 'progress.{key}' is {progress.get(key)!r}, this run has {own[key]!r}"
             )
-    if not is_count(found.get("step")):
-        raise CheckpointError(f"{path}: field 'progress.step' is {found.get('step')!r}")
-    return found
+    if not is_count(progress.get("step")):
+        raise CheckpointError(f"{path}: field 'progress.step' is {progress.get('step')!r}")
+    return progress
 
 
 def _check_files(index: StateIndex, ranks: StateRanks, *, contents: bool) -> None:
-    """Sizes of all files on every rank, hashes by one rank each."""
+    """Check the sizes of all files on every rank, and the hash of each file on one rank."""
     owners = share_out({name: record.bytes for name, record in index.files.items()}, ranks.size)
     for name, record in index.files.items():
         check_record(index.directory / name, record, contents=contents and owners[name] == ranks.rank)
@@ -290,8 +291,7 @@ def _rng(index: StateIndex, layout: Layout, ranks: StateRanks) -> dict[str, Tens
 
 
 def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
-    """Which of `parts` gets what: the largest first, each to whoever has least. The same wherever it is
-    called.
+    """Assign each item to one of `parts`: the largest first, each to the part that has least. Deterministic.
 
     Example:
         >>> share_out({"a": 3, "b": 5, "c": 2, "d": 2}, 2)
