@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
+from lockstep.config.base import OneOf
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes
 from lockstep.config.run import GRPORun, SFTRun
@@ -160,6 +161,9 @@ def type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> st
         )
     if origin is dict:
         return "table"
+    for item in metadata:
+        if isinstance(choice := getattr(item, "func", None), OneOf):
+            return ", ".join([f"`{toml_value(name)}`" for name in choice.names] + ["`module:attribute`"])
     names = {int: "integer", float: "number", str: "string", bool: "`true`, `false`", Path: "path"}
     plain = [inner for item in metadata for inner in getattr(item, "metadata", [item])]
     bounds = [

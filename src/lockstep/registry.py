@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,8 +43,14 @@ class Registry(Mapping[str, str]):
 
 
 def load_object(target: str, *, what: str) -> Any:
-    """Import `module:attribute`; a ConfigError says which half is wrong."""
+    """Import `module:attribute`, from the Python path or the working directory.
+
+    Raises:
+        ConfigError: there is no such module, or it has no such attribute.
+    """
     module_name, _, attribute = target.partition(":")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

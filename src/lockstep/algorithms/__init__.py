@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.config.algorithm import PER_GROUP
 from lockstep.registry import Registry
 
 _POLICY = "lockstep.algorithms.grpo:PolicyAlgorithm"
@@ -22,3 +23,20 @@ ALGORITHMS = Registry(
     },
 )
 """The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...); SFT(config); DPO(config)."""
+
+ADVANTAGES = Registry(
+    "advantage estimator",
+    {name: f"lockstep.ops.advantages:{name}" for name in PER_GROUP},
+)
+"""The functions behind `algorithm.advantage` that see the rewards of a group: of rewards [G, n] float64 and
+mask [G, n] bool (a group that lost rollouts has False there), to advantages [G, n]."""
+
+OBJECTIVES = Registry(
+    "objective",
+    {
+        "ppo_clip": "lockstep.algorithms.policy_loss:clipped_objective",
+        "cispo": "lockstep.algorithms.policy_loss:cispo_objective",
+    },
+)
+"""The functions behind `algorithm.objective`: of PolicyTerms and the resolved GRPOConfig, to the loss of each
+token, [R]. KL, entropy, rollout_is_weight and loss_weights are applied to what they return."""

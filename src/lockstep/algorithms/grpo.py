@@ -8,23 +8,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lockstep.algorithms import ADVANTAGES
 from lockstep.algorithms.metrics import policy_metrics
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.samples import rollout_samples
-from lockstep.config.algorithm import GRPOConfig
+from lockstep.config.algorithm import PER_STEP, GRPOConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.ops.advantages import batch_mean_std, group_mean, group_mean_std, leave_one_out, reward_to_go
+from lockstep.ops.advantages import batch_mean_std, group_mean, reward_to_go
 from lockstep.ops.kl import kl_k1
 from lockstep.ops.losses import loss_weights, overlong_penalty
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
 from lockstep.schema.rollout import Rollout, RolloutGroup
-
-_PER_GROUP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "group_mean_std": group_mean_std,
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-}
 
 
 class PolicyAlgorithm:
@@ -43,6 +38,10 @@ class PolicyAlgorithm:
         self.max_tokens = max_tokens
         self.needs_ref = self.config.kl.coef > 0
         self.ref_in_reward = self.needs_ref and self.config.kl.place == "reward"
+        assert self.config.advantage is not None
+        self._per_group: Callable[[Tensor, Tensor], Tensor] | None = None
+        if self.config.advantage not in PER_STEP:
+            self._per_group = ADVANTAGES.load(self.config.advantage)
         self._overlong_penalty = self.config.overlong.penalty or 0.0
         self._buffer_tokens = self.config.overlong.buffer_tokens or max(1, max_tokens // 5)
         if self._overlong_penalty > 0 and self._buffer_tokens > max_tokens:
@@ -106,15 +105,28 @@ class PolicyAlgorithm:
         """Advantages of shaped groups; see lockstep.ops.advantages for their formulas."""
         self._check_shaped(groups)
         rewards, mask = _reward_matrix(groups)
-        assert self.config.advantage is not None
-        if self.config.advantage in _PER_GROUP:
-            advantages = _PER_GROUP[self.config.advantage](rewards, mask)[mask].tolist()
-            return rollout_samples(groups, advantages=advantages)
+        if self._per_group is not None:
+            advantages = self._per_group(rewards, mask)
+            self._check_advantages(advantages, mask)
+            return rollout_samples(groups, advantages=advantages[mask].tolist())
         if self.config.advantage == "group_mean_batch_std":
             rewards = group_mean(rewards, mask)
         penalties = self._kl_penalties(groups, ref_logprobs)
         per_token = _whitened_returns(rewards[mask], penalties)
         return rollout_samples(groups, advantages=per_token)
+
+    def _check_advantages(self, advantages: Tensor, mask: Tensor) -> None:
+        problem = None
+        if advantages.shape != mask.shape:
+            problem = f"shape {list(advantages.shape)} for rewards of shape {list(mask.shape)}"
+        elif not bool(advantages[mask].isfinite().all()):
+            group = int((~advantages.isfinite() & mask).any(1).nonzero()[0])
+            problem = f"an entry that is not finite for group {group}"
+        if problem is not None:
+            raise TrainError(
+                f"algorithm.advantage = {self.config.advantage!r} returned {problem}; return one finite "
+                "advantage per rollout"
+            )
 
     def _check_shaped(self, groups: Sequence[RolloutGroup]) -> None:
         names = {"overlong"} if self._overlong_penalty > 0 else set()

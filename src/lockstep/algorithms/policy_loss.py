@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lockstep.algorithms import OBJECTIVES
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.ops.kl import kl
@@ -28,6 +29,8 @@ class PolicyTerms(NamedTuple):
     """What the loss is made of, [R] each; finite where mask is False, whatever the inputs hold there."""
 
     mask: Tensor
+    logprobs: Tensor
+    """Of the policy, nats; 0 where mask is False."""
     advantages: Tensor
     token_log_ratio: Tensor
     """log(policy / old) of the token."""
@@ -39,6 +42,24 @@ class PolicyTerms(NamedTuple):
     """old - rollout of the token, nats."""
     is_weight: Tensor
     """rollout_is_weight, after truncation or masking."""
+
+
+Objective = Callable[[PolicyTerms, GRPOConfig], Tensor]
+"""See lockstep.algorithms.OBJECTIVES."""
+
+
+def clipped_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
+    """`ppo_clip`: see lockstep.ops.losses.ppo_clip."""
+    assert config.clip_low is not None and config.clip_high is not None
+    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    return ppo_clip(terms.ratio, terms.advantages, dual_clip=config.dual_clip, **bounds)
+
+
+def cispo_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
+    """`cispo`: see lockstep.ops.losses.cispo."""
+    assert config.clip_low is not None and config.clip_high is not None
+    bounds = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    return cispo(terms.logprobs, terms.ratio, terms.advantages, **bounds)
 
 
 class PolicyLoss:
@@ -57,7 +78,9 @@ class PolicyLoss:
     def __init__(self, config: GRPOConfig) -> None:
         if config.clip_low is None or config.clip_high is None or config.kl.estimator is None:
             raise ConfigError("PolicyLoss needs a resolved GRPOConfig; call config.resolved() first")
+        assert config.objective is not None
         self.config = config
+        self.objective: Objective = OBJECTIVES.load(config.objective)
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
         correction = config.rollout_correction
         whole_sequences = correction.kind != "none" and correction.level == "sequence"
@@ -68,11 +91,12 @@ class PolicyLoss:
         """See protocols.TokenLoss."""
         config, batch = self.config, _policy_batch(batch)
         terms = self.terms(logprobs, batch, rows)
-        bounds = {"clip_low": self.clip_low, "clip_high": self.clip_high}
-        if config.objective == "cispo":
-            loss = cispo(masked(logprobs, terms.mask), terms.ratio, terms.advantages, **bounds)
-        else:
-            loss = ppo_clip(terms.ratio, terms.advantages, dual_clip=config.dual_clip, **bounds)
+        loss = self.objective(terms, config)
+        if loss.shape != terms.ratio.shape:
+            raise TrainError(
+                f"algorithm.objective = {config.objective!r} returned a loss of shape {list(loss.shape)} for "
+                f"{terms.ratio.shape[0]} tokens; return one entry per token"
+            )
         loss = loss * terms.is_weight
         if config.kl.coef > 0 and config.kl.place == "loss":
             loss = loss + config.kl.coef * self.kl(logprobs, batch, rows)
@@ -105,6 +129,7 @@ class PolicyLoss:
             log_gap = _by_document(sequence_sum, log_gap, batch, rows)
         return PolicyTerms(
             mask=mask,
+            logprobs=masked(logprobs, mask),
             advantages=masked(batch.advantages[rows], mask),
             token_log_ratio=token_log_ratio,
             log_ratio=log_ratio,

@@ -6,16 +6,22 @@ them in.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
-from lockstep.config.base import Config, PositiveInt
+from lockstep.config.base import Config, OneOf, PositiveInt
 
-PolicyAlgorithm = Literal[
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"
-]
-Advantage = Literal["group_mean_std", "group_mean", "leave_one_out", "batch_mean_std", "group_mean_batch_std"]
+ALGORITHM_NAMES = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo")
+PER_GROUP = ("group_mean_std", "group_mean", "leave_one_out")
+"""Advantage estimators that see the rewards of a group."""
+PER_STEP = ("batch_mean_std", "group_mean_batch_std")
+"""Those that whiten over the trained tokens of a step."""
+OBJECTIVES = ("ppo_clip", "cispo")
+
+PolicyAlgorithm = Annotated[str, AfterValidator(OneOf("algorithm", ALGORITHM_NAMES))]
+Advantage = Annotated[str, AfterValidator(OneOf("advantage estimator", (*PER_GROUP, *PER_STEP)))]
+Objective = Annotated[str, AfterValidator(OneOf("objective", OBJECTIVES))]
 Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
 
 NO_PENALTY = {
@@ -100,12 +106,12 @@ class GRPOConfig(Config):
     """A policy-gradient algorithm over groups of rollouts."""
 
     name: PolicyAlgorithm = "grpo"
-    """Whose published values the options below take where they are left out."""
+    """Whose published values the options below take where they are left out. A `module:Class` has grpo's."""
     advantage: Advantage | None = None
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
     others. batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group
     mean, whitened likewise. Under these two, kl.place = 'reward' charges a token with its KL and what
-    follows."""
+    follows. `module:function`: of rewards and mask, [G, n] each, to advantages [G, n]."""
     aggregation: Aggregation | None = None
     """sequence_mean: tokens are averaged per sequence, then sequences. sequence_sum: tokens are added up per
     sequence, then sequences averaged. token_mean: over all tokens of the step. constant: divided by
@@ -120,8 +126,9 @@ class GRPOConfig(Config):
     ratio: Literal["token", "sequence", "sequence_product"] | None = None
     """Level of the importance_ratio; sequence is GSPO's length-normalised ratio, sequence_product that of the
     whole completion (TRL's RLOOTrainer)."""
-    objective: Literal["ppo_clip", "cispo"] | None = None
-    """cispo: the clipped ratio is a detached weight, no token loses its gradient."""
+    objective: Objective | None = None
+    """cispo: the clipped ratio is a detached weight, no token loses its gradient. `module:function`: of
+    lockstep.algorithms.policy_loss.PolicyTerms and these options, to a loss per token, [R]."""
     dynamic_sampling: bool | None = None
     """Groups whose rewards are all equal are replaced by newly sampled ones."""
     max_resample_rounds: PositiveInt = 10
@@ -140,7 +147,7 @@ class GRPOConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> GRPOConfig:
-        objective = self.objective or PUBLISHED[self.name]["objective"]
+        objective = self.objective or published_values(self.name)["objective"]
         if self.dual_clip is not None and objective == "cispo":
             raise ValueError(
                 f"dual_clip = {self.dual_clip} has no effect under objective = 'cispo', whose ratio is "
@@ -151,7 +158,7 @@ class GRPOConfig(Config):
     def resolved(self) -> GRPOConfig:
         """Return the config with every option that was left at None set to the published value."""
         values: dict[str, Any] = self.model_dump()
-        published = PUBLISHED[self.name]
+        published = published_values(self.name)
         for key, value in published.items():
             if values[key] is None:
                 values[key] = value
@@ -218,3 +225,8 @@ class DPOConfig(Config):
     """How much a nat of log(policy / ref) counts: a larger one keeps the policy nearer to the reference."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
     """Share of the pairs that are taken to be the wrong way round."""
+
+
+def published_values(name: str) -> dict[str, Any]:
+    """The published values of an algorithm; of somebody's `module:Class` those of grpo."""
+    return PUBLISHED.get(name, _GRPO)

@@ -3,11 +3,13 @@ use."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from lockstep.errors import unknown_name
 from lockstep.observe.files import path_problem
 from lockstep.observe.text import printable
 
@@ -27,6 +29,21 @@ def _check_name(name: str) -> str:
     if problem := path_problem(name):
         raise ValueError(f"{name[:40]!r} cannot be a name: {problem}")
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A validator: one of our own names, or `module:attribute`, which is looked up when the run starts."""
+
+    kind: str
+    names: tuple[str, ...]
+
+    def __call__(self, value: str) -> str:
+        module, colon, attribute = value.partition(":")
+        theirs = colon and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+        if value not in self.names and not theirs:
+            raise ValueError(unknown_name(self.kind, value[:80], [*self.names, "module:attribute"]))
+        return value
 
 
 def _check_temperature(value: float) -> float:

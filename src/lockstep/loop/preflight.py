@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, DataError, ModelError, unknown_name
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.metrics import check_wandb
 from lockstep.observe.run_dir import check_free, finished
+from lockstep.registry import load_object
 
 
 def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) -> dict[str, Any] | None:
@@ -37,6 +38,10 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
     _check_model(run.model.name)
     if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in (*ENGINES, "auto"):
         raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]))
+    if isinstance(run, GRPORun):
+        for field in ("name", "advantage", "objective"):
+            if ":" in (name := getattr(run.algorithm, field) or ""):
+                load_object(name, what=f"algorithm.{field} = {name!r}")
     for reward in run.rewards if isinstance(run, GRPORun) else ():
         if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
             raise ConfigError(unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]))

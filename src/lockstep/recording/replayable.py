@@ -114,6 +114,11 @@ def recorded_algorithm(header: RecordingHeader) -> GRPOConfig | DPOConfig | None
     if not isinstance(name, str) or (name not in PUBLISHED and name != "dpo"):
         known = (*PUBLISHED, "sft", "dpo", "surrogate")
         raise _refused("algorithm.name", unknown_name("algorithm", str(name)[:80], known), _LOSS_FLAG)
+    for field in ("advantage", "objective"):  # a recording may not name code to import
+        if ":" in str(value := header.algorithm.get(field)):
+            raise _refused(
+                f"algorithm.{field}", f"{str(value)[:80]!r} is not one of Lockstep's own", _LOSS_FLAG
+            )
     try:
         if name == "dpo":
             return DPOConfig.model_validate(dict(header.algorithm))

@@ -1,0 +1,99 @@
+"""What docs/how-to/extend.md shows: parts that stand outside of Lockstep, named as `module:attribute`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.algorithms.grpo import PolicyAlgorithm
+from lockstep.algorithms.policy_loss import PolicyLoss, PolicyTerms
+from lockstep.cli.main import main
+from lockstep.config.algorithm import GRPOConfig
+from lockstep.errors import ConfigError
+from lockstep.registry import load_object
+
+EXTEND = Path(__file__).resolve().parents[2] / "examples" / "extend"
+
+
+@pytest.fixture(autouse=True)
+def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, in which modules are looked for, and a path that is put back."""
+    monkeypatch.chdir(EXTEND)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def trained(folder: Path, *flags: str) -> list[dict[str, float]]:
+    """Metrics of the steps of `tiny`."""
+    words = [
+        "train",
+        "grpo",
+        "--recipe",
+        "tiny",
+        "--steps",
+        "4",
+        "--run-dir",
+        str(folder),
+        "--eval.no-before",
+    ]
+    assert main([*words, "--eval.no-after", *flags]) == 0
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_estimator() -> None:
+    estimator = load_object("ranked:advantages", what="the estimator")
+    rewards = torch.tensor([[0.1, 50.0, 0.2], [1.0, 1.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    assert estimator(rewards, mask)[mask].tolist() == [-1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_an_estimator_trains(tmp_path: Path) -> None:
+    rows = trained(tmp_path / "run", "--algorithm.advantage", "ranked:advantages")
+    assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_a_loss() -> None:
+    objective = load_object("simple_policy:loss", what="the loss")
+    ratio = torch.tensor([1.0, 1.5, 0.5])
+    terms = PolicyTerms(*[ratio] * len(PolicyTerms._fields))._replace(
+        ratio=ratio, advantages=torch.tensor([2.0, 2.0, -1.0])
+    )
+    config = GRPOConfig(objective="simple_policy:loss", clip_high=0.25).resolved()
+    # -(1.5 * 2 - 2 / 0.5 * 0.25) = -2; -(0.5 * -1 - 1 / 0.5 * 0.25) = 1
+    assert objective(terms, config).tolist() == pytest.approx([-2.0, -2.0, 1.0])
+    assert PolicyLoss(config).objective is objective
+
+
+def test_a_loss_trains(tmp_path: Path) -> None:
+    flags = ("--algorithm.objective", "simple_policy:loss", "--train.epochs-per-batch", "2")
+    rows = trained(tmp_path / "run", *flags)
+    clipped = trained(tmp_path / "clipped", "--train.epochs-per-batch", "2")
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert rows[-1]["loss"] != clipped[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--algorithm.advantage", "ranked:missing"), "has no attribute 'missing'"),
+        (("--algorithm.objective", "no_such_module:loss"), "no_such_module"),
+        (("--algorithm.advantage", "rank"), "unknown advantage estimator 'rank'"),
+        (("--algorithm.objective", "ppo-clip"), "did you mean 'ppo_clip'?"),
+    ],
+)
+def test_a_name_that_leads_nowhere(
+    flags: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "grpo", "--recipe", "tiny", "--run-dir", str(out), *flags]) == 2
+    assert says in capsys.readouterr().err and not out.exists()
+
+
+def test_a_class_of_ones_own_takes_grpos_values() -> None:
+    config = GRPOConfig(name="my_module:MyAlgorithm").resolved()
+    assert config.advantage == "group_mean_std" and config.clip_high == 0.2
+    with pytest.raises(ConfigError, match="my_module"):
+        PolicyAlgorithm(GRPOConfig(advantage="my_module:advantages"), max_tokens=8)
