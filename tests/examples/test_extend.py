@@ -97,3 +97,12 @@ def test_a_class_of_ones_own_takes_grpos_values() -> None:
     assert config.advantage == "group_mean_std" and config.clip_high == 0.2
     with pytest.raises(ConfigError, match="my_module"):
         PolicyAlgorithm(GRPOConfig(advantage="my_module:advantages"), max_tokens=8)
+
+
+def test_a_kernel_trains_as_sdpa_does(tmp_path: Path) -> None:
+    """tests/parity/test_documents.py holds it to what every kernel is held to."""
+    ours = trained(tmp_path / "dense", "--train.attention", "dense:attention")
+    theirs = trained(tmp_path / "sdpa", "--train.attention", "sdpa")
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)

@@ -48,7 +48,6 @@ BUCKET = Bucket(tokens=64, documents=16, max_seqlen=16)
 def tiny_model(architecture: str, kernel: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Weights large enough that attention is far from uniform; norms and biases are not ones and zeros."""
     config_name, class_name, extra = ARCHITECTURES[architecture]
-    attention.register()
     config = getattr(transformers, config_name)(**{**_SIZES, **extra})
     module: nn.Module = getattr(transformers, class_name)._from_config(
         config, attn_implementation=attention.implementation(kernel)

@@ -1,6 +1,8 @@
 """A document's logprobs and gradients do not depend on its neighbours: every cell of the support table."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +25,10 @@ ARRANGEMENTS = {
     "packed": [[0, 1, 2, 3, 4]],
     "other order": [[3, 0], [4, 2, 1]],
 }
-CELLS = list(cells_tested_by("ci-cpu:tests/parity/test_documents.py"))
+OURS = list(cells_tested_by("ci-cpu:tests/parity/test_documents.py"))
+# The kernel that docs/how-to/extend.md shows has to pass what ours pass.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "extend"))
+CELLS = OURS + [cell | {"attention": "dense:attention"} for cell in OURS if cell["attention"] == "varlen"]
 
 
 def layouts(cell):

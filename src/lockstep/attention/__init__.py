@@ -23,7 +23,6 @@ from lockstep.attention.adapters import (
     implementation,
     kernel_of,
     label,
-    register,
 )
 from lockstep.attention.cpu_reference import enable_cpu_reference
 from lockstep.attention.ring import Ring, ring_attention
@@ -37,6 +36,5 @@ __all__ = [
     "implementation",
     "kernel_of",
     "label",
-    "register",
     "ring_attention",
 ]

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lockstep.attention import flex, sdpa, varlen
 from lockstep.attention.ring import Ring, ring_attention
 from lockstep.errors import ConfigError, ModelError, unknown_name
+from lockstep.registry import load_object
 
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "sdpa": sdpa.attention,
@@ -22,16 +23,18 @@ PREFIX = "lockstep_"
 
 
 def implementation(kernel: str) -> str:
-    """The kernel's name in transformers' AttentionInterface: "sdpa" -> "lockstep_sdpa", "hf:NAME" -> "NAME".
+    """The kernel's name in transformers' AttentionInterface, which knows it from here on: "sdpa" ->
+    "lockstep_sdpa", "hf:NAME" -> "NAME", "module:function" -> "lockstep_module:function".
 
     Raises:
         ConfigError: there is no such kernel.
     """
-    if kernel in KERNELS:
-        return PREFIX + kernel
     if kernel.startswith("hf:") and len(kernel) > 3:
         return kernel.removeprefix("hf:")
-    raise ConfigError(unknown_name("attention kernel", kernel, [*KERNELS, "hf:NAME"]))
+    if kernel not in KERNELS and ":" not in kernel:
+        raise ConfigError(unknown_name("attention kernel", kernel, [*KERNELS, "hf:NAME", "module:function"]))
+    _register(kernel)
+    return PREFIX + kernel
 
 
 def kernel_of(name: str | None) -> str:
@@ -49,17 +52,16 @@ def label(kernel: str, device: torch.device, *, ring: int = 1) -> str:
     return "varlen (cpu reference)" if kernel == "varlen" and device.type == "cpu" else kernel
 
 
-def register() -> None:
-    """Make our kernels known to transformers; a second call does nothing.
+def _register(kernel: str) -> None:
+    """Make a kernel known to transformers; a second call does nothing.
 
     No mask function is registered: transformers then makes no mask at all, where a function that returns None
     would still cost it a device synchronisation per forward to look for packed documents.
     """
     from transformers import AttentionInterface
 
-    for kernel in KERNELS:
-        if PREFIX + kernel not in AttentionInterface._global_mapping:
-            AttentionInterface.register(PREFIX + kernel, _adapter(kernel))
+    if PREFIX + kernel not in AttentionInterface._global_mapping:
+        AttentionInterface.register(PREFIX + kernel, _adapter(kernel))
 
 
 def build_mask(
@@ -74,7 +76,7 @@ def build_mask(
 
 
 def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
-    attend = KERNELS[kernel]
+    attend = KERNELS.get(kernel) or load_object(kernel, what=f"attention kernel {kernel!r}")
 
     def forward(  # signature: transformers' AttentionInterface
         module: nn.Module,

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(cell: Mapping[str, str]) -> None:
     for axis, value in cell.items():
-        open_ended = (axis == "attention" and value.startswith("hf:")) or (axis == "engine" and ":" in value)
+        open_ended = axis in ("attention", "engine") and ":" in value
         if value not in AXES[axis] and not open_ended:
             raise ConfigError(f"--{axis}: {unknown_name(axis, value, AXES[axis])}")
 

@@ -31,6 +31,12 @@ def _check_name(name: str) -> str:
     return name
 
 
+def is_module_path(value: str) -> bool:
+    """Whether it has the form `module:attribute`."""
+    module, _, attribute = value.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+
+
 @dataclass(frozen=True, slots=True)
 class OneOf:
     """A validator: one of our own names, or `module:attribute`, which is looked up when the run starts."""
@@ -39,9 +45,7 @@ class OneOf:
     names: tuple[str, ...]
 
     def __call__(self, value: str) -> str:
-        module, colon, attribute = value.partition(":")
-        theirs = colon and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
-        if value not in self.names and not theirs:
+        if value not in self.names and not is_module_path(value):
             raise ValueError(unknown_name(self.kind, value[:80], [*self.names, "module:attribute"]))
         return value
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from lockstep.config.base import is_module_path
 from lockstep.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ Status = Literal["supported", "untested", "unsupported"]
 AXES: dict[str, tuple[str, ...]] = {
     "backend": ("local", "fsdp2", "deepspeed"),
     "engine": ("hf", "native", "vllm", "sglang"),
-    "attention": ("sdpa", "varlen", "flex", "hf:NAME"),
+    "attention": ("sdpa", "varlen", "flex", "hf:NAME", "module:function"),
     "execution": ("eager", "compile", "joint", "deepcompile"),
     "layout": ("packed", "padded"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "bfloat16", "float16"),
 }
-"""Every axis and its known values; `hf:NAME` stands for any implementation that transformers knows, and an
-engine may also be a `module:Class`."""
+"""Every axis and its known values. `hf:NAME` stands for any implementation that transformers knows,
+`module:function` for a kernel of the user's; an engine may also be a `module:Class`."""
 
 _HF_KERNEL = re.compile(r"hf:\w+", re.ASCII)
 """No slash: transformers would load hf:OWNER/NAME as code from the hub."""
@@ -365,7 +366,7 @@ BATCH_INVARIANT: tuple[Entry, ...] = (
     ),
     Entry(
         status="unsupported",
-        attention=("sdpa", "flex", "hf:NAME"),
+        attention=("sdpa", "flex", "hf:NAME", "module:function"),
         reason="how it splits the keys of a query may depend on what else is in the batch",
         instead="train.attention = 'varlen'",
     ),
@@ -500,14 +501,20 @@ def _cell(run: RunAxes) -> dict[str, str]:
 
 
 def _check_names(cell: dict[str, str]) -> None:
-    attention = cell.get("attention", "sdpa")
-    if attention not in AXES["attention"][:3] and not _HF_KERNEL.fullmatch(attention):
-        raise ConfigError(
-            f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
-        )
+    check_kernel(cell.get("attention", "sdpa"))
     engine = cell.get("engine", "hf")
     if engine not in AXES["engine"] and ":" not in engine:
         raise ConfigError(f"engine.name: {unknown_name('inference engine', engine, AXES['engine'])}")
+
+
+def check_kernel(name: str) -> None:
+    """Raise ConfigError unless `name` is an attention kernel of ours, `hf:NAME` or `module:function`."""
+    if name.startswith("hf:"):
+        known = _HF_KERNEL.fullmatch(name) is not None
+    else:
+        known = (name in AXES["attention"] and ":" not in name) or is_module_path(name)
+    if not known:
+        raise ConfigError(f"train.attention: {unknown_name('attention kernel', name, AXES['attention'])}")
 
 
 def _refusal(entry: Entry, cell: dict[str, str]) -> str:
@@ -522,4 +529,5 @@ def _one_of(value: str | None, allowed: tuple[str, ...]) -> bool:
         return True
     if value is None:
         return False
-    return value in allowed or ("hf:NAME" in allowed and value.startswith("hf:"))
+    stands_for = "hf:NAME" if value.startswith("hf:") else "module:function" if ":" in value else value
+    return value in allowed or stands_for in allowed

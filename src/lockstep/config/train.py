@@ -34,7 +34,8 @@ class TrainConfig(Config):
     parameter_device: Literal["model", "cpu"] = "model"
     """cpu: fsdp2 and deepspeed (ZeRO 3) keep their share of the weights in host memory between uses."""
     attention: Name = "auto"
-    """sdpa, varlen, flex, hf:NAME; auto: varlen if batch-invariant or on CUDA below float32, else sdpa."""
+    """sdpa, varlen, flex, hf:NAME, or your own `module:function`; auto: varlen if batch-invariant or on CUDA
+    below float32, else sdpa."""
     execution: Execution = "eager"
     """compile: every block of layers by torch.compile. joint: forward and backward of the whole decoder as
     one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's."""

@@ -121,7 +121,6 @@ def check_proof(config: PretrainedConfig, *, kind: str, ways: Ways, name: str) -
 def forward_gaps(small: PretrainedConfig) -> list[Gap]:
     """Measure a miniature packed, packed in another order, alone and padded on either side, with each
     kernel."""
-    attention.register()
     docs = documents()
     truth = [eager_logprobs(small, ids) for ids in docs]
     everything, alone = [tuple(range(len(docs)))], [(i,) for i in range(len(docs))]

@@ -285,7 +285,7 @@ def _padded_kwargs(kernel: str, rows: _DenseRows, config: Any, *, compiled: bool
         return {"attention_mask": (~rows.pads).long()}
     num_rows, width = rows.token_ids.shape
     kwargs: dict[str, Any] = {"cu_seqlens": rows.cu_seqlens, "max_seqlen": width}
-    if kernel == "varlen":
+    if kernel not in ("sdpa", "flex"):  # a row is a document, pads are one too
         return kwargs
     windows = dict.fromkeys(layer_windows(config))
     if kernel == "flex":

@@ -229,10 +229,10 @@ def skeleton(module: nn.Module, implementation: str) -> nn.Module:
 
 
 def attention_implementation(kernel: str) -> str:
-    """Return the name of `kernel` in transformers' AttentionInterface, registered there if it is ours."""
+    """Return the name of `kernel` in transformers' AttentionInterface, registered there unless it is
+    transformers' own."""
     from lockstep import attention  # lazy: `lockstep plan` and `doctor` need no kernels
 
-    attention.register()
     return attention.implementation(kernel)
 
 

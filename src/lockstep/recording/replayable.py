@@ -22,7 +22,9 @@ from lockstep.schema.recording import InputMeta, RecordingHeader
 if TYPE_CHECKING:
     from lockstep.recording.reader import Recording
 
-KERNELS = tuple(sorted({name for entry in TABLE for name in entry.attention} - {"hf:NAME"}))
+KERNELS = tuple(
+    sorted({name for entry in TABLE for name in entry.attention} - {"hf:NAME", "module:function"})
+)
 """Attention kernels that a recording may name. A user's own flag may name any other: transformers loads
 native code from a hub repository whose name it is given, so a file must not choose it."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.support import AXES as SUPPORT_AXES
+from lockstep.config.support import check_kernel
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.replay.cell import Cell, check_cell
 
@@ -78,9 +79,10 @@ def _flash(value: str) -> tuple[str, dict[str, Any]]:
 
 
 def _attention(value: str) -> tuple[str, dict[str, Any]]:
-    known = SUPPORT_AXES["attention"]
-    if value not in known[:3] and not (value.startswith("hf:") and len(value) > 3):
-        raise ValueError(unknown_name("attention kernel", value, known))
+    try:
+        check_kernel(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
     return value, {"attention": value}
 
 
