@@ -61,7 +61,7 @@ class ParityError(LockstepError, AssertionError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text for an unknown name: what it was, the nearest known names first, then all of them.
+    """Return the message for an unknown name: the name, the nearest known names, then all of them.
 
     Example:
         >>> unknown_name("train backend", "fsdp", ["local", "fsdp2"])

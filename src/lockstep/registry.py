@@ -1,4 +1,4 @@
-"""Lazy tables of components: a name maps to "module:Class", imported only when it is asked for."""
+"""Lazy tables of components: a name maps to "module:Class", imported on first use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Registry(Mapping[str, str]):
         return len(self._table)
 
     def load(self, name: str) -> Any:
-        """The object behind `name`, imported now."""
+        """Import and return the object behind `name`."""
         target = self._table.get(name, name)
         if ":" not in target:
             raise ConfigError(unknown_name(self.kind, name, self._table))

@@ -18,7 +18,7 @@ Rows = Tensor | slice
 
 
 class DPOLoss:
-    """A TokenLoss over pairs; not separable, since the gradient of a token depends on both answers whole.
+    """A TokenLoss over pairs; not separable, since a token's gradient depends on all of both answers.
 
     Raises:
         TrainError: from a call, when the batch holds no pairs or no ref_logprobs.
@@ -62,19 +62,19 @@ class DPO:
         self.config = config
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """[L] float32 per sample: 1 / pairs of the step at every trained token: the loss is the mean over
-        pairs. Raises DataError when there is an odd number of samples."""
+        """Return [L] float32 per sample: 1 / pairs of the step at every trained token, so that the loss is
+        the mean over pairs. Raises DataError when there is an odd number of samples."""
         if len(samples) % 2:
             raise DataError(f"{len(samples)} samples are no preference pairs: there is one without its other")
         return [sample.loss_mask.to(torch.float32) * (2.0 / len(samples)) for sample in samples]
 
     def loss(self) -> DPOLoss:
-        """Not separable."""
+        """Return the loss, which is not separable."""
         return DPOLoss(self.config)
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """Means over the step's pairs: rewards (beta log(policy / ref), nats) of chosen and rejected answers,
-        their margin, and the share of pairs whose chosen answer has the higher one."""
+        """Return means over the step's pairs: rewards (beta log(policy / ref), nats) of chosen and rejected
+        answers, their margin, and the share of pairs whose chosen answer has the higher one."""
         loss = self.loss()
         chosen, rejected = (
             torch.cat(column) * self.config.beta

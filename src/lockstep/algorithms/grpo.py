@@ -26,7 +26,7 @@ class PolicyAlgorithm:
     """protocols.Algorithm over groups of rollouts.
 
     Args:
-        config: need not be resolved.
+        config: resolved or not.
         max_tokens: completion tokens that sampling allows; overlong and the constant aggregation refer to it.
 
     Raises:
@@ -52,13 +52,14 @@ class PolicyAlgorithm:
             )
 
     def keep(self, group: RolloutGroup) -> bool:
-        """Under dynamic sampling, only a group whose rewards, before shaping, are not all equal."""
+        """Return whether to keep the group: under dynamic sampling only if its rewards, before shaping, are
+        not all equal."""
         return not self.config.dynamic_sampling or len({rollout.reward for rollout in group.rollouts}) > 1
 
     def shape(
         self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
     ) -> list[RolloutGroup]:
-        """Adds `overlong` and `kl` to the rewards, where the algorithm has them."""
+        """Add `overlong` and `kl` to the rewards, where the algorithm has them."""
         penalties = self._kl_penalties(groups, ref_logprobs)
         shaped, start = [], 0
         for group in groups:
@@ -85,7 +86,7 @@ class PolicyAlgorithm:
     ) -> list[Tensor]:
         """Per rollout, [n] of its completion tokens: -coef * k1 of KL(rollout || ref), or zeros.
 
-        The engine's logprobs stand for the policy's: they are what the tokens were drawn from."""
+        The engine's logprobs stand for the policy's, because the tokens were sampled from them."""
         if not self.ref_in_reward:
             return [torch.zeros(len(r.completion.token_ids)) for group in groups for r in group.rollouts]
         samples = rollout_samples(groups)
@@ -102,7 +103,7 @@ class PolicyAlgorithm:
     def samples(
         self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
     ) -> list[PolicySample]:
-        """Advantages of shaped groups; see lockstep.ops.advantages for their formulas."""
+        """Compute the advantages of shaped groups; see lockstep.ops.advantages for their formulas."""
         self._check_shaped(groups)
         rewards, mask = _reward_matrix(groups)
         if self._per_group is not None:
@@ -146,7 +147,8 @@ class PolicyAlgorithm:
         return loss_weights(masks, aggregation=self.config.aggregation, max_tokens=self.max_tokens)
 
     def loss(self) -> PolicyLoss:
-        """Not separable with sequence-level ratios or corrections: a call must then see whole documents."""
+        """Return the loss. It is not separable with sequence-level ratios or corrections: a call must then
+        see whole documents."""
         return PolicyLoss(self.config)
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
@@ -155,7 +157,7 @@ class PolicyAlgorithm:
 
 
 def _reward_matrix(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
-    """Rewards [G, n] float64, and [G, n] bool where there are any: rollouts may be missing."""
+    """Rewards [G, n] float64, and [G, n] bool, True where there is a rollout: some may be missing."""
     width = max((len(group.rollouts) for group in groups), default=0)
     rewards = torch.zeros(len(groups), width, dtype=torch.float64)
     mask = torch.zeros(len(groups), width, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What a policy-gradient step reports: means and extremes over the trained tokens of the whole step."""
+"""Metrics of a policy-gradient step: means and extremes over the trained tokens of the whole step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.schema.batch import PackedBatch, PolicyBatch
 
 
 def policy_metrics(loss: PolicyLoss, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-    """Per step, over all trained tokens of `batches`; empty when there is none.
+    """Return the metrics of a step over all trained tokens of `batches`; empty when there is none.
 
     entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and rollout_masked_share are
     shares of tokens.
@@ -30,22 +30,22 @@ def policy_metrics(loss: PolicyLoss, batches: Sequence[PackedBatch], stats: Step
     terms = PolicyTerms(*(_trained(column, masks) for column in zip(*per_batch, strict=True)))
     if terms.mask.numel() == 0:
         return {}
-    found = {
+    metrics = {
         "entropy": _trained(stats.entropy, masks).mean(),
         **_ratio_metrics(loss, terms),
         **_gap_metrics(terms.logprob_gap),
     }
     if loss.config.rollout_correction.kind != "none":
-        found["rollout_is_weight_mean"] = terms.is_weight.mean()
-        found["rollout_is_weight_max"] = terms.is_weight.amax()
-        found["rollout_masked_share"] = (terms.is_weight == 0).float().mean()
+        metrics["rollout_is_weight_mean"] = terms.is_weight.mean()
+        metrics["rollout_is_weight_max"] = terms.is_weight.amax()
+        metrics["rollout_masked_share"] = (terms.is_weight == 0).float().mean()
     refs = [batch.ref_logprobs for batch in batches if isinstance(batch, PolicyBatch)]
     known = [ref for ref in refs if ref is not None]
     if known:
         policy, ref = _trained(stats.logprobs, masks), _trained(known, masks)
-        found |= _ref_metrics(loss, policy, ref)
-    values = torch.stack([value.float() for value in found.values()]).tolist()  # one copy from the device
-    return dict(zip(found, values, strict=True))
+        metrics |= _ref_metrics(loss, policy, ref)
+    values = torch.stack([value.float() for value in metrics.values()]).tolist()  # one copy from the device
+    return dict(zip(metrics, values, strict=True))
 
 
 def _trained(per_batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
@@ -60,11 +60,11 @@ def _ratio_metrics(loss: PolicyLoss, terms: PolicyTerms) -> dict[str, Tensor]:
     if loss.config.objective == "ppo_clip":
         below, above = below & (terms.advantages < 0), above & (terms.advantages > 0)
     dual = loss.config.dual_clip
-    held = {} if dual is None else {"clip_fraction_dual": (terms.ratio > dual) & (terms.advantages < 0)}
+    clipped = {} if dual is None else {"clip_fraction_dual": (terms.ratio > dual) & (terms.advantages < 0)}
     return {
         "clip_fraction_low": below.float().mean(),
         "clip_fraction_high": above.float().mean(),
-        **{name: share.float().mean() for name, share in held.items()},
+        **{name: share.float().mean() for name, share in clipped.items()},
         "importance_ratio_clamped": (terms.log_ratio.abs() > MAX_LOG_RATIO).float().mean(),
         "importance_ratio_mean": terms.ratio.mean(),
         "importance_ratio_max": terms.ratio.amax(),
@@ -73,14 +73,14 @@ def _ratio_metrics(loss: PolicyLoss, terms: PolicyTerms) -> dict[str, Tensor]:
 
 
 def _ref_metrics(loss: PolicyLoss, policy: Tensor, ref: Tensor) -> dict[str, Tensor]:
-    """As the loss has it: k3 of a token counts at most max_nats."""
+    """KL to the reference as in the loss: k3 of a token counts at most max_nats."""
     config = loss.config.kl
     assert config.estimator is not None
     estimate = kl(policy, ref, estimator=config.estimator, max_nats=config.max_nats)
     if config.estimator != "k3":
         return {"kl_ref": estimate.mean()}
-    held = (estimate >= config.max_nats) | ((ref - policy).abs() > MAX_LOG_RATIO)
-    return {"kl_ref": estimate.mean(), "kl_clamped": held.float().mean()}
+    clamped = (estimate >= config.max_nats) | ((ref - policy).abs() > MAX_LOG_RATIO)
+    return {"kl_ref": estimate.mean(), "kl_clamped": clamped.float().mean()}
 
 
 def _gap_metrics(gap: Tensor) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ Rows = Tensor | slice
 
 
 class PolicyTerms(NamedTuple):
-    """What the loss is made of, [R] each; finite where mask is False, whatever the inputs hold there."""
+    """The terms of the loss, [R] each; finite where mask is False, whatever the inputs hold there."""
 
     mask: Tensor
     logprobs: Tensor
@@ -65,7 +65,7 @@ def cispo_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
 class PolicyLoss:
     """A TokenLoss: clipped policy gradient x rollout_is_weight + KL to ref - entropy, times loss_weights.
 
-    What a per-token input holds where loss_mask is False is never seen, NaN and inf included.
+    Per-token inputs are ignored where loss_mask is False, NaN and inf included.
 
     Args:
         config: resolved: no option of the algorithm is None.
@@ -113,7 +113,7 @@ class PolicyLoss:
         return kl(policy, ref, estimator=config.estimator, max_nats=config.max_nats)
 
     def terms(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> PolicyTerms:
-        """The parts of the loss, also what `metrics` reports. logprobs: [R], of `batch.labels[rows]`."""
+        """Return the terms of the loss, which `metrics` reads too. logprobs: [R], of `batch.labels[rows]`."""
         batch, correction = _policy_batch(batch), self.config.rollout_correction
         mask = batch.loss_mask[rows]
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows]
@@ -142,7 +142,7 @@ class PolicyLoss:
 
 
 def ref_logprobs(batch: PolicyBatch) -> Tensor:
-    """[T]; a TrainError where the reference did not run."""
+    """Return the batch's ref_logprobs, [T]. Raises TrainError where the reference did not run."""
     if batch.ref_logprobs is None:
         raise TrainError(
             "the loss has a KL term but the batch has no ref_logprobs; run backend.logprobs(model='ref') "

@@ -13,7 +13,7 @@ from lockstep.schema.rollout import Completion, RolloutGroup
 
 
 def policy_sample(completion: Completion, *, advantages: Tensor | float, sample_id: int = 0) -> PolicySample:
-    """The document prompt + completion, trained on every token of the completion.
+    """Return the document prompt + completion, trained on every token of the completion.
 
     Args:
         completion: n sampled tokens with their logprobs.
@@ -54,7 +54,7 @@ def policy_sample(completion: Completion, *, advantages: Tensor | float, sample_
 def rollout_samples(
     groups: Iterable[RolloutGroup], *, advantages: Sequence[Tensor | float] | None = None
 ) -> list[PolicySample]:
-    """One sample per rollout, in order, sample_id counting from 0.
+    """Return one sample per rollout, in order, sample_id counting from 0.
 
     Args:
         advantages: one entry per rollout, as `policy_sample` takes them. None: all 0, for packs that go

@@ -37,11 +37,11 @@ class SFT:
         return loss_weights([sample.loss_mask for sample in samples], aggregation=self.config.aggregation)
 
     def loss(self) -> SFTLoss:
-        """Separable."""
+        """Return the loss, which is separable."""
         return SFTLoss()
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """nll and entropy per trained token of the step, nats; empty when there is none."""
+        """Return nll and entropy per trained token of the step, nats; empty when there is none."""
         masks = [
             batch.loss_mask.to(logprobs.device)
             for batch, logprobs in zip(batches, stats.logprobs, strict=True)

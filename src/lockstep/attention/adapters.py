@@ -23,7 +23,7 @@ PREFIX = "lockstep_"
 
 
 def implementation(kernel: str) -> str:
-    """The kernel's name in transformers' AttentionInterface, which knows it from here on: "sdpa" ->
+    """Register the kernel with transformers' AttentionInterface and return its name there: "sdpa" ->
     "lockstep_sdpa", "hf:NAME" -> "NAME", "module:function" -> "lockstep_module:function".
 
     Raises:
@@ -38,22 +38,22 @@ def implementation(kernel: str) -> str:
 
 
 def kernel_of(name: str | None) -> str:
-    """The inverse of `implementation`."""
+    """Return the kernel of a name in AttentionInterface: the inverse of `implementation`."""
     if name is not None and name.startswith(PREFIX):
         return name.removeprefix(PREFIX)
     return f"hf:{name or 'eager'}"
 
 
 def label(kernel: str, device: torch.device, *, ring: int = 1) -> str:
-    """How reports name the kernel; timings of a reference kernel are not comparable. A ring runs varlen's
-    kernels under either name that it takes."""
+    """Return the kernel's name for reports, which marks reference kernels: their timings are not comparable.
+    A ring runs varlen's kernels under either name that it takes."""
     if ring > 1:
         return f"ring of {ring} (cpu reference)" if device.type == "cpu" else f"ring of {ring} {kernel}"
     return "varlen (cpu reference)" if kernel == "varlen" and device.type == "cpu" else kernel
 
 
 def _register(kernel: str) -> None:
-    """Make a kernel known to transformers; a second call does nothing.
+    """Register a kernel with transformers; a second call does nothing.
 
     No mask function is registered: transformers then makes no mask at all, where a function that returns None
     would still cost it a device synchronisation per forward to look for packed documents.
@@ -67,7 +67,8 @@ def _register(kernel: str) -> None:
 def build_mask(
     kernel: str, cu_seqlens: Tensor, *, num_slots: int, window: int | None
 ) -> Tensor | BlockMask | None:
-    """What the layers of one forward share for one window; None for a kernel that needs only cu_seqlens."""
+    """Build the mask that the layers of one forward share for one window; None for a kernel that needs only
+    cu_seqlens."""
     if kernel == "flex":
         return flex.build_mask(cu_seqlens, num_slots=num_slots, window=window)
     if kernel == "sdpa":

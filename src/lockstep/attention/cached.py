@@ -1,9 +1,9 @@
-"""Attention to keys and values that are kept: one op that stores the new ones and attends to all.
+"""Attention over a KV cache: one op that stores the new keys and values and attends to all.
 
-    pool        [P, K, H]: keys (another holds the values) of all documents; a document's are consecutive rows
-    slots       [T] int64: the pool row of every new token
+    k_cache     [P, K, H]: the keys of all documents, as v_cache the values; a document's are consecutive rows
+    slots       [T] int64: the cache row of every new token
     cu_q        [D + 1] int32: document d's new tokens are rows cu_q[d] to cu_q[d + 1]; its last ones
-    starts      [D + 1] int32: document d's first row in the pool; in any order; the last entry is not read
+    starts      [D + 1] int32: document d's first row in the cache; in any order; the last entry is not read
     used        [D] int32: how many keys the document has, the new ones included; 0: its rows get zeros
     max_q       no document has more new tokens
     max_k       no document has more keys
@@ -16,7 +16,7 @@ never 1 with grouped heads), it splits where `num_splits` does not forbid it (to
 blocks are counted from the document's first key (so the window is left to the kernel).
 
 In decode the query heads of one kv head are made rows of a document, which then needs no causal mask; so the
-pool is read once a kv head and not once a query head.
+cache is read once per kv head and not once per query head.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _NO_SPLITS: dict[str, Any] = (
 )
 
 
-@torch.library.custom_op("lockstep::store_and_attend", mutates_args=("k_pool", "v_pool"))
+@torch.library.custom_op("lockstep::store_and_attend", mutates_args=("k_cache", "v_cache"))
 def store_and_attend(  # signature: an op takes tensors and numbers, no records
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     slots: Tensor,
     cu_q: Tensor,
     starts: Tensor,
@@ -53,15 +53,15 @@ def store_and_attend(  # signature: an op takes tensors and numbers, no records
     window: int | None,
     decode: bool,
 ) -> Tensor:
-    """Write k and v [T, K, H] to `slots` of the pools, then q [T, N, H] attends -> [T, N, H].
+    """Write k and v [T, K, H] to `slots` of the cache, then attend with q [T, N, H] -> [T, N, H].
 
     `window` counts the query itself (transformers' sliding_window). See the module for the rest.
     """
-    store(k_pool, v_pool, k, v, slots)
+    store(k_cache, v_cache, k, v, slots)
     return cached_attention(
         q,
-        k_pool,
-        v_pool,
+        k_cache,
+        v_cache,
         cu_q=cu_q,
         starts=starts,
         used=used,
@@ -78,16 +78,16 @@ def _fake(q: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def store(k_pool: Tensor, v_pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Rows `slots` [T] of the pools become k and v [T, K, H]."""
-    k_pool.index_copy_(0, slots, k)
-    v_pool.index_copy_(0, slots, v)
+def store(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write k and v [T, K, H] to rows `slots` [T] of the cache."""
+    k_cache.index_copy_(0, slots, k)
+    v_cache.index_copy_(0, slots, v)
 
 
 def cached_attention(  # signature: the op's
     q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     *,
     cu_q: Tensor,
     starts: Tensor,
@@ -98,10 +98,10 @@ def cached_attention(  # signature: the op's
     window: int | None,
     decode: bool,
 ) -> Tensor:
-    """q [T, N, H] -> [T, N, H], over keys that are in the pools already; see the module."""
+    """q [T, N, H] -> [T, N, H], over keys that are in the cache already; see the module."""
     if q.device.type == "cpu":
         enable_cpu_reference()
-    documents, kv_heads = used.shape[0], k_pool.shape[1]
+    documents, kv_heads = used.shape[0], k_cache.shape[1]
     group = q.shape[1] // kv_heads
     as_rows = decode and window is None and _rows_keep_blocks(q.device)
     if as_rows:
@@ -111,8 +111,8 @@ def cached_attention(  # signature: the op's
         max_q = 2  # with 1 the kernel would swap heads for rows, and split the keys
     out: Tensor = _flash(
         q,
-        k_pool,
-        v_pool,
+        k_cache,
+        v_cache,
         cu_q,
         starts,
         max_q,
@@ -133,7 +133,7 @@ def cached_attention(  # signature: the op's
 
 @functools.cache
 def _rows_keep_blocks(device: torch.device) -> bool:
-    """Whether the kernel has the same key blocks with and without a causal mask.
+    """Return whether the kernel has the same key blocks with and without a causal mask.
 
     Not on compute capability 8.6 and 8.9, where some head dimensions have other tiles for causal attention
     (flash_fwd_launch_template.h, is_sm8x). The CPU kernel counts tiles from the document's first token only

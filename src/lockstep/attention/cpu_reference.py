@@ -1,9 +1,8 @@
 """Reference CPU kernels for torch's flash attention ops, so that `varlen` runs, and is tested, without a GPU.
 
 `enable_cpu_reference` registers them for aten::_flash_attention_forward and _backward under the CPU dispatch
-key, which torch 2.11 to 2.13 leave empty. Registration holds for the whole process and cannot be taken back;
-it happens only when the kernel `varlen` is used on CPU tensors, and never over a kernel that is already
-there.
+key, which torch 2.11 to 2.13 leave empty. Registration holds for the whole process and cannot be undone; it
+happens only when the kernel `varlen` is used on CPU tensors, and never replaces an existing kernel.
 
 The backward is the closed form of Dao et al., FlashAttention (arXiv 2205.14135), appendix B.2: inside a
 custom op autograd is switched off, so torch.autograd.grad is no option.
@@ -64,12 +63,11 @@ def _forward(  # signature: torch's flash op
     num_splits: int | None = None,
     **unsupported: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q [T, N, H], k and v [T, K, H] -> out [T, N, H], logsumexp [N, T] float32, and three outputs nobody
-    reads."""
-    given = sorted(name for name, value in unsupported.items() if value is not None)
-    if given or dropout_p or cu_q is None or cu_k is None:
+    """q [T, N, H], k and v [T, K, H] -> out [T, N, H], logsumexp [N, T] float32, and three unused outputs."""
+    arguments = sorted(name for name, value in unsupported.items() if value is not None)
+    if arguments or dropout_p or cu_q is None or cu_k is None:
         raise NotImplementedError(
-            f"the CPU reference kernel takes packed documents only, not {given or 'this'}"
+            f"the CPU reference kernel takes packed documents only, not {arguments or 'this'}"
         )
     window = _window(is_causal, window_size_left, window_size_right)
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -45,7 +45,7 @@ def attention(  # signature: every kernel's, see lockstep.attention
 
 
 def build_mask(cu_seqlens: Tensor, *, num_slots: int, window: int | None) -> BlockMask:
-    """The block mask of a pack; blocks of other documents are never computed."""
+    """Build the block mask of a pack; blocks of other documents are never computed."""
     ids = document_ids(cu_seqlens, num_slots)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Dense masks: which key each query may see."""
+"""Dense masks: the keys that each query may see."""
 
 from __future__ import annotations
 

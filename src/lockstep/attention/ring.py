@@ -1,14 +1,15 @@
 """Ring attention over packed documents: each rank keeps its queries, keys and values go round.
 
-`lockstep.packing.ring_shard` says who owns what. Each step is one call of torch's flash attention ops, whose
-log-sum-exp lets outputs over different keys be merged exactly (Liu, Zaharia, Abbeel, Ring Attention, arXiv
-2310.01889; the zigzag is that of Llama 3 and of zhuzilin/ring-flash-attention).
+`lockstep.packing.ring_shard` assigns the slots to ranks. Each step is one call of torch's flash attention
+ops, whose log-sum-exp lets outputs over different keys be merged exactly (Liu, Zaharia, Abbeel, Ring
+Attention, arXiv 2310.01889; the zigzag is that of Llama 3 and of zhuzilin/ring-flash-attention).
 
 Layout. A rank's two chunks of a document lie side by side, and a step that needs only one of them gives the
 other an empty partner in cu_seqlens. So no half is ever copied out, every step is one kernel call for any
-number of documents, step 0 is plain causal attention, and what travels is a slice. The price: a step against
-a later rank also merges rows that saw nothing. It is no loss of time, because in that same step the last rank
-has to merge all of its rows anyway. Halves laid out one after the other would need two calls a step.
+number of documents, step 0 is plain causal attention, and each message is one slice. The price: a step
+against a later rank also merges rows that saw nothing. It is no loss of time, because in that same step the
+last rank has to merge all of its rows anyway. Halves laid out one after the other would need two calls a
+step.
 
 Forward, step i: the keys of rank r - i are here; those of r - i - 1 are on their way while the kernel runs.
 Backward: the same round again; a block's gradients follow from the *final* output and log-sum-exp. dk and dv
@@ -37,7 +38,7 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """The ranks that share the slots of a pack, and what this one has of it."""
+    """The ranks that share the slots of a pack, and this rank's shard."""
 
     shard: RingShard
     group: dist.ProcessGroup
@@ -56,7 +57,7 @@ def ring_attention(
     """Causal attention of q [t, N, H] to the keys k and v [t, K, H] of all ranks -> [t, N, H].
 
     Rows are those of `shard`, on its device; every rank of the ring calls it, also one with t = 0. A ring of
-    one is `varlen` to the bit. Differentiable once.
+    one is bitwise equal to `varlen`. Differentiable once.
 
     Args:
         scale: of the scores; None: H ** -0.5.
@@ -93,7 +94,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float | None) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = _forward(q, k, v, _Round(ring), scale)
+        out, lse = _forward(q, k, v, _RingPass(ring), scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring, ctx.scale = ring, scale
         return out
@@ -104,7 +105,7 @@ class _RingAttention(torch.autograd.Function):
         # .contiguous(): gloo sends dense permuted tensors in memory order, and the kernels want rows.
         q, k, v, out, lse = ctx.saved_tensors
         saved = _Saved(grad=grad.contiguous(), q=q, k=k, v=v, out=out, lse=lse)
-        return (*_backward(saved, _Round(ctx.ring), ctx.scale), None, None)
+        return (*_backward(saved, _RingPass(ctx.ring), ctx.scale), None, None)
 
 
 _apply: Callable[..., Tensor] = _RingAttention.apply  # torch gives it no type
@@ -131,17 +132,17 @@ class _Saved:
         )
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _Round, scale: float | None) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _RingPass, scale: float | None) -> tuple[Tensor, Tensor]:
     """out [t, N, H], lse [N, t]."""
     shard, rows = ring.shard, ring.rows
-    coming = ring.send_on((k[:rows], v[:rows]), step=1, tag=_KV_TAG)
+    in_flight = ring.send_on((k[:rows], v[:rows]), step=1, tag=_KV_TAG)
     out, lse = _attend(q, k, v, shard.own, scale, causal=True)
     if not shard.others:
         return out, lse
     merged, merged_lse = out[:rows], lse[:, :rows].contiguous()
     for i, step in enumerate(shard.others, start=1):
-        kv = coming.wait()
-        coming = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
+        kv = in_flight.wait()
+        in_flight = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
         block = _attend(q[:rows], *kv, step, scale, causal=False)
         dtype = q.dtype if i == len(shard.others) else _sum_dtype(q)
         merged, merged_lse = _merge(merged, merged_lse, *block, dtype)
@@ -151,10 +152,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _Round, scale: float | None)
     return out, lse
 
 
-def _backward(saved: _Saved, ring: _Round, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: _Saved, ring: _RingPass, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     shard, rows = ring.shard, ring.rows
-    coming = ring.send_on((saved.k[:rows], saved.v[:rows]), step=1, tag=_KV_TAG)
+    in_flight = ring.send_on((saved.k[:rows], saved.v[:rows]), step=1, tag=_KV_TAG)
     dq, dk, dv = _attend_backward(saved, saved.k, saved.v, shard.own, scale, causal=True)
     if not shard.others:
         return dq, dk, dv
@@ -162,8 +163,8 @@ def _backward(saved: _Saved, ring: _Round, scale: float | None) -> tuple[Tensor,
     sums = (dk[:rows].to(_sum_dtype(dk)), dv[:rows].to(_sum_dtype(dv)))
     homeward = ring.send_on(sums, step=1, tag=_GRAD_TAG)
     for i, step in enumerate(shard.others, start=1):
-        kv = coming.wait()
-        coming = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
+        kv = in_flight.wait()
+        in_flight = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
         block_dq, block_dk, block_dv = _attend_backward(part, *kv, step, scale, causal=False)
         sums = homeward.wait()  # of the keys that are here: sent off by the rank that had them before
         sums[0].add_(block_dk)
@@ -309,26 +310,26 @@ def _varies(dim: int, *tensors: Tensor) -> None:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-# --- the way round ------------------------------------------------------------------------------------------
+# --- communication ------------------------------------------------------------------------------------------
 
 
-class _Round:
-    """One time round the ring; sends go to the next rank, what arrives is from the one before."""
+class _RingPass:
+    """One pass round the ring: each rank sends to the next one and receives from the one before."""
 
     def __init__(self, ring: Ring) -> None:
         self.shard, self._group = ring.shard, ring.group
         self.rows = self.shard.divided[self.shard.rank]
         """Rows of divided documents here."""
 
-    def send_on(self, tensors: tuple[Tensor, Tensor], *, step: int, tag: int) -> _Coming:
-        """Begin to pass two tensors on, of the same rows, and to receive those that this rank works on in
-        `step`, or, as gradients, adds to in it. Gradients of step R are this rank's own, home again.
+    def send_on(self, tensors: tuple[Tensor, Tensor], *, step: int, tag: int) -> _InFlight:
+        """Start to send two tensors of the same rows, and to receive those that this rank works on in `step`,
+        or, as gradients, adds to in it. Gradients of step R are this rank's own again.
 
-        Nothing moves where no document is divided, nor keys that have been everywhere.
+        Nothing is sent where no document is divided, nor keys that every rank has had.
         """
         shard = self.shard
         if not shard.others or (step == shard.size and tag == _KV_TAG):
-            return _Coming(tensors, [], None)
+            return _InFlight(tensors, [], None)
         rows = shard.divided[(shard.rank - step) % shard.size]
         staged = tensors[0].is_cuda and self._backend(tensors[0].device) == "gloo"
         out = [x.cpu() for x in tensors] if staged else list(tensors)
@@ -340,7 +341,7 @@ class _Round:
         ops = [dist.P2POp(dist.isend, x, after, self._group, tag + i) for i, x in enumerate(out)]
         ops += [dist.P2POp(dist.irecv, x, before, self._group, tag + i) for i, x in enumerate(received)]
         works = dist.batch_isend_irecv(ops)
-        return _Coming((received[0], received[1]), works, tensors[0].device if staged else None, out)
+        return _InFlight((received[0], received[1]), works, tensors[0].device if staged else None, out)
 
     def _backend(self, device: torch.device) -> str:
         pairs = [pair.split(":") for pair in dist.get_backend_config(self._group).split(",")]
@@ -348,18 +349,18 @@ class _Round:
 
 
 @dataclass(slots=True)
-class _Coming:
-    """Two tensors that are on their way."""
+class _InFlight:
+    """Two tensors that are being received."""
 
     tensors: tuple[Tensor, Tensor]
     works: list[Any]
     device: torch.device | None
-    """Where they have to be moved once they are here: several ranks on one GPU talk through the host."""
+    """The device to move them to after they arrive: several ranks on one GPU communicate through the host."""
     sent: list[Tensor] | None = None
-    """Alive until they have left."""
+    """The sent tensors, kept alive until they have left."""
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """The tensors; on CUDA the stream waits, not the host."""
+        """Wait for the tensors and return them; on CUDA the stream waits, not the host."""
         for work in self.works:
             work.wait()
         self.sent = None

@@ -1,4 +1,4 @@
-"""Execution modes: what of a model is compiled, and what the compiler did."""
+"""Execution modes: which parts of a model are compiled, and counts of what the compiler did."""
 
 from lockstep.execution.cache import compile_cache, use_compile_cache
 from lockstep.execution.capacity import Capacity

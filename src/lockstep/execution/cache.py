@@ -1,4 +1,4 @@
-"""Where compiled code is kept between processes."""
+"""The cache of compiled code, which processes share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_cache() -> Path:
-    """$TORCHINDUCTOR_CACHE_DIR, else $XDG_CACHE_HOME/lockstep/inductor, else ~/.cache/lockstep/inductor."""
+    """Return $TORCHINDUCTOR_CACHE_DIR, else $XDG_CACHE_HOME/lockstep/inductor, else
+    ~/.cache/lockstep/inductor."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     own = os.environ.get(_VARIABLE)
@@ -23,8 +24,8 @@ def compile_cache() -> Path:
 
 
 def use_compile_cache() -> Path:
-    """Make inductor keep its kernels and graphs in `compile_cache()`, so that the next start finds them; what
-    calls a compiler calls this before. A second call does nothing.
+    """Make inductor keep its kernels and graphs in `compile_cache()`, so that the next start finds them; to
+    be called before a compiler is. A second call does nothing.
 
     The keys are torch's own: graph, shapes, settings, torch's version and hardware. FX graph cache and AOT
     autograd cache are on unless the user turned them off (TORCHINDUCTOR_FX_GRAPH_CACHE,

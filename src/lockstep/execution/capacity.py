@@ -1,4 +1,4 @@
-"""Static capacities: inputs of a decoder padded to one of a few shapes, so that a graph serves many packs."""
+"""Static capacities: pad a decoder's inputs to one of a few shapes, so that one graph serves many packs."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from lockstep.errors import ConfigError, TrainError
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Capacity:
-    """Shape of the packs that one graph is made for."""
+    """The shape of the packs that one graph is made for."""
 
     tokens: int
     """T."""
     documents: int
-    """D_cap: documents, with those that cover the padded tail."""
+    """D_cap: real documents and pad documents in the padded tail."""
     max_seqlen: int
     """Longest document, real or pad; part of the graph."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderCall:
-    """What the decoder is called with."""
+    """The arguments of one call of the decoder."""
 
     input_ids: Tensor
     """[1, T] packed, [B, L] padded; int64."""
     position_ids: Tensor
     """The same shape, int64."""
     kwargs: dict[str, Any]
-    """What attention needs to know: cu_seqlens [D_cap + 1] int32, max_seqlen, perhaps masks [1, 1, T, T]."""
+    """Arguments of attention: cu_seqlens [D_cap + 1] int32, max_seqlen, perhaps masks [1, 1, T, T]."""
 
     def arguments(self) -> tuple[Tensor, Tensor, dict[str, Any]]:
         return self.input_ids, self.position_ids, self.kwargs
 
 
 def pad_call(call: DecoderCall, capacities: Sequence[Capacity]) -> DecoderCall:
-    """The call with documents of zeros behind the pack that fill the smallest capacity up; documents are
-    blind to each other, so the pack's own rows do not change.
+    """Pad a call to the smallest capacity that holds it, with documents of zeros behind the pack; documents
+    do not see each other, so the pack's own rows do not change.
 
     Raises:
         TrainError: no capacity holds it.
@@ -98,7 +98,7 @@ def _smallest(needed: Capacity, capacities: Sequence[Capacity]) -> Capacity:
 
 
 def _pad_mask(mask: Tensor | None, tail: int) -> Tensor | None:
-    """[1, 1, T, T] bool with `tail` rows more, each of which sees itself: a row that sees nothing is NaN."""
+    """[1, 1, T, T] bool with `tail` more rows, each of which sees itself: a row that sees nothing is NaN."""
     if mask is None or tail == 0:
         return mask
     padded = F.pad(mask, (0, tail, 0, tail))

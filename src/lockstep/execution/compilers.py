@@ -1,4 +1,4 @@
-"""What a joint graph is compiled with: its partitioner and the compilers of its two halves."""
+"""The compilers of joint graphs: the partitioner and the compilers of the two halves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GraphCompiler:
 
     inductor    what torch.compile does with the graph of a whole model: its decompositions, joint passes,
                 min-cut partitioner and code generator. A second process finds the code in the FX graph cache.
-    aot_eager   the graph's aten operators one by one: the numbers of eager code to the bit, the default
+    aot_eager   the graph's aten operators one by one: bitwise the numbers of eager code, the default
                 partitioner, no C++ compiler.
 
     Args:
@@ -37,7 +37,7 @@ class GraphCompiler:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """To be held from export to the end of compilation."""
+        """Apply the compiler's settings, from export to the end of compilation."""
         if self.name == "aot_eager":
             yield
             return
@@ -47,7 +47,7 @@ class GraphCompiler:
             yield
 
     def export_options(self) -> dict[str, Any]:
-        """Keyword arguments of aot_export_joint_with_descriptors."""
+        """Return keyword arguments of aot_export_joint_with_descriptors."""
         if self.name == "aot_eager":
             return {}
         from torch._inductor.decomposition import select_decomp_table
@@ -55,7 +55,7 @@ class GraphCompiler:
         return {"decompositions": select_decomp_table()}
 
     def compile_options(self, *, num_weights: int) -> dict[str, Any]:
-        """Keyword arguments of aot_compile_joint_with_descriptors.
+        """Return keyword arguments of aot_compile_joint_with_descriptors.
 
         Args:
             num_weights: how many inputs of the forward, the first ones, stay where they are in memory.

@@ -26,8 +26,8 @@ WARM_UPS = 2
 
 
 class GraphPool:
-    """The memory of all CUDA graphs of one decoder: what a forward leaves there, the next forward of any
-    shape overwrites."""
+    """The memory of all CUDA graphs of one decoder: the next forward of any shape overwrites the activations
+    of the last one."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -65,11 +65,11 @@ class RecordedStep:
         self._hidden = hidden.detach()
 
     def fits(self, weights: Sequence[Tensor]) -> bool:
-        """Whether the weights are where they were."""
+        """Return whether the weights are at the recorded addresses."""
         return self._addresses == _addresses(weights)
 
     def run(self, arguments: tuple[Any, ...]) -> Tensor:
-        """The same as function(*weights, *arguments). A backward must come before the next run."""
+        """Return function(*weights, *arguments). Its backward must come before the next run."""
         for static, leaf in zip(self._inputs, pytree.tree_leaves(arguments), strict=True):
             if isinstance(static, Tensor):
                 static.copy_(leaf, non_blocking=True)
@@ -127,13 +127,13 @@ def warm_up(
 
 
 def record(function: Callable[[], Any], pool: GraphPool) -> tuple[Any, Callable[[], None]]:
-    """What the function returned, static tensors, and what computes them again."""
+    """Record a function. Returns its result, static tensors, and a function that computes them again."""
     if pool.handle is None:
         pool.handle = torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool.handle):
-        found = function()
-    return found, graph.replay
+        result = function()
+    return result, graph.replay
 
 
 def _addresses(weights: Sequence[Tensor]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Why a module could not be captured as one graph, in words that name the module and the line."""
+"""Explain why a module could not be captured as one graph, with the module and the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def explain(error: Exception, base: nn.Module) -> str:
-    """The message for a decoder whose capture raised `error` (torch's, of its compiler)."""
+    """Return the message for a decoder whose capture raised `error` (of torch's compiler)."""
     stack = list(getattr(error, "real_stack", None) or [])
     reason = str(error).strip().partition("\n")[0].strip()
     detail = next(
@@ -31,10 +31,10 @@ def _module_of(stack: list[Any], base: nn.Module) -> str:
     """The module whose forward is innermost in the stack, such as "layers.1.mlp (LlamaMLP)"."""
     codes = [(name, module, _code(module)) for name, module in base.named_modules() if name]
     for frame in reversed(stack):
-        found = [(name, module) for name, module, code in codes if code and _holds(code, frame)]
-        if found:
-            name, module = found[0]
-            others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        modules = [(name, module) for name, module, code in codes if code and _holds(code, frame)]
+        if modules:
+            name, module = modules[0]
+            others = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
             return f"{name} ({type(module).__name__}{others})"
     return ""
 

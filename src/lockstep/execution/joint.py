@@ -1,6 +1,6 @@
 """Execution mode `joint`: forward and backward of the whole decoder, exported once per static shape.
 
-    capture     dynamo_graph_capture_for_export(decoder)(token ids, positions, what attention needs)
+    capture     dynamo_graph_capture_for_export(decoder)(token ids, positions, arguments of attention)
     export      aot_export_joint_with_descriptors: one graph of forward and backward
     compile     aot_compile_joint_with_descriptors: partitioned, each half compiled
     call        hidden [1, T, C] = graph(*weights by name, *inputs); its backward takes d hidden
@@ -57,7 +57,7 @@ def install_joint(
     runs, so that logprobs before and in a training step are the same numbers.
 
     Args:
-        compiler: "inductor", or "aot_eager" for eager numbers to the bit.
+        compiler: "inductor", or "aot_eager" for bitwise the numbers of eager code.
         options: inductor settings that the graphs are compiled with.
         capacities: shapes that calls are padded to; none: every shape has its own graph, as packs of a static
             capacity need.
@@ -83,16 +83,16 @@ def install_joint(
             "train.device = 'cuda', or train.cuda_graph = false"
         )
     use_compile_cache()
-    made = JointDecoder(base, GraphCompiler(compiler, options=options), capacities, graphs_of=graphs_of)
-    made.cuda_graph = cuda_graph
-    vars(base)["forward"] = made  # an attribute of the instance: no submodule, no entry of the state dict
-    return made
+    joint = JointDecoder(base, GraphCompiler(compiler, options=options), capacities, graphs_of=graphs_of)
+    joint.cuda_graph = cuda_graph
+    vars(base)["forward"] = joint  # an attribute of the instance: no submodule, no entry of the state dict
+    return joint
 
 
 def joint_of(module: nn.Module) -> JointDecoder | None:
-    """What `install_joint` made of a causal LM; None: it has none."""
-    found = vars(decoder(module)).get("forward")
-    return found if isinstance(found, JointDecoder) else None
+    """Return the JointDecoder that `install_joint` put into a causal LM; None: there is none."""
+    forward = vars(decoder(module)).get("forward")
+    return forward if isinstance(forward, JointDecoder) else None
 
 
 class JointDecoder:
@@ -117,7 +117,7 @@ class JointDecoder:
         self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in base.modules())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JointDecoder:
-        """For a copy of the module: it makes its own graphs."""
+        """Copy for a copy of the module, which makes its own graphs."""
         twin = JointDecoder(copy.deepcopy(self.base, memo), self.compiler, self.capacities)
         twin.cuda_graph = self.cuda_graph
         return twin
@@ -125,7 +125,8 @@ class JointDecoder:
     def __call__(
         self, *, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any
     ) -> Any:
-        """transformers' BaseModelOutputWithPast with the last hidden states [B, L, C] and nothing else.
+        """Return transformers' BaseModelOutputWithPast with the last hidden states [B, L, C] and nothing
+        else.
 
         Raises:
             ModelError: the decoder cannot be captured as one graph; names the module and the line.
@@ -153,12 +154,12 @@ class JointDecoder:
         weights = graph.weights_of(self.base)
         recorded = self._recorded.get(key)
         if recorded is None or not recorded.fits(weights):
-            made = RecordedStep(graph.function, weights, call.arguments(), pool=self._pool)
-            recorded = self._recorded[key] = made
+            step = RecordedStep(graph.function, weights, call.arguments(), pool=self._pool)
+            recorded = self._recorded[key] = step
         return recorded.run(call.arguments())
 
     def adopt(self, other: JointDecoder) -> None:
-        """Run what `other`, a decoder of the same architecture, has made; graphs hold no weights."""
+        """Use the graphs of `other`, a decoder of the same architecture; graphs hold no weights."""
         self._graphs = other._graphs
 
     @property
@@ -171,7 +172,7 @@ class JointDecoder:
         return spec, tuple(_leaf_key(leaf) for leaf in leaves), *self._maker._mode()
 
     def _mode(self) -> tuple[Any, ...]:
-        """What else decides about the graph: adapters switched off take their requires_grad with them."""
+        """The other state that a graph depends on: adapters switched off change requires_grad."""
         trained = bytes(p.requires_grad for p in self.base.parameters())
         return trained, self.base.training and self._dropout
 
@@ -191,8 +192,8 @@ class JointDecoder:
 
     @contextlib.contextmanager
     def _as_traced(self) -> Iterator[None]:
-        """The module as it was, in train mode (so that checkpointed layers are) unless dropout would be
-        baked into a graph of evaluation."""
+        """Restore the module's own forward for tracing, in train mode (so that checkpointed layers
+        checkpoint) unless dropout would be baked into a graph of evaluation."""
         own = vars(self.base).pop("forward")
         modes = {m: m.training for m in self.base.modules()}
         if not self._dropout:
@@ -211,22 +212,22 @@ class _Graph:
 
     function: Callable[..., Tensor]
     weights: tuple[tuple[str, str], ...]
-    """Path of the module in the decoder and name in it, of every Parameter and then of every buffer, in the
-    order of the graph's inputs; a tied weight has several names."""
+    """(path of the module in the decoder, name in it) of every Parameter, then of every buffer, in the order
+    of the graph's inputs; a tied weight has several names."""
 
     def weights_of(self, base: nn.Module) -> list[Tensor]:
-        """As they are now."""
+        """Return the current weights of `base`, gathered where they are sharded."""
         modules = dict(base.named_modules(remove_duplicate=False))
-        found = [_weight(modules[path], name) for path, name in self.weights]
-        gathered = {id(weight): whole(weight) for weight in found}
-        return [gathered[id(weight)] for weight in found]
+        weights = [_weight(modules[path], name) for path, name in self.weights]
+        gathered = {id(weight): whole(weight) for weight in weights}
+        return [gathered[id(weight)] for weight in weights]
 
     def run(self, base: nn.Module, call: DecoderCall) -> Tensor:
         return self.function(*self.weights_of(base), *call.arguments())
 
 
 class _Traced(nn.Module):
-    """What is captured: tensors in, the last hidden states out."""
+    """The module that is captured: tensors in, the last hidden states out."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ def _export(base: nn.Module, call: DecoderCall, compiler: GraphCompiler) -> _Gra
         context = captured.meta["tracing_context"]
         stack.enter_context(torch._guards.tracing(context))
         joint = aot_export_joint_with_descriptors(stack, captured, arguments, {}, **compiler.export_options())
-        weights = tuple(_place(name) for name in [*joint.params_spec, *joint.buffers_spec])
+        weights = tuple(_split_name(name) for name in [*joint.params_spec, *joint.buffers_spec])
         distinct = {id(_weight(base.get_submodule(path), name)) for path, name in weights}
         function = aot_compile_joint_with_descriptors(
             joint, **compiler.compile_options(num_weights=len(distinct))
@@ -277,22 +278,22 @@ def _export(base: nn.Module, call: DecoderCall, compiler: GraphCompiler) -> _Gra
 
 
 def _forget(known: set[str]) -> None:
-    """Drop what the capture left in this module's globals, beside the code that it traced: the captured
-    graph, with weights and inputs."""
+    """Delete the captured graph, with weights and inputs, which the capture leaves in this module's
+    globals."""
     for name in set(globals()) - known:
         if name.startswith("__compiled_fn"):
             del globals()[name]
 
 
-def _place(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """ "base.layers.0.mlp.up_proj.weight" -> ("layers.0.mlp.up_proj", "weight")."""
     path, _, leaf = name.removeprefix("base.").rpartition(".")
     return path, leaf
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
-    found = module._parameters.get(name)
-    tensor = module._buffers[name] if found is None else found
+    parameter = module._parameters.get(name)
+    tensor = module._buffers[name] if parameter is None else parameter
     assert tensor is not None
     return tensor
 
@@ -310,7 +311,7 @@ def _leaf_key(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers clears a context variable in every forward, which is nothing to warn of."""
+    """Silence torch's warning that transformers clears a context variable in every forward."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         yield

@@ -24,7 +24,8 @@ _RECOMPILE_LIMIT = 64
 
 
 def prepare_compiler() -> None:
-    """Before anything is compiled: where compiled code is kept, and how many graphs a layer may have."""
+    """Set the cache of compiled code and the number of graphs that a layer may have; before anything is
+    compiled."""
     use_compile_cache()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
 
@@ -54,19 +55,19 @@ def compile_blocks(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the decoder runs as compiled graphs: `compile_blocks` or `install_joint` was called on it."""
+    """Return whether the decoder runs as compiled graphs: `compile_blocks` or `install_joint` was called."""
     forward = vars(decoder(module)).get("forward")
     return getattr(forward, "is_graph", False) or decoder_layers(module)[0]._compiled_call_impl is not None
 
 
 def decoder(module: nn.Module) -> nn.Module:
-    """The base model of a transformers causal LM, or the module itself if it is one."""
+    """Return the base model of a transformers causal LM, or the module itself if it is one."""
     base: nn.Module = getattr(module, getattr(module, "base_model_prefix", "") or "model", module)
     return base
 
 
 def decoder_layers(module: nn.Module) -> Sequence[nn.Module]:
-    """The decoder layers of a transformers causal LM or of its base model.
+    """Return the decoder layers of a transformers causal LM or of its base model.
 
     Raises:
         ModelError: there are none.

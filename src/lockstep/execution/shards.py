@@ -1,4 +1,4 @@
-"""Weights of a joint graph that are sharded over ranks: gathered in front of it."""
+"""Sharded weights of a joint graph, which are gathered before it runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lockstep.errors import ConfigError
 
 
 def whole(weight: Tensor) -> Tensor:
-    """A weight as a plain tensor: a DTensor is gathered over its mesh, and its gradient, added up over the
-    ranks of the mesh, comes back in its shards; any other tensor is returned as it is."""
+    """Return a weight as a plain tensor: a DTensor is gathered over its mesh, and its gradient is reduced
+    over the mesh and sharded again; any other tensor is returned as it is."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return weight
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -27,7 +27,7 @@ def whole(weight: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def whole_parameters(base: nn.Module, like: nn.Module) -> Iterator[None]:
-    """Plain Parameters in the place of DTensors, for as long as a graph is captured.
+    """Replace DTensors by plain Parameters while a graph is captured.
 
     Args:
         like: `base` itself, or the module of the same architecture that is about to run the graph. Its
@@ -35,7 +35,7 @@ def whole_parameters(base: nn.Module, like: nn.Module) -> Iterator[None]:
             in the dtype of the masters.
     """
     swapped: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    made: dict[int, nn.Parameter] = {}
+    whole_of: dict[int, nn.Parameter] = {}
     of = dict(like.named_modules(remove_duplicate=False))
     for path, module in base.named_modules():
         for name, parameter in module._parameters.items():
@@ -46,11 +46,11 @@ def whole_parameters(base: nn.Module, like: nn.Module) -> Iterator[None]:
             plain = whole(source)
             if plain is parameter:
                 continue
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(plain.detach(), requires_grad=parameter.requires_grad)
+            if id(parameter) not in whole_of:
+                whole_of[id(parameter)] = nn.Parameter(plain.detach(), requires_grad=parameter.requires_grad)
             swapped.append((module._parameters, name, parameter))
     for owner, name, parameter in swapped:
-        owner[name] = made[id(parameter)]
+        owner[name] = whole_of[id(parameter)]
     try:
         yield
     finally:
@@ -59,7 +59,8 @@ def whole_parameters(base: nn.Module, like: nn.Module) -> Iterator[None]:
 
 
 def refuse_inner_shards(base: nn.Module) -> None:
-    """FSDP2 gathers a module's weights in hooks of that module, and no module inside of the graph runs any.
+    """Refuse inner modules with shards: FSDP2 gathers a module's weights in its hooks, and no module inside
+    the graph runs hooks.
 
     Raises:
         ConfigError: a module inside of the decoder is sharded on its own.

@@ -1,4 +1,4 @@
-"""What compilers did in this process: counters as metrics, and a limit on recompiles."""
+"""Counters of the compilers' work in this process, as metrics, and a limit on recompiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REASONS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileReport:
-    """What torch.compile and joint graphs did since a CompileWatch was made."""
+    """The work of torch.compile and joint graphs since a CompileWatch was made."""
 
     graphs: int
     """Compiled graphs (forward; each has its backward)."""
@@ -27,7 +27,7 @@ class CompileReport:
     seconds: float
     """Wall time spent compiling."""
     reasons: tuple[str, ...]
-    """Why there was another graph, newest last; of the last 64 compilations at most."""
+    """The reasons for further graphs, newest last; of the last 64 compilations at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ _build_seconds = 0.0
 
 
 def log_build(*, started_us: int, seconds: float, reason: str) -> None:
-    """A graph that was not made by torch.compile. `reason` is empty for the first one."""
+    """Count a graph that was not made by torch.compile. `reason` is empty for the first one."""
     global _build_seconds
     _builds.append(_Build(started_us=started_us, seconds=seconds, reason=reason))
     _build_seconds += seconds
@@ -74,8 +74,8 @@ def log_build(*, started_us: int, seconds: float, reason: str) -> None:
 class CompileWatch:
     """Counts graphs, and stops a run that keeps recompiling.
 
-    torch's counters are of the process. So a watch that must not see the graphs of others (a compiled engine
-    in the same process) counts only inside of `counting()`; one on which it was never called counts always.
+    torch's counters are global. So a watch that must not see the graphs of others (a compiled engine in the
+    same process) counts only inside `counting()`; a watch on which it was never called always counts.
     """
 
     def __init__(self, *, max_recompiles: int | None = None) -> None:
@@ -89,7 +89,7 @@ class CompileWatch:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """What is compiled inside counts; once this was used, what is compiled elsewhere does not."""
+        """Count what is compiled inside; after the first use, compilations elsewhere do not count."""
         self._sections = True
         self._depth += 1
         if self._depth == 1:
@@ -103,12 +103,12 @@ class CompileWatch:
             self._depth -= 1
 
     def mark_warm(self) -> None:
-        """From here on a new graph is a recompile. Only the first call counts."""
+        """Count every new graph from here on as a recompile. Only the first call has an effect."""
         if self._warm is None:
             self._warm = self._total().graphs
 
     def report(self) -> CompileReport:
-        """What happened so far."""
+        """Return the counts so far."""
         total = self._total()
         new = _reasons_since(self._start_us) if self._open else []
         return CompileReport(
@@ -120,7 +120,7 @@ class CompileWatch:
         )
 
     def check(self) -> None:
-        """Raises TrainError when there were more than max_recompiles since `mark_warm`."""
+        """Raise TrainError when there were more than max_recompiles since `mark_warm`."""
         if self.max_recompiles is None:
             return
         report = self.report()
@@ -153,12 +153,12 @@ def _now_us() -> int:
 
 
 def _reasons_since(start_us: int) -> list[str]:
-    """Why graphs were made since then, oldest first."""
-    found = [(b.started_us, b.reason) for b in _builds if b.started_us >= start_us and b.reason]
+    """The reasons for graphs made since then, oldest first."""
+    reasons = [(b.started_us, b.reason) for b in _builds if b.started_us >= start_us and b.reason]
     for metrics in get_compilation_metrics():
         started = metrics.start_time_us or 0
         if started >= start_us and metrics.recompile_reason:
             # The first line is the guard that failed; torch's hint and a stack trace follow.
             text = metrics.recompile_reason.partition("\n")[0].partition(" (HINT")[0]
-            found.append((started, text))
-    return [reason for _, reason in sorted(found)]
+            reasons.append((started, text))
+    return [reason for _, reason in sorted(reasons)]

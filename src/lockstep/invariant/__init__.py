@@ -1,8 +1,8 @@
-"""Row-invariant ops: a row's result does not depend on how many other rows there are, nor on its place.
+"""Row-invariant ops: a row's result depends neither on the number of other rows nor on its position.
 
-`convert` swaps the parts of a causal LM for such ops, in place; `self_test` proves them on the machine at
-hand, and lets stock ops stay where they pass. Then a token's logprob is one number, to the bit, whether it is
-computed in a training pack, in a prefill, or one token at a time.
+`convert` swaps the parts of a causal LM for such ops, in place; `self_test` tests them on this machine, and
+keeps stock ops where they pass. Then a token's logprob is bitwise the same whether it is computed in a
+training pack, in a prefill, or one token at a time.
 """
 
 from lockstep.invariant.checks import dependence

@@ -1,4 +1,4 @@
-"""Does a row's result depend on the other rows, or on its place among them?"""
+"""Test whether a row's result depends on the other rows, or on its position among them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NUM_ROWS = {"cpu": 251, "cuda": 8192}
 
 
 def dependence(op: RowOp, *inputs: Tensor, counts: Iterable[int] | None = None) -> str | None:
-    """How the result of a row depends on anything but the row; None: in no way that was found.
+    """Describe how the result of a row depends on other rows or its position; None: no dependence was found.
 
-    Compares, to the bit, with the result of all rows together: the first n rows, a row alone, the rows
-    shifted and reversed, and one row in every place.
+    Compares bitwise with the result of all rows together: the first n rows, a row alone, the rows shifted and
+    reversed, and one row in every position.
 
     Example:
         >>> dependence(lambda x: x + x.shape[0], torch.zeros(4, 2), counts=(2,))
@@ -39,11 +39,11 @@ def dependence(op: RowOp, *inputs: Tensor, counts: Iterable[int] | None = None) 
         return _difference(part, [y[index] for y in whole])
 
     for count in counts:
-        if count < num_rows and (found := differs(slice(0, count))):
-            return f"the first {count} of {num_rows} rows alone: {found}"
+        if count < num_rows and (difference := differs(slice(0, count))):
+            return f"the first {count} of {num_rows} rows alone: {difference}"
     for row in sorted({1, num_rows // 2, num_rows - 1} & set(range(num_rows))):
-        if found := differs(slice(row, row + 1)):
-            return f"row {row} of {num_rows} alone: {found}"
+        if difference := differs(slice(row, row + 1)):
+            return f"row {row} of {num_rows} alone: {difference}"
     places = torch.arange(num_rows, device=inputs[0].device)
     for name, order in (
         ("rows shifted by 1", places.roll(1)),
@@ -51,8 +51,8 @@ def dependence(op: RowOp, *inputs: Tensor, counts: Iterable[int] | None = None) 
         ("rows reversed", places.flip(0)),
         ("one row in every place", places * 0),
     ):
-        if found := differs(order):
-            return f"{name}: {found}"
+        if difference := differs(order):
+            return f"{name}: {difference}"
     return None
 
 

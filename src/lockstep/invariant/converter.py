@@ -1,6 +1,6 @@
-"""A transformers causal LM into one whose rows do not depend on other rows, in place.
+"""Convert a transformers causal LM, in place, into one whose rows do not depend on other rows.
 
-Names, parameters and state dict stay as they are. What could not be invariant is refused, by name.
+Names, parameters and state dict stay as they are. A part that cannot be invariant is refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What `convert` did to a module."""
+    """The parts that `convert` swapped and left, and the verdicts of the self-test."""
 
     replaced: Mapping[str, int] = field(default_factory=dict)
     """Parts that were swapped, by kind: "linear", "adapted linear", "rms_norm", "mlp",
@@ -42,7 +42,7 @@ class Report:
     stock: Mapping[str, int] = field(default_factory=dict)
     """Parts left as they are, by class, because their rows are independent: embeddings, containers."""
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
-    """Of the self-test, by op and shape."""
+    """Verdicts of the self-test, by op and shape."""
 
 
 def convert(
@@ -60,8 +60,8 @@ def convert(
         device: where it will run; None: where its parameters are. While they are on the meta device there is
             no self-test: call `self_test` before the first forward.
         dtype: of weights and activations; None: that of its parameters.
-        exact_backward: the gradients of the inputs of linears are row-invariant as well, but those of the
-            head; slower, and for nothing that Lockstep's loop needs.
+        exact_backward: make the gradients of linears' inputs row-invariant as well, except the head's;
+            slower, and not needed by Lockstep's loop.
 
     Raises:
         ModelError: a part that cannot be batch-invariant, or weights of several dtypes, and nothing was
@@ -94,12 +94,12 @@ def convert(
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether `convert` was called on the module, or on what it wraps."""
+    """Return whether `convert` was called on the module, or on a module inside it."""
     return any(isinstance(part, Invariant) for part in module.modules())
 
 
 def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict[str, str]:
-    """What the converted forward computes with, for the kernel contract.
+    """Return the kernels of the converted forward, for the kernel contract.
 
     Args:
         device: where it runs; None: where its parameters are.
@@ -118,7 +118,7 @@ def kernels_of(module: nn.Module, *, device: torch.device | None = None) -> dict
         shape = f"{part.out_features}x{part.in_features}{'' if part.bias is None else ' with bias'}"
         shapes.setdefault(_plan(part, cuda=cuda), set()).add(shape)
     plans = [
-        plan + (f" ({', '.join(sorted(found))})" if len(shapes) > 1 else "") for plan, found in shapes.items()
+        plan + (f" ({', '.join(sorted(names))})" if len(shapes) > 1 else "") for plan, names in shapes.items()
     ]
     activations = sorted({p.activation for p in module.modules() if isinstance(p, parts.InvariantMLP)})
     where = "triton-row" if cuda else "cpu-row"
@@ -137,17 +137,17 @@ def _plan(part: InvariantLinear, *, cuda: bool) -> str:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, but those that a converted MLP calls through its op (its activation), and what adapters of
-    embeddings would be in."""
+    """All modules, except those that a converted MLP calls through its op (its activation), and the
+    containers of embeddings' adapters."""
     for name, part in module.named_modules():
         if not name.endswith((".act_fn", ".lora_embedding_A", ".lora_embedding_B")):
             yield name, part
 
 
 def _kind(name: str, part: nn.Module) -> str | None:
-    """How a part is converted; None: it is left as it is."""
-    for kind, converted in _KINDS.items():
-        if isinstance(part, converted):
+    """The kind of conversion of a part; None: it is left as it is."""
+    for kind, class_ in _KINDS.items():
+        if isinstance(part, class_):
             return kind
     label = type(part).__name__
     if isinstance(part, nn.Linear):

@@ -12,7 +12,7 @@ from lockstep.ops.logprobs import HeadKernels
 
 
 def head_kernels(linear: nn.Linear) -> HeadKernels | None:
-    """The kernels of a language-model head; None: it is not converted."""
+    """Return the kernels of a language-model head; None: it is not converted."""
     if not isinstance(linear, InvariantLinear):
         return None
     tiles, stock = linear.tiles, linear.stock

@@ -1,9 +1,9 @@
-"""Linear and bmm whose rows do not depend on how many other rows there are, nor on their place among them.
+"""Linear and bmm whose rows depend neither on the number of other rows nor on their position among them.
 
 A GEMM library picks its kernel by the number of rows M, and kernels differ in the order in which they add
 over K. So on the CPU every product here has one of a few fixed row counts, the tiles: T rows run as as many
 whole tiles as fit, large ones first, and the rest is padded to the smallest. `self_test` keeps, per weight
-shape, those tiles whose rows come out equal to the bit. On CUDA the op is the Triton kernel of
+shape, those tiles whose rows are bitwise equal. On CUDA the op is the Triton kernel of
 triton_kernels.py, for weight shapes where stock cuBLASLt fails the self-test.
 
     lockstep::linear(x [..., K], weight [N, K], bias [N] | None, tiles, exact_backward) -> [..., N]
@@ -27,20 +27,20 @@ smallest that does not run as matrix-vector products, and costs F.linear of 8 ro
 
 
 def spans(num_rows: int, tiles: Sequence[int]) -> list[tuple[int, int]]:
-    """(first row, tile) of the products that cover the rows; the last tile may reach beyond them.
+    """Return (first row, tile) of the products that cover the rows; the last tile may reach beyond them.
 
     Example:
         >>> spans(150, (128, 16, 8))
         [(0, 128), (128, 16), (144, 8)]
     """
-    found, start = [], 0
+    products, start = [], 0
     for tile in sorted(tiles, reverse=True):
         while num_rows - start >= tile:
-            found.append((start, tile))
+            products.append((start, tile))
             start += tile
     if start < num_rows:
-        found.append((start, min(tiles)))
-    return found
+        products.append((start, min(tiles)))
+    return products
 
 
 def tiled_product(

@@ -1,7 +1,7 @@
-"""What a converted module's parts become: subclasses with another forward, swapped in as `__class__`.
+"""The classes of a converted module's parts: subclasses with another forward, swapped in as `__class__`.
 
-A class keeps its parts' names, parameters, hooks and deep copies as they are, and torch.compile compiles
-layers of one class once, which functions put on instances would not let it do.
+Swapping the class keeps names, parameters, hooks and deep copies as they are, and torch.compile compiles the
+layers of one class once, which replaced functions on instances would prevent.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class InvariantLinear(Invariant, nn.Linear):
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, InvariantLinear]]:
-    """The converted linears of a module, with their names."""
+    """Yield the converted linears of a module, with their names."""
     for name, part in module.named_modules():
         if isinstance(part, InvariantLinear):
             yield name, part
@@ -134,33 +134,34 @@ class InvariantRotary(Invariant):
 
 @functools.cache
 def converted_class(mixin: type, original: type) -> type:
-    """The subclass of `original` that runs `mixin`'s forward, under the name that FSDP policies look for."""
+    """Return the subclass of `original` with `mixin`'s forward, under the name that FSDP policies look
+    for."""
     return type(original.__name__, (mixin, original), {"__module__": original.__module__})
 
 
 def swap_linear(part: nn.Linear, *, exact_backward: bool) -> None:
-    """Products in all tiles until the self-test says which are equal."""
+    """Swap a linear; it uses all tiles until the self-test finds which are equal."""
     _swap(part, InvariantLinear, tiles=TILES, stock=False, exact_backward=exact_backward)
 
 
 def swap_adapted(part: nn.Module) -> None:
-    """A linear that peft wrapped."""
+    """Swap a linear that peft wrapped."""
     _swap(part, InvariantAdapted)
 
 
 def swap_norm(part: nn.Module) -> None:
-    """RMSNorm of one of NORMS."""
+    """Swap an RMSNorm, one of NORMS."""
     epsilon, unit_offset = NORMS[type(part).__name__]
     _swap(part, InvariantNorm, norm_eps=float(getattr(part, epsilon)), unit_offset=unit_offset)
 
 
 def swap_mlp(part: nn.Module, activation: str) -> None:
-    """One of MLPS; `activation` is a value of ACTIVATIONS."""
+    """Swap an MLP, one of MLPS; `activation` is a value of ACTIVATIONS."""
     _swap(part, InvariantMLP, activation=activation)
 
 
 def swap_rotary(part: nn.Module) -> None:
-    """One of ROTARY."""
+    """Swap a rotary embedding, one of ROTARY."""
     _swap(part, InvariantRotary)
 
 

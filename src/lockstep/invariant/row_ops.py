@@ -23,14 +23,14 @@ _SPLIT_SUM = 2**15
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """[R, C] -> [R]; the sum of a row alone is that of the row among others."""
+    """[R, C] -> [R]; the sum of a row alone is bitwise that of the row among others."""
     if x.shape[0] == 1 and x.shape[1] >= _SPLIT_SUM:
         return x.expand(2, -1).contiguous().sum(-1)[:1]
     return x.sum(-1)
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """A dense x as [R, C] rows in memory order, and the permutation that put its dimensions so."""
+    """Return a dense x as [R, C] rows in memory order, and the permutation of its dimensions."""
     strides = x.stride()
     order = (*sorted(range(x.ndim - 1), key=lambda dim: -strides[dim]), x.ndim - 1)
     return x.permute(order).reshape(-1, x.shape[-1]), order
@@ -192,7 +192,7 @@ def _mean_backward(ctx: Any, dy: Tensor) -> Tensor:
 mean.register_autograd(_mean_backward, setup_context=_mean_context)
 
 
-# --- the figures of a sampled token ---
+# --- logprob and entropy of a sampled token ---
 
 _TILE_ELEMENTS = 2**19
 """On the CPU: float32 elements worked on at a time, so that the passes over them stay in a core's cache."""
@@ -279,7 +279,7 @@ def _token_stats_backward(
 token_stats.register_autograd(_token_stats_backward, setup_context=_token_stats_context)
 
 
-# --- what a token is drawn by ---
+# --- mass of vocabulary blocks, for sampling ---
 
 
 def log_mass(x: Tensor, block: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The start-up self-test: every weight shape and op of a module, a row alone against the row among many.
 
 A stock op that passes is used; one that does not is replaced by the op of this package, which is tested as
-well. Verdicts are kept in ~/.cache/lockstep (XDG_CACHE_HOME) by hardware, torch version, threads, settings
+well. Verdicts are cached in ~/.cache/lockstep (XDG_CACHE_HOME) by hardware, torch version, threads, settings
 and this package's source.
 """
 
@@ -31,14 +31,14 @@ from lockstep.invariant.settings import cuda_settings
 log = logging.getLogger(__name__)
 
 _LOGITS_ELEMENTS = 2**28
-"""At most so many outputs of one product in a test."""
+"""Largest number of outputs of one product in a test."""
 _BLOCK = 256
 """Entries of a block of the vocabulary: lockstep.engine.noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What was found about one op at one shape."""
+    """The result of the test of one op at one shape."""
 
     choice: str
     """"stock", "triton", "cpu-row", or the tiles as "tiles 128 64 32 16 8"."""
@@ -48,7 +48,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Case:
-    """One op at one shape: inputs, and what to try in turn, lazily."""
+    """One op at one shape: inputs, and the implementations to try in turn, lazily."""
 
     name: str
     inputs: Callable[[], tuple[Tensor, ...]]
@@ -79,7 +79,7 @@ def self_test(
     first = next(module.parameters())
     device, dtype = device or first.device, dtype or first.dtype
     if device.type == "meta":
-        raise ModelError("the module's weights are on the meta device: tell self_test the device")
+        raise ModelError("the module's weights are on the meta device: pass a device to self_test")
     store = _Store(device, dtype, enabled=cache)
     verdicts = {}
     for case in _cases(module, device, dtype):
@@ -96,12 +96,12 @@ def _verdict(case: _Case, device: torch.device) -> Verdict:
     rejected: list[str] = []
     with torch.no_grad():
         for choice, op in case.choices(inputs):
-            found = dependence(op, *inputs)
-            if found is None:
+            difference = dependence(op, *inputs)
+            if difference is None:
                 if rejected:
                     log.info("%s: %s is not row-invariant here; using %s", case.name, rejected[0], choice)
                 return Verdict(choice=choice, rejected=tuple(rejected))
-            rejected.append(f"{choice} ({found})")
+            rejected.append(f"{choice} ({difference})")
     raise ModelError(
         f"{case.name}: no form of it is row-invariant on this {_hardware(device)}: {'; '.join(rejected)}. "
         "Set train.batch_invariant = false"
@@ -170,7 +170,8 @@ def _linear_case(part: nn.Linear, make: _Inputs) -> _Case:
 
 
 def equal_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """Those of TILES whose rows are those of tiles of 16 rows, to the bit, for the first 128 rows of x."""
+    """Return the TILES whose rows are bitwise equal to those of tiles of 16 rows, for the first 128 rows of
+    x."""
     x = x[: max(linear_ops.TILES)]
     reference = linear_ops.tiled_product(x, weight, bias, tiles=(16,))
     return tuple(
@@ -181,7 +182,7 @@ def equal_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, ..
 
 
 def tiles_name(tiles: tuple[int, ...]) -> str:
-    """A Verdict's choice."""
+    """Return the choice of a Verdict for these tiles."""
     return f"tiles {' '.join(map(str, tiles))}"
 
 
@@ -260,20 +261,20 @@ def _row_choice(make: _Inputs) -> str:
     return "triton" if make.device.type == "cuda" else "cpu-row"
 
 
-# --- what is kept ---
+# --- the cache of verdicts ---
 
 
 class _Store:
-    """Verdicts in a JSON file, whose name says what they hold for."""
+    """Verdicts in a JSON file, whose name is a hash of the conditions that they hold under."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, enabled: bool) -> None:
         self._path = cache_file(device, dtype) if enabled else None
-        self._found: dict[str, Verdict] = {}
+        self._verdicts: dict[str, Verdict] = {}
         self._changed = False
         if self._path is not None and self._path.exists():
             try:
                 kept = json.loads(self._path.read_text())
-                self._found = {
+                self._verdicts = {
                     name: Verdict(choice=_known(v["choice"]), rejected=tuple(v["rejected"]))
                     for name, v in kept.items()
                 }
@@ -281,17 +282,19 @@ class _Store:
                 log.warning("%s cannot be read (%s): testing again", self._path, error)
 
     def get(self, name: str) -> Verdict | None:
-        return self._found.get(name)
+        return self._verdicts.get(name)
 
     def put(self, name: str, verdict: Verdict) -> Verdict:
-        self._found[name], self._changed = verdict, True
+        self._verdicts[name], self._changed = verdict, True
         return verdict
 
     def save(self) -> None:
-        """Whole or not at all: other processes may be at it."""
+        """Write the file atomically: other processes may read or write it."""
         if self._path is None or not self._changed:
             return
-        text = json.dumps({name: asdict(verdict) for name, verdict in sorted(self._found.items())}, indent=1)
+        text = json.dumps(
+            {name: asdict(verdict) for name, verdict in sorted(self._verdicts.items())}, indent=1
+        )
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part = self._path.with_suffix(f".{os.getpid()}")
@@ -302,7 +305,8 @@ class _Store:
 
 
 def _known(choice: Any) -> str:
-    """A choice as `self_test` makes them: anything else, such as other tiles, was never tested."""
+    """Return a choice that `self_test` can make. Raises ValueError: others, such as other tiles, were never
+    tested."""
     if choice in (parts.STOCK, "triton", "cpu-row"):
         return str(choice)
     name, _, tiles = str(choice).partition(" ")
@@ -312,7 +316,7 @@ def _known(choice: Any) -> str:
 
 
 def cache_file(device: torch.device, dtype: torch.dtype) -> Path:
-    """Where verdicts for this machine, torch and package are kept."""
+    """Return the file of verdicts for this machine, torch and package."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     conditions = [
         _hardware(device),

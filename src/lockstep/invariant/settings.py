@@ -13,19 +13,19 @@ import torch
 def configure_cuda() -> Callable[[], None]:
     """Make cuBLASLt add over K in one order for any number of rows: no split-K, no sums in low precision.
 
-    It may be called at any time, and concerns products that are launched, or captured, after it. That it does
-    what it says on this GPU is for the self-test to find out. CUBLAS_WORKSPACE_CONFIG is left alone: with it
-    a product costs the host about 150 us instead of 16, in code outside of CUDA graphs.
+    It may be called at any time, and affects products that are launched, or captured, after it. The self-test
+    checks that it works on this GPU. CUBLAS_WORKSPACE_CONFIG is not set: with it a product costs the host
+    about 150 us instead of 16, in code outside of CUDA graphs.
 
     Returns:
-        What sets everything as it was before.
+        A function that restores the earlier settings.
     """
     matmul = torch.backends.cuda.matmul
     library = torch.backends.cuda.preferred_blas_library()
     before = {kind: _reduced_precision(kind) for kind in ("bf16", "fp16")}
     tf32 = matmul.allow_tf32
 
-    def take_back() -> None:
+    def restore() -> None:
         torch.backends.cuda.preferred_blas_library(library)
         for kind, value in before.items():
             setattr(matmul, f"allow_{kind}_reduced_precision_reduction", value)
@@ -35,18 +35,18 @@ def configure_cuda() -> Callable[[], None]:
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.allow_tf32 = False
-    return take_back
+    return restore
 
 
 @contextlib.contextmanager
 def configured(on: bool) -> Iterator[None]:
-    """`configure_cuda` inside; False: nothing is changed."""
-    take_back = configure_cuda() if on else None
+    """Apply `configure_cuda` inside; with on = False nothing is changed."""
+    restore = configure_cuda() if on else None
     try:
         yield
     finally:
-        if take_back is not None:
-            take_back()
+        if restore is not None:
+            restore()
 
 
 def _reduced_precision(kind: str) -> tuple[bool, bool]:
@@ -56,7 +56,7 @@ def _reduced_precision(kind: str) -> tuple[bool, bool]:
 
 
 def cuda_settings() -> tuple[str, ...]:
-    """What of the process's settings decides the bits of a CUDA matrix product."""
+    """Return the settings of this process that decide the bits of a CUDA matrix product."""
     matmul = torch.backends.cuda.matmul
     return (
         str(torch.backends.cuda.preferred_blas_library()),
@@ -69,13 +69,12 @@ def cuda_settings() -> tuple[str, ...]:
 
 
 def inductor_options() -> dict[str, Any]:
-    """Options for torch.compile: fused code rounds where eager code rounds, and no choice is made by timing.
-
-    Only those that this torch has.
+    """Return options for torch.compile: fused code rounds where eager code rounds, and no choice is made by
+    timing. Only those that this torch has.
     """
     from torch._inductor import config
 
-    wanted = {
+    options = {
         "emulate_precision_casts": True,
         "max_autotune": False,
         "max_autotune_pointwise": False,
@@ -85,7 +84,7 @@ def inductor_options() -> dict[str, Any]:
         "batch_invariant": True,
         "eager_numerics.division_rounding": True,
     }
-    return {name: value for name, value in wanted.items() if _has(config, name)}
+    return {name: value for name, value in options.items() if _has(config, name)}
 
 
 def _has(config: Any, name: str) -> bool:

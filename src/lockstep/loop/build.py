@@ -282,7 +282,7 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
     if run.train.num_threads is not None:
         torch.set_num_threads(run.train.num_threads)
     backend = BACKENDS.load(run.train.backend)
-    take_back = prepare_kernels(axes)
+    restore_settings = prepare_kernels(axes)
 
     def load() -> LoadedModel:
         whole = not backend.shards_weights
@@ -293,7 +293,7 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
     if axes.batch_invariant:
         batch_invariance = make_invariant(model, axes=axes, required=run.train.batch_invariant)
         if batch_invariance.refused is not None:
-            take_back()
+            restore_settings()
             del model  # it may be converted in part; two of them may not fit
             model = load()
             axes = dataclasses.replace(axes, batch_invariant=False)

@@ -82,7 +82,7 @@ def gae(
     tokens: log2(T) passes over [T].
 
     Args:
-        token_rewards: [T], what each action earned, 0 where a slot is no action.
+        token_rewards: [T], the reward of each action, 0 where a slot is no action.
         values: [T], the value before each action, 0 elsewhere; the next value is that of the next
             slot, so actions must lie side by side.
         cu_seqlens: [D + 1].

@@ -55,7 +55,7 @@ class HeadKernels(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOptions:
-    """How logits become logprobs.
+    """The options that turn logits into logprobs.
 
     Raises:
         ValueError: for a negative temperature, a softcap or chunk_rows that is not positive, or kernels of
@@ -77,7 +77,7 @@ class HeadOptions:
     entropy_grad: bool = False
     """Whether the loss of `linear_logprob_loss` has an entropy term; `linear_logprobs` ignores it."""
     vocab: VocabShard | None = None
-    """Of which part of the vocabulary the weight has the rows; None: of all."""
+    """The part of the vocabulary whose rows the weight has; None: all of it."""
     kernels: HeadKernels | None = None
     """None: matrix product and elementwise code of this module."""
 
@@ -105,7 +105,8 @@ class HeadOptions:
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The slow reference: float32 copies of all logits, gradients by autograd.
+    """Compute logprob and entropy of labels: the slow reference, with float32 copies of all logits and
+    gradients by autograd.
 
     Args:
         logits: [R, V], any float dtype, before temperature.
@@ -125,7 +126,7 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) 
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, head: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """Logprob and entropy of `labels`, differentiable in both; backward computes the logits again.
+    """Compute logprob and entropy of `labels`, both differentiable; backward recomputes the logits.
 
     For losses whose coefficients need every row first, and under `no_grad` for logprobs alone.
 
@@ -133,7 +134,7 @@ def linear_logprobs(
         hidden: [R, C].
         weight: [V, C], same dtype; no gradient is made for it if it does not require one.
         labels: [R] int64; negative: a row that counts for nothing.
-        head: how logits become logprobs.
+        head: the options that turn logits into logprobs.
 
     Returns:
         logprobs [R] and entropy [R], nats, float32 (float64 for float64 inputs).
@@ -146,7 +147,7 @@ def linear_logprobs(
 def linear_logprob_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, token_loss: ChunkLoss, *, head: HeadOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A loss of the logprobs whose gradients are made in forward, so that every logit is computed once.
+    """Compute a loss of the logprobs with its gradients in forward, so that every logit is computed once.
 
     Args:
         hidden: [R, C].
@@ -158,7 +159,7 @@ def linear_logprob_loss(
         head: how logits become logprobs.
 
     Returns:
-        loss: scalar, the sum over chunks; its backward hands out the gradients, once.
+        loss: scalar, the sum over chunks; its backward returns the gradients, once.
         logprobs [R], entropy [R]: nats, detached, float32 (float64 for float64 inputs).
 
     Raises:
@@ -176,11 +177,11 @@ def linear_logprob_loss(
             logprobs[rows], entropy[rows], lse = row_stats(logits, labels[rows], head)
             loss, dlogprobs, dentropy = _loss_and_grads(token_loss, logprobs, entropy, rows, head)
             total += loss
-            if grads.wanted:
+            if grads.needed:
                 figures = _RowFigures(lse, entropy[rows], dlogprobs, dentropy)
                 _row_dlogits_(logits, labels[rows], figures, head)
                 grads.add(logits, chunk_hidden, weight, rows)
-    if grads.wanted:
+    if grads.needed:
         inputs = (hidden, weight, head.bias)
         total = _WithGrads.apply(*inputs, total, grads.finish())  # type: ignore[no-untyped-call]
     return total, logprobs, entropy
@@ -197,8 +198,8 @@ def _loss_and_grads(
         loss = token_loss(leaves[0], leaves[1], rows)
         if loss.ndim != 0:
             raise TrainError(f"a token loss must return a scalar, got shape {list(loss.shape)}; sum it")
-        found = torch.autograd.grad(loss, leaves[: 1 + head.entropy_grad], materialize_grads=True)
-    return loss.detach(), found[0], found[1] if head.entropy_grad else None
+        gradients = torch.autograd.grad(loss, leaves[: 1 + head.entropy_grad], materialize_grads=True)
+    return loss.detach(), gradients[0], gradients[1] if head.entropy_grad else None
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -240,7 +241,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _WithGrads(torch.autograd.Function):
-    """A loss whose gradients are known already. They are scaled in place, so backward runs once."""
+    """A loss whose gradients are already computed. They are scaled in place, so backward runs once."""
 
     @staticmethod
     def forward(
@@ -330,7 +331,7 @@ class _HeadGrads:
         inputs = (hidden, weight, head.bias)
         if needs is None:
             needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
-        self.wanted = any(needs)
+        self.needed = any(needs)
         wide = _wide(weight.dtype)
         self._dtype = weight.dtype
         self._vocab = head.vocab
@@ -348,7 +349,7 @@ class _HeadGrads:
             self._bias += dlogits.sum(0, dtype=self._bias.dtype)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """In the dtypes of the inputs."""
+        """Return the gradients in the dtypes of the inputs."""
         if self._hidden is not None and self._vocab is not None:
             dist.all_reduce(self._hidden, group=self._vocab.group)
         weight = None if self._weight is None else self._weight.to(self._dtype)
@@ -370,7 +371,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _RowFigures(NamedTuple):
-    """What the gradient of a chunk's logits is made of, [r] each."""
+    """The values per row that the gradient of a chunk's logits needs, [r] each."""
 
     lse: Tensor
     entropy: Tensor
@@ -408,7 +409,7 @@ def _own_stats(logits: Tensor, labels: Tensor, head: HeadOptions) -> Tensor:
 
 
 def _row_dlogits_(logits: Tensor, labels: Tensor, figures: _RowFigures, head: HeadOptions) -> None:
-    """Overwrites logits [r, V] with the gradient of the loss by them."""
+    """Overwrite logits [r, V] with the gradient of the loss by them."""
     start = 0 if head.vocab is None else head.vocab.start
     options: dict[str, Any] = {"scale": head.scale, "cap": head.cap, "start": start}
     if head.compiled:

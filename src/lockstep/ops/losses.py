@@ -70,7 +70,7 @@ def cispo(
 
 
 def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: float) -> Tensor:
-    """What a token's loss is multiplied by because another program sampled it; detached.
+    """Return the weight of a token's loss that corrects for another program having sampled it; detached.
 
     With w = exp(log_gap), elementwise:
 
@@ -131,7 +131,8 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, pe
 def loss_weights(
     masks: Sequence[Tensor], *, aggregation: Aggregation, max_tokens: int | None = None
 ) -> list[Tensor]:
-    """The weight of each token in the loss of an optimizer step, so that this loss is one plain weighted sum.
+    """Return each token's weight in the loss of an optimizer step, so that the loss is one plain weighted
+    sum.
 
         sequence_mean   1 / (S n_i)         mean over each document's n_i tokens, then over the S documents
         sequence_sum    1 / S               sum over each document's tokens, then mean over the S documents

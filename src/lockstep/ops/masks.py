@@ -11,7 +11,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """x where mask (bool, same shape) is True, else 0.
+    """Return x where mask (bool, same shape) is True, else 0.
 
     A per-token input of a loss goes through it *before* any operation: `where` behind a nonlinear one gives
     that operation a gradient of 0 at a masked slot, and 0 times the inf or NaN of its derivative is NaN.
@@ -20,8 +20,8 @@ def masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """A log ratio within [-20, 20] nats, elementwise, without a gradient beyond: exp overflows float32 at
-    88.7, and inf times an advantage of 0 is NaN. A NaN stays one."""
+    """Clamp a log ratio to [-20, 20] nats, elementwise, without a gradient beyond: exp overflows float32 at
+    88.7, and inf times an advantage of 0 is NaN. NaN stays NaN."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

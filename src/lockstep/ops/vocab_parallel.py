@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabShard:
-    """Which rows of the head's weight are here; every rank of the group holds others.
+    """The rows of the head's weight on this rank; every rank of the group holds others.
 
     Raises:
         ValueError: an empty part, or one outside of the vocabulary.
@@ -38,7 +38,7 @@ class VocabShard:
 
     @property
     def common_width(self) -> int:
-        """About the ids of one rank, the same number on all of them."""
+        """The mean number of ids per rank, rounded up; the same on all of them."""
         return -(-self.whole // self.group.size())
 
 
@@ -79,7 +79,7 @@ def merged_stats(own: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple
 
 
 def local_labels(labels: Tensor, *, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Columns [r] of the labels in a part of `width` ids from `start`, and whether they are in it; a label
-    that is not has some column that exists."""
+    """Return the columns [r] of the labels in a part of `width` ids from `start`, and whether they are in it;
+    a label outside it gets some valid column."""
     local = labels - start
     return local.clamp(0, width - 1), (local >= 0) & (local < width)

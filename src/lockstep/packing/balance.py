@@ -1,4 +1,4 @@
-"""Which document goes into which pack: as few packs as the budget allows, and those as equal as possible.
+"""Assign documents to packs: as few packs as the budget allows, as equal as possible.
 
 Balancing k packs is multiway number partitioning. Three heuristics, then a bounded search where they leave a
 gap: Karmarkar and Karp's largest differencing method (1982), MULTIFIT (Coffman, Garey and Johnson 1978: a
@@ -19,7 +19,7 @@ Packs = list[list[int]]
 _EXACT_DOCUMENTS = 16
 _EXACT_NODES = 20_000
 _GOOD_ENOUGH = 2e-4
-"""Share by which the largest pack may exceed the mean: no search goes on below it."""
+"""Share by which the largest pack may exceed the mean: below it the search stops."""
 
 
 def balance(
@@ -145,8 +145,8 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
         step = _best_step(lengths, packs, weights, heavy, limit)
         if step is None:
             return packs
-        light, given, taken = step
-        for source, target, index in ((heavy, light, given), (light, heavy, taken)):
+        light, outgoing, incoming = step
+        for source, target, index in ((heavy, light, outgoing), (light, heavy, incoming)):
             if index is not None:
                 packs[source].remove(index)
                 bisect.insort(packs[target], index, key=lambda i: (lengths[i], i))
@@ -158,8 +158,8 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
 def _best_step(
     lengths: Sequence[int], packs: Packs, weights: list[int], heavy: int, limit: int
 ) -> tuple[int, int, int | None] | None:
-    """(other pack, document given, document taken back or None) that lowers the maximum of the two packs the
-    most."""
+    """The (other pack, document to move there, document to take back or None) that lowers the maximum of the
+    two packs the most."""
     best: tuple[int, int, int, int | None] | None = None
     too_many = len(packs[heavy]) > limit
     for light in range(len(packs)):
@@ -167,19 +167,19 @@ def _best_step(
             continue
         gap = weights[heavy] - weights[light]
         sizes = [lengths[i] for i in packs[light]]
-        for given in packs[heavy]:
+        for outgoing in packs[heavy]:
             options: list[int | None] = []
             if len(packs[light]) < limit and len(packs[heavy]) > 1:
                 options.append(None)
             if not too_many:
                 # The swap that evens the two out best takes back a document of length(given) - gap / 2.
-                near = bisect.bisect_left(sizes, lengths[given] - gap / 2)
+                near = bisect.bisect_left(sizes, lengths[outgoing] - gap / 2)
                 options += [packs[light][j] for j in (near - 1, near) if 0 <= j < len(sizes)]
-            for taken in options:
-                moved = lengths[given] - (lengths[taken] if taken is not None else 0)
+            for incoming in options:
+                moved = lengths[outgoing] - (lengths[incoming] if incoming is not None else 0)
                 peak = max(weights[heavy] - moved, weights[light] + moved)
                 if (peak < weights[heavy] or too_many) and (best is None or peak < best[0]):
-                    best = (peak, light, given, taken)
+                    best = (peak, light, outgoing, incoming)
     return None if best is None else best[1:]
 
 
@@ -195,7 +195,7 @@ def _search(lengths: Sequence[int], num_packs: int, bound: int, limit: int) -> P
     best: Packs | None = None
     nodes = 0
 
-    def place(depth: int) -> None:
+    def assign(depth: int) -> None:
         nonlocal best, bound, nodes
         nodes += 1
         if nodes > _EXACT_NODES or bound < ideal:
@@ -212,9 +212,9 @@ def _search(lengths: Sequence[int], num_packs: int, bound: int, limit: int) -> P
             seen.add((weights[p], len(packs[p])))
             packs[p].append(order[depth])
             weights[p] = after
-            place(depth + 1)
+            assign(depth + 1)
             packs[p].pop()
             weights[p] -= lengths[order[depth]]
 
-    place(0)
+    assign(0)
     return best

@@ -1,4 +1,4 @@
-"""Packs of documents, with a static capacity where one graph must serve many of them."""
+"""Packs of documents, with a static capacity where one graph must serve many packs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Bucket:
     tokens: int
     """T of the pack."""
     documents: int
-    """D_cap of the pack: real documents and those that cover the padded tail."""
+    """D_cap of the pack: real documents and pad documents in the padded tail."""
     max_seqlen: int
     """Longest document, real or pad; part of the graph."""
 
 
 def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tuple[Bucket, ...]:
-    """The buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots.
+    """Return the buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots.
 
     They make at most 4 graphs. Every bucket has room for `max_documents` real documents and for a tail of any
     size; `max_seqlen` is the same in all. Capacities below max_seqlen are left out.
@@ -62,8 +62,7 @@ def pack(
     """Lay documents end to end, in the order given; the type of the batch follows that of the samples.
 
     Args:
-        loss_weights: [L] float32 per sample, see PackedBatch.loss_weights; what stands where loss_mask is
-            False is ignored.
+        loss_weights: [L] float32 per sample, see PackedBatch.loss_weights; ignored where loss_mask is False.
         bucket: the capacity to pad to. None: exactly the documents, no tail.
 
     Raises:
@@ -110,7 +109,7 @@ def pack(
 
 
 def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
-    """The same documents with another padded tail; the type of the batch stays.
+    """Return the same documents with another padded tail, in a batch of the same type.
 
     Args:
         batch: on the host.
@@ -143,8 +142,8 @@ def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
 
 
 def empty_batch(batch: PackedBatch) -> PackedBatch:
-    """The same batch with nothing to train on: what a rank runs that has no micro-batch of its own, where
-    the others need it for collectives inside forward and backward."""
+    """Return the same batch with nothing to train on, for a rank without a micro-batch of its own that the
+    others need in the collectives of forward and backward."""
     return dataclasses.replace(
         batch,
         labels=torch.full_like(batch.labels, IGNORE_LABEL),
@@ -155,7 +154,7 @@ def empty_batch(batch: PackedBatch) -> PackedBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
-    """What bounds the micro-batches of a run."""
+    """The limits of a run's micro-batches."""
 
     token_budget: int
     """Most slots of one micro-batch."""
@@ -170,13 +169,13 @@ class PackLimits:
     """Most documents of one pack; None: as many as fit. Under static_capacity the packs' largest number of
     documents is rounded up to a power of four, because empty documents cost a flash kernel time."""
     min_packs: int = 1
-    """At least so many micro-batches, such as one per rank."""
+    """Fewest micro-batches, such as one per rank."""
 
 
 def plan_micro_batches(
     samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], limits: PackLimits
 ) -> list[Any]:
-    """All samples of an optimizer step as micro-batches.
+    """Pack all samples of an optimizer step into micro-batches.
 
     Raises:
         DataError: a sample is empty or longer than the budget or than max_seqlen.
@@ -188,13 +187,13 @@ def plan_micro_batches(
     units = _units(samples)
     if limits.layout == "packed":
         per_pack = limits.max_documents
-        chosen = balance(
+        unit_groups = balance(
             [sum(lengths[i] for i in unit) for unit in units],
             token_budget=limits.token_budget,
             min_packs=limits.min_packs,
             max_documents=None if per_pack is None else per_pack // len(units[0]),
         )
-        groups = [[i for unit in group for i in units[unit]] for group in chosen]
+        groups = [[i for unit in group for i in units[unit]] for group in unit_groups]
     else:
         groups = _dense_groups(lengths, units, limits, width=longest if limits.static_capacity else None)
     buckets: tuple[Bucket, ...] = ()
@@ -225,7 +224,7 @@ def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
 
 
 def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
-    """What must not be torn apart: the two answers of a preference pair, else a document.
+    """Samples that must stay in one pack: the two answers of a preference pair, else a document.
 
     Raises:
         DataError: an answer without its other one.
@@ -247,7 +246,8 @@ def _units(samples: Sequence[TrainSample]) -> list[list[int]]:
 def _dense_groups(
     lengths: Sequence[int], units: Sequence[Sequence[int]], limits: PackLimits, *, width: int | None
 ) -> list[list[int]]:
-    """Units by their longest document, longest first, cut where rows x width would exceed the budget."""
+    """Group units by their longest document, longest first, cut where rows x width would exceed the
+    budget."""
     balance(lengths, token_budget=limits.token_budget, min_packs=len(lengths))  # refuses what cannot fit
     rows = len(units[0])
     most = min((limits.max_documents or len(lengths)) // rows, -(-len(units) // limits.min_packs))
@@ -264,7 +264,7 @@ def _dense_groups(
 
 
 def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
-    """Lengths of the pad documents that fill the bucket up; no slot may belong to no document."""
+    """Lengths of the pad documents that fill the bucket; every slot must belong to a document."""
     used = sum(lengths)
     if max(lengths) > bucket.max_seqlen:
         raise DataError(f"a document of {max(lengths)} tokens exceeds max_seqlen of {bucket}")
@@ -289,8 +289,8 @@ def _labels(sample: TrainSample) -> Tensor:
 
 
 def _fill(parts: Sequence[Tensor], capacity: int, value: float | int | bool) -> Tensor:
-    joined = torch.cat(list(parts))
-    return torch.cat([joined, joined.new_full((capacity - joined.shape[0],), value)])
+    values = torch.cat(list(parts))
+    return torch.cat([values, values.new_full((capacity - values.shape[0],), value)])
 
 
 def _round_up(number: int, multiple: int) -> int:

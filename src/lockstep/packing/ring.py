@@ -1,4 +1,4 @@
-"""Which slots of a pack each rank of a ring owns: whole documents where that is even, else zigzags.
+"""Assign the slots of a pack to the ranks of a ring: whole documents where that is even, else zigzags.
 
 A document of L tokens that is divided is cut into 2R chunks, as equal as can be, and rank r owns chunks r and
 2R - 1 - r. With R = 2 and L = 8:
@@ -14,7 +14,7 @@ and they see both. Each is two chunks times one chunk, whoever r and s are.
 
 Dividing is not free. On 4 H200s, 131,072 tokens in one document keep 0.96 of one GPU's throughput per GPU; in
 16 documents of 8,192, all divided, 0.72, and 0.80 if nothing is sent: kernels on small pieces are slower.
-Dealt whole, four to a rank, the 16 need neither pieces nor messages. So only what must be divided is.
+Assigned whole, four to a rank, the 16 need neither pieces nor messages. So only what must be divided is.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ _PAD_ROWS = 128  # the rows that a flash kernel computes together: smaller piece
 def ring_shard(
     lengths: Sequence[int], *, rank: int, size: int, num_documents: int | None = None
 ) -> RingShard:
-    """The part of rank `rank` of a ring of `size` ranks. Pure host arithmetic, the same on every rank.
+    """Return the part of rank `rank` of a ring of `size` ranks. Pure host arithmetic, the same on every rank.
 
     Only the longest documents are divided: 0, 1, 2, 4, 8, ... of them, the first number with which the
     others, each whole on one rank, leave no rank more than 1 + 1/32 of the mean, be it of rows or of the cost
-    of attention (the sum of n^2). They are dealt longest first, each to the rank whose larger share of the
+    of attention (the sum of n^2). They are assigned longest first, each to the rank whose larger share of the
     two ends up smallest. Short documents, of less than 2R tokens or 1/32 of a rank's share of the rows, are
     never divided.
 
-    So either both bounds hold, or all but the short documents are divided. The short ones then go to whoever
-    has the fewest rows, which leaves the ranks' rows about one of them apart. If nothing is divided, nothing
-    travels.
+    So either both bounds hold, or all but the short documents are divided. The short ones then go to the rank
+    with the fewest rows, so that the ranks' rows differ by about one of them. If nothing is divided, nothing
+    is sent.
 
     Args:
         lengths: of the documents in pack order, pads last (`PackedBatch.lengths`).
         num_documents: how many of them are real (`len(batch.sample_ids)`); None: all. The others are pads,
-            which nobody reads and no bound counts: their slots go to where rows are missing, in pieces so
-            small that their attention costs next to nothing. What is computed there differs from one process.
+            which are not read and not counted in the bounds: their slots fill ranks that have too few rows,
+                in
+            pieces so small that their attention costs next to nothing. Results there differ from one process.
 
     Raises:
         ValueError: an empty document, or no such rank.
@@ -67,7 +68,7 @@ def ring_shard(
     divided: list[range] = []
     owned = [documents]
     if size > 1:
-        divided, owned = _deal(documents[:real], size)
+        divided, owned = _assign(documents[:real], size)
         _fill(owned, _pieces(documents[real:], size), _divided_rows(divided, size))
     chunks = [_chunks(document, size) for document in divided]
     rows = _divided_rows(divided, size)
@@ -86,13 +87,13 @@ def ring_shard(
     )
 
 
-def _deal(documents: Sequence[range], size: int) -> tuple[list[range], list[list[range]]]:
-    """The documents to divide, in pack order, and per rank the ones it has whole."""
+def _assign(documents: Sequence[range], size: int) -> tuple[list[range], list[list[range]]]:
+    """The documents to divide, in pack order, and for each rank its whole documents."""
     least = max(2 * size, -(-sum(map(len, documents)) // (size * _WHOLE_SHARE)))
     longest = sorted(documents, key=lambda document: (-len(document), document.start))
     candidates = sum(len(document) >= least for document in longest)
     for count in _counts(candidates):
-        owned = _deal_evenly(longest[count:], longest[:count], size)
+        owned = _assign_evenly(longest[count:], longest[:count], size)
         if owned is not None:
             break
     else:
@@ -110,11 +111,11 @@ def _counts(most: int) -> Iterator[int]:
     yield most
 
 
-def _deal_evenly(whole: Sequence[range], divided: Sequence[range], size: int) -> list[list[range]] | None:
-    """Per rank its documents of `whole`, longest first; None: a rank would exceed the slack.
+def _assign_evenly(whole: Sequence[range], divided: Sequence[range], size: int) -> list[list[range]] | None:
+    """The documents of `whole` by rank, longest first; None: a rank would exceed the slack.
 
-    Shares of the mean in integers, for no rounding to tell ranks apart: of rows, rows R / T, and of cost,
-    (its n^2 R + all n^2 of the divided) / C, both times T C.
+    Shares of the mean are integers, so that no rounding differs between ranks: of rows, rows R / T, and of
+    cost, (its n^2 R + all n^2 of the divided) / C, both times T C.
     """
     tokens = sum(map(len, whole)) + sum(map(len, divided))
     shared = sum(len(document) ** 2 for document in divided)
@@ -162,7 +163,7 @@ def _pieces(pads: Sequence[range], size: int) -> list[range]:
 
 
 def _divided_rows(divided: Sequence[range], size: int) -> list[int]:
-    """Of every rank."""
+    """Rows of divided documents, by rank."""
     rows = [0] * size
     for document in divided:
         base, extra = divmod(len(document), 2 * size)
@@ -172,7 +173,7 @@ def _divided_rows(divided: Sequence[range], size: int) -> list[int]:
 
 
 def _chunks(document: range, size: int) -> list[range]:
-    """2R parts; the first len % 2R of them have a token more than the others."""
+    """Cut a document into 2R parts; the first len % 2R of them have one token more."""
     base, extra = divmod(len(document), 2 * size)
     ends = [0, *accumulate(base + (chunk < extra) for chunk in range(2 * size))]
     return [document[first:last] for first, last in pairwise(ends)]
@@ -180,8 +181,8 @@ def _chunks(document: range, size: int) -> list[range]:
 
 def _other(chunks: Sequence[Sequence[range]], rank: int, source: int) -> RingStep:
     """The divided rows of `rank` against those of `source`: two segments per document, one of which has no
-    queries (source before rank: nobody here sees the late chunk) or no keys (source behind rank: the early
-    queries see nothing). So both tensors are used as they lie, without a copy of halves."""
+    queries (source before rank: no query here sees the late chunk) or no keys (source behind rank: the early
+    queries see nothing). So both tensors are used in place, without a copy of halves."""
     q, k = [], []
     for document in chunks:
         early_q, late_q = len(document[rank]), len(document[-1 - rank])

@@ -1,4 +1,4 @@
-"""The seams: what a train backend, an inference engine, a weight transfer and a reward function must be.
+"""The protocols of train backends, inference engines, weight transfers and reward functions.
 
 The names below are loaded when they are first used, so that a reward's process imports no torch.
 """

@@ -45,23 +45,23 @@ class EngineStats:
 class InferenceEngine(Protocol):
     """Token ids in, token ids and logprobs out.
 
-    How it gets weights is one of the two protocols below; lockstep.transfer knows both.
+    It gets weights by one of the two protocols below; lockstep.transfer knows both.
     """
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
-        """One list per request, in request order, its samples in seed order. Raises EngineError."""
+        """Return one list per request, in request order, its samples in seed order. Raises EngineError."""
         ...
 
     def sleep(self) -> None:
-        """Give back what memory it can; `generate` is an error until `wake`."""
+        """Free as much memory as possible; `generate` is an error until `wake`."""
         ...
 
     def wake(self) -> None: ...
 
     def abort(self) -> None:
-        """Safe from another thread: running samples end now with finish_reason "abort"."""
+        """End running samples now with finish_reason "abort". Safe to call from another thread."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -79,14 +79,14 @@ class SharesWeights(InferenceEngine, Protocol):
 
 
 class ReceivesWeights(InferenceEngine, Protocol):
-    """An engine whose weights are its own: they come in buckets, all of them in one session.
+    """An engine with its own weights: they are sent in buckets, all of them in one session.
 
     It is *dirty* before its first update, and again from the first bucket of a session to its `finish`: a
     dirty engine refuses to generate, and only a whole session makes it clean.
     """
 
     transports: tuple[Transport, ...]
-    """What it can receive by here and now, best first."""
+    """The transports that it can receive by here, best first."""
     dirty: bool
 
     def begin_update(self, session: UpdateSession) -> None:
@@ -99,9 +99,9 @@ class ReceivesWeights(InferenceEngine, Protocol):
         ...
 
     def finish_update(self, session: UpdateSession) -> None:
-        """Close the session, flush the prefix cache and check that it is flushed, take over the version."""
+        """Close the session, flush the prefix cache and check that it is flushed, adopt the version."""
         ...
 
     def fail_update(self, reason: str) -> None:
-        """The session ended early: leave what is half loaded, stay dirty. Does not raise."""
+        """End the session early: keep what is half loaded, stay dirty. Does not raise."""
         ...

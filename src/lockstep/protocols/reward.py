@@ -9,8 +9,8 @@ from lockstep.schema.rollout import FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInput:
-    """What a reward may look at. `lockstep.rollout.rewards` calls it with keyword arguments prompt,
-    completion, row for a plain `module:function`, and with this record for a class."""
+    """The input of a reward. A plain `module:function` gets the keyword arguments prompt, completion and row;
+    the instance of a class gets this record."""
 
     prompt: str
     completion: str
@@ -19,7 +19,7 @@ class RewardInput:
     completion_token_ids: tuple[int, ...]
     finish_reason: FinishReason
     index: int | None = None
-    """Prompt.index: how an error names the row."""
+    """Prompt.index, by which an error names the row."""
 
 
 class RewardFunction(Protocol):

@@ -15,9 +15,8 @@ from lockstep.schema.weights import WeightUpdate
 class TokenLoss(Protocol):
     """A loss as a function of the logprobs of the labels.
 
-    `separable` says that the loss of a token needs no other token's logprob: then gradients are made chunk by
-    chunk while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed
-    twice.
+    `separable`: the loss of a token needs no other token's logprob, so gradients are computed chunk by chunk
+    while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed twice.
     """
 
     separable: bool
@@ -25,19 +24,19 @@ class TokenLoss(Protocol):
     """Whether the loss has an entropy term: then gradients flow through `entropy` too."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
-        """Scalar: this micro-batch's share of the loss of the optimizer step.
+        """Return this micro-batch's share of the loss of the optimizer step, a scalar.
 
         Args:
             logprobs: [R] float32, nats of `batch.labels[rows]`; requires grad.
             entropy: [R] float32, nats; requires grad only if the loss has an entropy term.
-            rows: which slots of the batch the R entries are; every trained slot is in exactly one call.
+            rows: the slots of the batch that the R entries are of; every trained slot is in exactly one call.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats:
-    """What `forward_backward` saw of every micro-batch of the step; tensors are detached, on the backend's
+    """Losses, logprobs and entropies of every micro-batch of the step; tensors are detached, on the backend's
     device."""
 
     losses: list[Tensor]
@@ -57,20 +56,22 @@ class TrainBackend(Protocol):
 
     Batches come with their tensors on the host (`old_logprobs` and `ref_logprobs` where `logprobs` left
     them); the backend moves them to its devices. A caller always gives *all* micro-batches of a step and gets
-    results for all of them, in order, however many ranks shared the work: on several ranks every rank makes
-    the same call with the same list, the backend deals the micro-batches out and gathers what the call
-    returns. So the loss and the metrics that a loop computes from it are of the whole step, the same on every
-    rank, and nothing outside the backend reduces over ranks. `loss_weights` hold the normaliser of the whole
-    step, so gradients are *added up* over ranks, not averaged.
+    results for all of them, in order, however many ranks shared the work: with several ranks every rank makes
+    the same call with the same list, the backend assigns the micro-batches to ranks and gathers the results.
+    So the loss and the metrics that a loop computes are of the whole step, the same on every rank, and
+    nothing outside the backend reduces over ranks. `loss_weights` hold the normaliser of the whole step, so
+    gradients are *summed* over ranks, not averaged.
     """
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the backend's device."""
+        """Return [T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the backend's
+        device."""
         ...
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Adds the gradients of all micro-batches of one optimizer step. Raises TrainError on every rank when
-        a loss is not finite or memory runs out on one of them; the step's gradients are then dropped."""
+        """Accumulate the gradients of all micro-batches of one optimizer step. Raises TrainError on every
+        rank when a loss is not finite or memory runs out on one of them; the step's gradients are then
+        dropped."""
         ...
 
     def optimizer_step(self) -> dict[str, float]:
@@ -79,32 +80,33 @@ class TrainBackend(Protocol):
         ...
 
     def weights(self, *, policy_version: int) -> WeightUpdate:
-        """The current weights, under Hugging Face names, with the caller's version on them."""
+        """Return the current weights, under Hugging Face names, as version `policy_version`."""
         ...
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
-        """Weights, master weights, optimizer, schedule and RNG into an existing empty directory, in the one
-        format that every backend loads (lockstep.train.state.save_load). Collective; each rank writes files
-        of its own. With `background` what the files will hold is copied now, and training may go on before
-        the returned function is called, in any thread. Raises CheckpointError when the disk has no room.
+        """Save weights, master weights, optimizer, schedule and RNG into an existing empty directory, in the
+        one format that every backend loads (lockstep.train.state.save_load). Collective; each rank writes its
+        own files. With `background` the state is copied now, and training may go on before the returned
+        function is called, in any thread. Raises CheckpointError when the disk is full.
         """
         ...
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """The inverse, of a save by any backend on any number of ranks; by the same ones, to the bit.
-        Collective. verified: the caller has compared the files' hashes with what `save` returned. Raises
-        CheckpointError on every rank before anything was changed."""
+        """Load a save of any backend on any number of ranks; bitwise if both are the same. Collective.
+        verified: the caller has compared the files' hashes with what `save` returned. Raises CheckpointError
+            on
+        every rank before anything was changed."""
         ...
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face folder that from_pretrained loads with all keys matched."""
+        """Write a Hugging Face folder that from_pretrained loads with all keys matched."""
         ...
 
     def close(self) -> None: ...
 
 
 class Algorithm(Protocol):
-    """What the online loop asks of an algorithm; see lockstep.algorithms."""
+    """An algorithm of the online loop; see lockstep.algorithms."""
 
     needs_ref: bool
     """ref_logprobs are read, by the loss or by the reward."""
@@ -113,28 +115,29 @@ class Algorithm(Protocol):
     `lockstep.algorithms.samples.rollout_samples` aligns them."""
 
     def keep(self, group: RolloutGroup) -> bool:
-        """False: the group, as sampled, carries no signal and is sampled anew (DAPO's dynamic sampling)."""
+        """Return False for a group without a signal, which another one replaces (DAPO's dynamic sampling)."""
         ...
 
     def shape(
         self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
     ) -> list[RolloutGroup]:
-        """What the algorithm itself adds to rewards (overlong, kl), total and by name. Called once, before
-        `samples`; shaped groups are what is recorded."""
+        """Add the algorithm's own rewards (overlong, kl), total and by name. Called once, before `samples`;
+        recordings hold the shaped groups."""
         ...
 
     def samples(
         self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
     ) -> list[PolicySample]:
-        """Advantages of shaped groups: one PolicySample per rollout, in order, sample_id counting from 0."""
+        """Return shaped groups with advantages: one PolicySample per rollout, in order, sample_id counting
+        from 0."""
         ...
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """[L] float32 per sample; the normaliser of the whole optimizer step is in them."""
+        """Return [L] float32 per sample, which include the normaliser of the whole optimizer step."""
         ...
 
     def loss(self) -> TokenLoss: ...
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """Clip fractions, KLs, ratios: masked means over the whole step."""
+        """Return clip fractions, KLs and ratios: masked means over the whole step."""
         ...

@@ -7,9 +7,9 @@ from lockstep.protocols.train import TrainBackend
 
 
 class WeightTransfer(Protocol):
-    """Carries the trainer's weights to an engine, all of them, in one push."""
+    """Sends the trainer's weights to an engine, all of them, in one push."""
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
-        """Afterwards `target` samples from `source`'s weights. Raises EngineError; after a push that failed
-        the engine must not sample from half an update."""
+        """Send the weights of `source`, from which `target` samples afterwards. Raises EngineError; after a
+        push that failed the engine must not sample from half an update."""
         ...

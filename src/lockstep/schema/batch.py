@@ -1,4 +1,4 @@
-"""What the policy is fed: train samples, and the packed batches made of them.
+"""The policy's inputs: train samples, and the packed batches made of them.
 
 Shape legend, used in the whole code base:
     T   token slots of one pack (its capacity)      N   attention heads          H   head dim
@@ -46,7 +46,7 @@ class TrainSample:
     loss_mask: Tensor
     """[L] bool. True where `token_ids[t + 1]` is trained on; the last entry is False."""
     sample_id: int = 0
-    """Index of the sample in its step; packs keep it, so that per-sample figures find their way back."""
+    """Index of the sample in its step; packs keep it, so that per-sample values can be mapped back."""
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype != torch.int64:
@@ -127,7 +127,7 @@ class PackedBatch:
         return sum(self.lengths[: len(self.sample_ids)])
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with every tensor on `device` (cu_seqlens too)."""
+        """Return the batch with every tensor on `device` (cu_seqlens too)."""
         moved = {
             field.name: value.to(device, non_blocking=True)
             for field in dataclasses.fields(self)
@@ -136,7 +136,7 @@ class PackedBatch:
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
     def split(self, per_token: Tensor) -> list[Tensor]:
-        """`[T, ...]` into one `[L, ...]` per real document, in the order of `sample_ids`."""
+        """Split `[T, ...]` into one `[L, ...]` per real document, in the order of `sample_ids`."""
         return list(per_token[: self.num_tokens].split(self.lengths[: len(self.sample_ids)]))
 
 

@@ -1,7 +1,7 @@
 """The kernel contract: the numerical choices that decide the bits of a logprob, as one hashed record.
 
-A trainer and a generator whose contracts are equal give a token the same logprob to the bit; where they
-differ, `difference` says in what.
+A trainer and a generator with equal contracts compute bitwise equal logprobs; where they differ, `difference`
+names the fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelContract:
-    """What a forward pass was made of. Two records are for the same bits when all fields are equal.
+    """The kernels and dtypes of a forward pass. Two forwards are bitwise equal when all fields are.
 
     Example:
         >>> ours = KernelContract(gemm="cpu-tiles", attention="varlen", attention_splits=1, norm="row",
@@ -41,9 +41,9 @@ class KernelContract:
     logprob: str
     """Which function of the logits gives the logprob of a label."""
     lm_head_dtype: str
-    """The head's matrix product is computed in."""
+    """Dtype of the head's matrix product."""
     logits_dtype: str
-    """Logits are rounded to, before the logprob function widens them to float32."""
+    """Dtype that logits are rounded to, before the logprob function widens them to float32."""
     collectives: str
     """Sums over ranks inside of a forward; none where ranks only gather weights."""
     compile: str
@@ -70,27 +70,29 @@ class KernelContract:
         return [f"{k}: {v!r} here, {theirs[k]!r} there" for k, v in ours.items() if v != theirs[k]]
 
     def as_json(self) -> dict[str, Any]:
-        """The fields and `hash`, for manifests and recordings."""
+        """Return the fields and `hash`, for manifests and recordings."""
         return dataclasses.asdict(self) | {"hash": self.hash}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> KernelContract:
-        """The inverse of `as_json`.
+        """Read what `as_json` wrote.
 
         Raises:
             ValueError: a field is missing, unknown or of another type, or the hash is of other fields.
         """
-        wanted = {field.name: field.type for field in dataclasses.fields(cls)}
-        given = {name: value for name, value in values.items() if name != "hash"}
-        if given.keys() != wanted.keys():
+        types = {field.name: field.type for field in dataclasses.fields(cls)}
+        fields = {name: value for name, value in values.items() if name != "hash"}
+        if fields.keys() != types.keys():
             raise ValueError(
-                f"kernel contract: it misses the fields {sorted(wanted.keys() - given.keys())} and has the "
-                f"unknown ones {sorted(given.keys() - wanted.keys())}; another version of Lockstep wrote it"
+                f"kernel contract: it misses the fields {sorted(types.keys() - fields.keys())} and has the "
+                f"unknown ones {sorted(fields.keys() - types.keys())}; another version of Lockstep wrote it"
             )
-        for name, kind in wanted.items():
-            if type(given[name]).__name__ != kind:
-                raise ValueError(f"kernel contract: {name} = {given[name]!r} is no {kind}")
-        found = cls(**given)
-        if values.get("hash", found.hash) != found.hash:
-            raise ValueError(f"kernel contract: its hash is {values['hash']!r}, its fields give {found.hash}")
-        return found
+        for name, kind in types.items():
+            if type(fields[name]).__name__ != kind:
+                raise ValueError(f"kernel contract: {name} = {fields[name]!r} is no {kind}")
+        contract = cls(**fields)
+        if values.get("hash", contract.hash) != contract.hash:
+            raise ValueError(
+                f"kernel contract: its hash is {values['hash']!r}, its fields give {contract.hash}"
+            )
+        return contract

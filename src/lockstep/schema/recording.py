@@ -1,4 +1,4 @@
-"""What a recording holds: the policy's inputs, what it made of them, and the settings of the run.
+"""The contents of a recording: the policy's inputs, its outputs, and the settings of the run.
 
 A recording is a directory:
 
@@ -28,7 +28,7 @@ Outcome = Literal["finished", "pending", "failed"]
 
 
 class InputKey(NamedTuple):
-    """Which input it is; inputs of a recording are in this order."""
+    """The key of an input; inputs of a recording are in this order."""
 
     update: int
     """Optimizer step since the run's start, from 0."""
@@ -38,7 +38,7 @@ class InputKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputMeta:
-    """Where an input comes from."""
+    """The origin of an input: its step, rank and weights."""
 
     step: int
     """The loop's step (rollout batch, or SFT step), from 0."""
@@ -63,7 +63,7 @@ class InputMeta:
     """pending: the run ended before this input's step did. failed: the step raised; `error` says what."""
     error: str | None = None
     documents: tuple[Mapping[str, Any], ...] = ()
-    """What else is known of each real document, in the order of sample_ids: reward, rewards by name,
+    """Further facts about each real document, in the order of sample_ids: reward, rewards by name,
     prompt_index, finish_reason, ...; may be empty."""
 
     @property
@@ -82,7 +82,7 @@ class InputMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedOutputs:
-    """What the policy made of an input."""
+    """The policy's outputs for an input."""
 
     loss: float | None
     """This micro-batch's share of the loss of the step; None: the loss was not seen (foreign modules)."""
@@ -98,7 +98,7 @@ class RecordedOutputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedInput:
-    """One micro-batch that the policy was fed."""
+    """One micro-batch of the policy, with its outputs."""
 
     meta: InputMeta
     batch: PackedBatch
@@ -114,12 +114,12 @@ class RecordedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordingHeader:
-    """What all inputs of a recording share. JSON values only."""
+    """The facts that all inputs of a recording share. JSON values only."""
 
     created: str
     """ISO 8601, UTC."""
     framework: str
-    """lockstep, or what else fed the policy: "trl", "torch", "import:pickle"."""
+    """lockstep, or the source of the inputs: "trl", "torch", "import:pickle"."""
     versions: Mapping[str, str]
     """Library -> version."""
     model: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""How the slots of one pack are dealt out to the ranks of a ring; `lockstep.packing.ring_shard` makes it."""
+"""The assignment of a pack's slots to the ranks of a ring; `lockstep.packing.ring_shard` makes it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class RingStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingShard:
-    """What one rank owns of a pack, and what it attends to in each step of the ring.
+    """One rank's share of a pack, and the keys that it attends to in each step of the ring.
 
     A document is either divided among all ranks or whole on one. Rows of a rank, in local order:
 
         divided documents, each as [its earlier chunk | its later chunk], then whole documents
 
-    so what travels round the ring is one slice, `[:divided[rank]]`.
+    so each message round the ring is one slice, `[:divided[rank]]`.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RingShard:
     sizes: tuple[int, ...]
     """t of every rank."""
     divided: tuple[int, ...]
-    """Of every rank the rows of divided documents. All zero (nothing travels) or all at least 2."""
+    """Rows of divided documents, by rank. All zero (nothing is sent) or all at least 2."""
     own: RingStep
     """Step 0: the rank's own keys, causal, over all t rows."""
     others: tuple[RingStep, ...]
@@ -57,7 +57,7 @@ class RingShard:
         return self.sizes[self.rank]
 
     def to(self, device: torch.device | str) -> RingShard:
-        """The same shard with every tensor on `device`: two copies, whatever the number of steps."""
+        """Return the shard with every tensor on `device`: two copies, whatever the number of steps."""
         if self.index.device == torch.device(device):
             return self
         steps = (self.own, *self.others)

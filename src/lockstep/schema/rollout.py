@@ -1,4 +1,4 @@
-"""Requests to an inference engine, what comes back, and rollouts with their rewards."""
+"""Requests to an inference engine, its completions, and rollouts with their rewards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SamplingParams:
     """Stop ids besides the end-of-sequence ids. A matched id stays in the completion, and so does an eos
     id."""
     keep_stop: bool = True
-    """Whether the *text* keeps a matched stop string. Token ids always do: they are what the policy did."""
+    """Whether the *text* keeps a matched stop string. Token ids always do: they are the policy's actions."""
     ignore_eos: bool = False
     logprob_kind: LogprobKind = "temperature_scaled"
 
@@ -82,12 +82,12 @@ class Prompt:
     text: str
     """The rendered prompt, chat template applied; for id-level sources a readable form of the ids."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The dataset row: what a reward function may look at (answer, metadata, ...)."""
+    """The dataset row, for reward functions (answer, metadata, ...)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """A completion and what it earned."""
+    """A completion and its rewards."""
 
     completion: Completion
     reward: float

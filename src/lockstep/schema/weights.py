@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from lockstep.wire.buckets import TensorSpec as TensorSpec
 
 Transport = Literal["memory", "ipc", "collective", "disk"]
-"""How a bucket gets to an engine: the same process, CUDA IPC, NCCL or gloo, or a file."""
+"""How a bucket reaches an engine: in the same process, by CUDA IPC, by NCCL or gloo, or in a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
     """One complete version of the policy's weights.
 
-    `shared_module` is set when trainer and engine live in one process: the engine reads the very Parameters.
-    Otherwise `tensors` yields (Hugging Face checkpoint name, tensor), tied weights under every name they
-    go by.
+    `shared_module` is set when trainer and engine are in one process: the engine reads the same Parameters.
+    Otherwise `tensors` yields (Hugging Face checkpoint name, tensor), tied weights under each of their names.
     """
 
     policy_version: int
@@ -40,7 +39,7 @@ class UpdateSession:
 
     policy_version: int
     run_id: str
-    """Of the trainer's process: version 3 of a restarted trainer is not that of the earlier one."""
+    """Identifies the trainer's process: version 3 of a restarted trainer is not that of the earlier one."""
     deadline: float
     """time.monotonic() by which the whole update must be done."""
 
