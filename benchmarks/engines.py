@@ -82,7 +82,7 @@ class Bench:
     def engine(self, **changes: Any) -> tuple[EngineConfig, Any, float]:
         """The engine, without weights yet, and the seconds of its start."""
         config = EngineConfig(**({"name": self.args.engine} | self.args.settings | changes))
-        place = EngineSpec(
+        spec = EngineSpec(
             folder=write_model_folder(self.model, self.work / "config"),
             weights="pushed",
             model_name=self.model.name,
@@ -97,7 +97,7 @@ class Bench:
             work_dir=self.work / f"engine-{time.time_ns()}",
         )
         started = time.perf_counter()
-        return config, make_engine(config, place=place), time.perf_counter() - started
+        return config, make_engine(config, spec=spec), time.perf_counter() - started
 
     def gap(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
         """trainer - engine, per token."""

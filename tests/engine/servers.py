@@ -59,7 +59,7 @@ def answers(server):
     return ready
 
 
-def place_in(folder, **changes):
+def spec_in(folder, **changes):
     values = {
         "folder": Path(folder),
         "weights": "folder",
@@ -77,16 +77,16 @@ def place_in(folder, **changes):
     return EngineSpec(**(values | changes))
 
 
-def engine_in(folder, *, config=None, place=None, url=None, token="token of the fake"):
+def engine_in(folder, *, config=None, spec=None, url=None, token="token of the fake"):
     """`vllm` over a fake server of its own, or over the one at `url`."""
     where = {"url": url} if url else {"python": sys.executable}
     settings = where | {"request_seconds": 20.0, "start_seconds": 20.0} | (config or {})
     config = EngineConfig(name="vllm", **settings)
-    place = place_in(folder, **(place or {}))
+    spec = spec_in(folder, **(spec or {}))
     server = None if url else process(folder, start_seconds=config.start_seconds, token=token)
     client = server_client(config, server)
-    driver = VLLMDriver(config, place, client=client, server=server)
-    return RemoteEngine(config, place=place, client=client, driver=driver, server=server)
+    driver = VLLMDriver(config, spec, client=client, server=server)
+    return RemoteEngine(config, spec=spec, client=client, driver=driver, server=server)
 
 
 def requests_of(*seeds, prompt=(1, 2, 3), **sampling):

@@ -14,7 +14,7 @@ from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.choice import VLLM
 from lockstep.errors import ConfigError, EngineError
 
-PLACE = EngineSpec(
+SPEC = EngineSpec(
     folder=Path("/models/m"),
     weights="pushed",
     model_name="m",
@@ -38,11 +38,11 @@ class External:
     fails_at: int | None = None
     barrier: threading.Barrier | None = None
 
-    def __init__(self, config, *, place):
-        self.config, self.place, self.closed = config, place, False
+    def __init__(self, config, *, spec):
+        self.config, self.spec, self.closed = config, spec, False
         if External.barrier is not None:
             External.barrier.wait(5)  # breaks unless all start at the same time
-        if External.fails_at is not None and place.work_dir.name == f"replica-{External.fails_at}":
+        if External.fails_at is not None and spec.work_dir.name == f"replica-{External.fails_at}":
             raise EngineError("it does not start")
         External.made.append(self)
 
@@ -68,36 +68,36 @@ def test_an_embedded_engine_gets_the_trainers_model(tiny):
     several = make_engine(EngineConfig(name="hf", replicas=3), model=tiny)
     assert isinstance(several, Dispatcher) and len(several.engines) == 3
     with pytest.raises(ConfigError, match="'hf' samples with the trainer's modules and got no model"):
-        make_engine(EngineConfig(name="hf"), place=PLACE)
+        make_engine(EngineConfig(name="hf"), spec=SPEC)
 
 
 def test_an_external_engine_gets_a_place():
     settings = config()
-    engine = make_engine(settings, place=PLACE)
-    assert engine.config is settings and engine.place == PLACE and is_external(settings.name)
-    with pytest.raises(ConfigError, match="was not told which model"):
+    engine = make_engine(settings, spec=SPEC)
+    assert engine.config is settings and engine.spec == SPEC and is_external(settings.name)
+    with pytest.raises(ConfigError, match="got no EngineSpec of the model"):
         make_engine(settings)
 
 
 def test_the_configs_longest_sequence_is_the_places():
-    assert make_engine(config(max_model_len=99), place=PLACE).place.max_model_len == 99
+    assert make_engine(config(max_model_len=99), spec=SPEC).spec.max_model_len == 99
 
 
 def test_each_replica_has_its_gpus_and_its_folder():
-    engine = make_engine(config(replicas=3, tp=2, cuda_devices=(0, 1, 2, 3, 4, 5)), place=PLACE)
+    engine = make_engine(config(replicas=3, tp=2, cuda_devices=(0, 1, 2, 3, 4, 5)), spec=SPEC)
     assert isinstance(engine, DispatcherOfOwnWeights)
     assert [e.config.cuda_devices for e in engine.engines] == [(0, 1), (2, 3), (4, 5)]
     assert [e.config.replicas for e in engine.engines] == [1, 1, 1]
-    folders = [str(e.place.work_dir) for e in engine.engines]
+    folders = [str(e.spec.work_dir) for e in engine.engines]
     assert folders == [f"/run/engine/replica-{i}" for i in range(3)]
     # the trainer is on GPU 1
-    assert [e.place.shares_device for e in engine.engines] == [True, False, False]
+    assert [e.spec.shares_device for e in engine.engines] == [True, False, False]
 
 
 def test_one_engine_with_a_gpu_of_its_own_does_not_share_the_trainers():
-    assert make_engine(config(cuda_devices=(0,)), place=PLACE).place.shares_device is False
-    assert make_engine(config(cuda_devices=(1,)), place=PLACE).place.shares_device is True
-    assert make_engine(config(), place=PLACE).place.work_dir == PLACE.work_dir
+    assert make_engine(config(cuda_devices=(0,)), spec=SPEC).spec.shares_device is False
+    assert make_engine(config(cuda_devices=(1,)), spec=SPEC).spec.shares_device is True
+    assert make_engine(config(), spec=SPEC).spec.work_dir == SPEC.work_dir
 
 
 @pytest.mark.parametrize(
@@ -111,20 +111,20 @@ def test_one_engine_with_a_gpu_of_its_own_does_not_share_the_trainers():
 )
 def test_engines_without_a_place_to_run_are_refused(settings, device, message):
     with pytest.raises(ConfigError, match=message):
-        make_engine(config(**settings), place=dataclasses.replace(PLACE, device=device))
+        make_engine(config(**settings), spec=dataclasses.replace(SPEC, device=device))
     assert External.made == []
 
 
 def test_replicas_start_at_the_same_time_and_on_a_cpu_need_no_devices(monkeypatch):
     monkeypatch.setattr(External, "barrier", threading.Barrier(2))
-    make_engine(config(replicas=2), place=dataclasses.replace(PLACE, device="cpu", shares_device=False))
+    make_engine(config(replicas=2), spec=dataclasses.replace(SPEC, device="cpu", shares_device=False))
     assert len(External.made) == 2
 
 
 def test_when_one_does_not_start_the_others_are_closed(monkeypatch):
     monkeypatch.setattr(External, "fails_at", 2)
     with pytest.raises(EngineError, match="replica 2 of 4: it does not start"):
-        make_engine(config(replicas=4), place=dataclasses.replace(PLACE, device="cpu"))
+        make_engine(config(replicas=4), spec=dataclasses.replace(SPEC, device="cpu"))
     assert len(External.made) == 3 and all(engine.closed for engine in External.made)
 
 
@@ -144,12 +144,12 @@ def test_an_unknown_engine_is_refused(tiny):
     ],
 )
 def test_vllm_is_in_process_or_a_server(settings, module, name, monkeypatch):
-    fake = types.SimpleNamespace(**{name: lambda config, *, place: (module, config.name, place)})
+    fake = types.SimpleNamespace(**{name: lambda config, *, spec: (module, config.name, spec)})
     monkeypatch.setitem(sys.modules, module, fake)
-    assert VLLM.external and VLLM(EngineConfig(name="vllm", **settings), place=PLACE) == (
+    assert VLLM.external and VLLM(EngineConfig(name="vllm", **settings), spec=SPEC) == (
         module,
         "vllm",
-        PLACE,
+        SPEC,
     )
 
 

@@ -19,7 +19,7 @@ HUNDRED = tuple(range(100))
 
 @pytest.fixture
 def engines(tmp_path):
-    """engines(plan..., config=..., place=...): closed after the test."""
+    """engines(plan..., config=..., spec=...): closed after the test."""
     made = []
 
     def make(*starts, **settings):
@@ -131,7 +131,7 @@ def test_ids_outside_the_vocabulary_and_short_samples_are_refused(engines):
     with pytest.raises(EngineError, match="outside the vocabulary of 100"):
         engine.generate(requests_of(500))
     content = [{"token_id": 1, "logprob": -1.0}]
-    write_plan(Path(engine._place.work_dir), {"choice": {"token_ids": [1], "logprobs": {"content": content}}})
+    write_plan(Path(engine._spec.work_dir), {"choice": {"token_ids": [1], "logprobs": {"content": content}}})
     with pytest.raises(EngineError, match="1 tokens that ended by length, where 4 fit"):
         engine.generate(requests_of(1))
 
@@ -301,7 +301,7 @@ def test_a_session_is_one_sequence_of_calls(engines, tmp_path):
 
 
 def test_pushed_weights_start_dirty(engines):
-    engine = engines(place={"weights": "pushed"})
+    engine = engines(spec={"weights": "pushed"})
     assert engine.dirty
     with pytest.raises(EngineError, match="dirty"):
         engine.generate(requests_of(1))

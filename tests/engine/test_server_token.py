@@ -18,7 +18,7 @@ from lockstep.engine.vllm.server import Installed
 from lockstep.errors import ConfigError, EngineError
 from lockstep.wire.server_token import TOKEN, RequireToken
 
-from .servers import engine_in, place_in, requests_of, write_plan
+from .servers import engine_in, requests_of, spec_in, write_plan
 from .sglang import fakes as sglang
 
 SECRET = "0123456789abcdef" * 4
@@ -75,14 +75,14 @@ def test_vllm_gets_its_token_by_the_environment(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("VLLM_API_KEY", "of another server")
     config = EngineConfig(name="vllm", python=Path(sys.executable))
-    first, second = (vllm_server.make_server(config, place_in(tmp_path)).spec for _ in range(2))
+    first, second = (vllm_server.make_server(config, spec_in(tmp_path)).spec for _ in range(2))
     assert len(first.token) == 64 and first.token != second.token
     assert first.environment["VLLM_API_KEY"] == first.environment[TOKEN] == first.token
     assert first.token not in " ".join(first.command) + repr(first)
     at = first.command.index("--middleware")
     assert first.command[at + 1] == "lockstep.wire.server_token.RequireToken"
     with pytest.raises(ConfigError, match=r"^engine.env.VLLM_API_KEY: a started server gets a token"):
-        vllm_server.make_server(config.model_copy(update={"env": {"VLLM_API_KEY": "x"}}), place_in(tmp_path))
+        vllm_server.make_server(config.model_copy(update={"env": {"VLLM_API_KEY": "x"}}), spec_in(tmp_path))
 
 
 PATHS = ("/version", "/model_info", "/server_info", "/v1/models", "/generate", "/inference/v1/generate")

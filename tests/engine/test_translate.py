@@ -63,7 +63,7 @@ def test_a_changed_field_changes_what_is_sent_or_is_refused_by_name(way, field):
     assert sent != WAYS[way](plain)
 
 
-PLACE = EngineSpec(
+SPEC = EngineSpec(
     folder=Path("/m"),
     weights="pushed",
     model_name="m",
@@ -89,7 +89,7 @@ AT_START = {
 }
 ELSEWHERE = {
     "replicas",  # make_engine
-    "max_model_len",  # make_engine puts it into the place
+    "max_model_len",  # make_engine puts it into the spec
     "cuda_devices",  # the server's process
     "python",
     "url",
@@ -116,14 +116,14 @@ def test_a_changed_setting_changes_what_an_engine_is_started_with(name, setting)
     def started(**settings):
         config = EngineConfig(name=name, python="/p", **settings)
         if name == "vllm":
-            sent = vllm.vllm_constructor(config, PLACE)
-            environment = vllm.vllm_environment(config, PLACE, in_process=False)
-            return sent, environment, vllm.vllm_server_command(config, PLACE, port=1)
-        sent = sglang.sglang_constructor(config, PLACE)
+            sent = vllm.vllm_constructor(config, SPEC)
+            environment = vllm.vllm_environment(config, SPEC, in_process=False)
+            return sent, environment, vllm.vllm_server_command(config, SPEC, port=1)
+        sent = sglang.sglang_constructor(config, SPEC)
         every = frozenset(f"--{field.replace('_', '-')}" for field in (*sent, "host", "port"))
         return sent, sglang.sglang_server_command(
             config,
-            PLACE,
+            SPEC,
             port=1,
             flags=every | {"--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"},
         )

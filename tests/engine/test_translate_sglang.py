@@ -15,7 +15,7 @@ from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-PLACE = EngineSpec(
+SPEC = EngineSpec(
     folder=Path("/models/m"),
     weights="pushed",
     model_name="m",
@@ -48,7 +48,7 @@ def sampling(seeded=True, **fields):
 
 
 def test_nothing_is_left_to_the_constructors_defaults():
-    assert sglang_constructor(config(), PLACE) == {
+    assert sglang_constructor(config(), SPEC) == {
         "model_path": "/models/m",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
@@ -72,8 +72,8 @@ def test_nothing_is_left_to_the_constructors_defaults():
 @pytest.mark.parametrize("eager", [True, False])
 def test_cuda_graphs_are_off_when_eager_and_only_then(eager):
     """A mapping that was published has `disable_cuda_graph = not enforce_eager`."""
-    assert sglang_constructor(config(eager=eager), PLACE)["disable_cuda_graph"] is eager
-    command = sglang_server_command(config(eager=eager), PLACE, port=1, flags=FLAGS)
+    assert sglang_constructor(config(eager=eager), SPEC)["disable_cuda_graph"] is eager
+    command = sglang_server_command(config(eager=eager), SPEC, port=1, flags=FLAGS)
     assert ("--disable-decode-cuda-graph" in command) is eager
     assert ("--disable-prefill-cuda-graph" in command) is eager
 
@@ -81,14 +81,14 @@ def test_cuda_graphs_are_off_when_eager_and_only_then(eager):
 @pytest.mark.parametrize("caching", [True, False])
 def test_the_prefix_cache_is_off_when_it_is_turned_off_and_only_then(caching):
     """The same published mapping ties the prefix cache to the padding of CUDA graphs."""
-    found = sglang_constructor(config(prefix_caching=caching), PLACE)
+    found = sglang_constructor(config(prefix_caching=caching), SPEC)
     assert found["disable_radix_cache"] is (not caching) and "disable_cuda_graph_padding" not in found
-    command = sglang_server_command(config(prefix_caching=caching), PLACE, port=1, flags=FLAGS)
+    command = sglang_server_command(config(prefix_caching=caching), SPEC, port=1, flags=FLAGS)
     assert ("--disable-radix-cache" in command) is (not caching)
 
 
 @pytest.mark.parametrize(
-    ("settings", "place", "expected"),
+    ("settings", "spec", "expected"),
     [
         ({"max_batch": 8}, {}, {"max_running_requests": 8}),
         ({"tp": 2}, {}, {"tp_size": 2}),
@@ -106,13 +106,13 @@ def test_the_prefix_cache_is_off_when_it_is_turned_off_and_only_then(caching):
         ({"options": {"attention_backend": "triton"}}, {}, {"attention_backend": "triton"}),
     ],
 )
-def test_each_field_of_the_constructor(settings, place, expected):
-    found = sglang_constructor(config(**settings), dataclasses.replace(PLACE, **place))
+def test_each_field_of_the_constructor(settings, spec, expected):
+    found = sglang_constructor(config(**settings), dataclasses.replace(SPEC, **spec))
     assert {name: found[name] for name in expected} == expected
 
 
 def test_the_memory_of_a_gpu_of_its_own_is_the_engines_to_decide():
-    own = dataclasses.replace(PLACE, shares_device=False)
+    own = dataclasses.replace(SPEC, shares_device=False)
     assert "mem_fraction_static" not in sglang_constructor(config(), own)
 
 
@@ -135,11 +135,11 @@ def test_the_memory_of_a_gpu_of_its_own_is_the_engines_to_decide():
 )
 def test_options_may_not_change_what_requests_mean(options, message):
     with pytest.raises(ConfigError, match=message):
-        sglang_constructor(config(options=options), PLACE)
+        sglang_constructor(config(options=options), SPEC)
 
 
 def test_what_needs_a_gpu_is_refused_on_a_cpu():
-    cpu = dataclasses.replace(PLACE, device="cpu", shares_device=False)
+    cpu = dataclasses.replace(SPEC, device="cpu", shares_device=False)
     with pytest.raises(ConfigError, match="batch_invariant = true needs a GPU"):
         sglang_constructor(config(), cpu)
     with pytest.raises(ConfigError, match="sleep = true needs a GPU"):
@@ -148,7 +148,7 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu():
 
 def test_the_servers_command():
     command = sglang_server_command(
-        config(options={"attention_backend": "triton"}), PLACE, port=8124, flags=FLAGS
+        config(options={"attention_backend": "triton"}), SPEC, port=8124, flags=FLAGS
     )
     assert " ".join(command) == (
         "-m sglang.launch_server --model-path /models/m --skip-tokenizer-init --dtype bfloat16 "
@@ -161,18 +161,18 @@ def test_the_servers_command():
 
 def test_the_command_keeps_to_the_flags_that_this_version_knows():
     old = FLAGS - {"--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"} | {"--disable-cuda-graph"}
-    command = sglang_server_command(config(eager=True), PLACE, port=1, flags=old)
+    command = sglang_server_command(config(eager=True), SPEC, port=1, flags=old)
     assert "--disable-cuda-graph" in command and "--disable-decode-cuda-graph" not in command
     with pytest.raises(ConfigError, match="does not know --enable-magic"):
-        sglang_server_command(config(options={"enable_magic": True}), PLACE, port=1, flags=FLAGS)
+        sglang_server_command(config(options={"enable_magic": True}), SPEC, port=1, flags=FLAGS)
     with pytest.raises(ConfigError, match="can only turn switches on"):
-        sglang_server_command(config(options={"enable_metrics": False}), PLACE, port=1, flags=FLAGS)
+        sglang_server_command(config(options={"enable_metrics": False}), SPEC, port=1, flags=FLAGS)
     with pytest.raises(ConfigError, match="would override"):
-        sglang_server_command(config(options={"host": "0.0.0.0"}), PLACE, port=1, flags=FLAGS)
+        sglang_server_command(config(options={"host": "0.0.0.0"}), SPEC, port=1, flags=FLAGS)
 
 
 def test_the_environment_keeps_logprobs_after_temperature():
-    assert sglang_environment(config(), PLACE) == {
+    assert sglang_environment(config(), SPEC) == {
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         "HF_HUB_OFFLINE": "1",

@@ -17,7 +17,7 @@ from lockstep.engine.vllm.translate import (
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-PLACE = EngineSpec(
+SPEC = EngineSpec(
     folder=Path("/models/m"),
     weights="pushed",
     model_name="m",
@@ -32,7 +32,7 @@ PLACE = EngineSpec(
     work_dir=Path("/run/engine"),
     seed=17,
 )
-CPU = dataclasses.replace(PLACE, device="cpu", shares_device=False)
+CPU = dataclasses.replace(SPEC, device="cpu", shares_device=False)
 NONE = SamplingParams(max_tokens=16)
 
 
@@ -46,7 +46,7 @@ def sampling(mode="raw_logprobs", eos=(2, 3), **fields):
 
 
 def test_nothing_is_left_to_the_constructors_defaults():
-    assert vllm_constructor(config(), PLACE) == {
+    assert vllm_constructor(config(), SPEC) == {
         "model": "/models/m",
         "tokenizer": "/models/m",
         "skip_tokenizer_init": False,
@@ -70,7 +70,7 @@ def test_nothing_is_left_to_the_constructors_defaults():
 
 
 @pytest.mark.parametrize(
-    ("settings", "place", "expected"),
+    ("settings", "spec", "expected"),
     [
         ({"max_batch": 8}, {}, {"max_num_seqs": 8}),
         ({"python": "/p", "tp": 2}, {}, {"tensor_parallel_size": 2}),
@@ -88,13 +88,13 @@ def test_nothing_is_left_to_the_constructors_defaults():
         ({"options": {"max-num-batched-tokens": 512}}, {}, {"max_num_batched_tokens": 512}),
     ],
 )
-def test_each_field_of_the_constructor(settings, place, expected):
-    found = vllm_constructor(config(**settings), dataclasses.replace(PLACE, **place))
+def test_each_field_of_the_constructor(settings, spec, expected):
+    found = vllm_constructor(config(**settings), dataclasses.replace(SPEC, **spec))
     assert {name: found[name] for name in expected} == expected
 
 
 def test_the_memory_of_a_gpu_of_its_own_is_the_engines_to_decide():
-    own = dataclasses.replace(PLACE, shares_device=False)
+    own = dataclasses.replace(SPEC, shares_device=False)
     assert "gpu_memory_utilization" not in vllm_constructor(config(), own)
 
 
@@ -105,7 +105,7 @@ def test_the_kv_cache_on_a_cpu_is_not_most_of_all_memory():
     own = vllm_constructor(config(options={"kv_cache_memory_bytes": 4096}), CPU)
     assert own["kv_cache_memory_bytes"] == 4096
     assert found["enable_chunked_prefill"] is False and found["max_num_batched_tokens"] == 8192
-    assert "enable_chunked_prefill" not in vllm_constructor(config(), PLACE)
+    assert "enable_chunked_prefill" not in vllm_constructor(config(), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_kv_cache_on_a_cpu_is_not_most_of_all_memory():
 )
 def test_options_may_not_change_what_requests_mean(options, message):
     with pytest.raises(ConfigError, match=message):
-        vllm_constructor(config(options=options), PLACE)
+        vllm_constructor(config(options=options), SPEC)
 
 
 def test_what_vllm_cannot_do_on_a_cpu_is_refused():
@@ -150,14 +150,14 @@ def test_the_server_gets_the_same_arguments():
         "--block-size 32 --no-async-scheduling"
     )
     with pytest.raises(ConfigError, match="would override"):
-        vllm_server_command(config(python="/p", options={"host": "0.0.0.0"}), PLACE, port=1)
+        vllm_server_command(config(python="/p", options={"host": "0.0.0.0"}), SPEC, port=1)
 
 
 def test_the_environment():
-    here = vllm_environment(config(batch_invariant=True), PLACE, in_process=True)
+    here = vllm_environment(config(batch_invariant=True), SPEC, in_process=True)
     assert here["VLLM_BATCH_INVARIANT"] == "1" and here["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert here["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and here["HF_HUB_OFFLINE"] == "1"
-    server = vllm_environment(config(python="/p"), PLACE, in_process=False)
+    server = vllm_environment(config(python="/p"), SPEC, in_process=False)
     assert server["VLLM_BATCH_INVARIANT"] == "0" and server["VLLM_SERVER_DEV_MODE"] == "1"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in server
 

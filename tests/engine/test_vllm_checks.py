@@ -12,13 +12,13 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.vllm.server import VLLMServer, check_version, installed_vllm
 from lockstep.errors import ConfigError, EngineError
 
-from .servers import answers, asked, place_in, process, requests_of, write_plan
+from .servers import answers, asked, process, requests_of, spec_in, write_plan
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2}
 
 
 @contextmanager
-def connected(folder, *, place=None, **plan):
+def connected(folder, *, spec=None, **plan):
     """An engine at the url of a fake that runs already, and the fake."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write_plan(folder, {"root": str(folder)} | plan)
@@ -26,7 +26,7 @@ def connected(folder, *, place=None, **plan):
     server.start(answers(server))
     try:
         config = EngineConfig(name="vllm", url=server.spec.url, request_seconds=10.0)
-        yield VLLMServer(config, place=place_in(folder, **(place or {}))), server
+        yield VLLMServer(config, spec=spec_in(folder, **(spec or {}))), server
     finally:
         server.stop()
 
@@ -77,7 +77,7 @@ def test_another_server_is_refused(tmp_path, plan, message):
         time.sleep(0.5)
         config = EngineConfig(name="vllm", url=server.spec.url)
         with pytest.raises(EngineError, match=message):
-            VLLMServer(config, place=place_in(tmp_path))
+            VLLMServer(config, spec=spec_in(tmp_path))
         server.stop()
         return
     with pytest.raises(EngineError, match=message), connected(tmp_path, **plan):
@@ -97,10 +97,10 @@ def test_kind_of_logprobs_without_dev_mode(tmp_path, caplog):
     hot = {"temperatures": frozenset([0.7])}
     with (
         pytest.raises(EngineError, match=r"gives raw_logprobs, and temperatures .0\.7."),
-        connected(tmp_path, info=None, place=hot),
+        connected(tmp_path, info=None, spec=hot),
     ):
         pass
-    with connected(tmp_path, info=None, logprob=0.0, place=hot) as (engine, _):
+    with connected(tmp_path, info=None, logprob=0.0, spec=hot) as (engine, _):
         assert engine.generate(requests_of(1, temperature=0.7))
     assert "does not say its dtype" in caplog.text
 
@@ -116,7 +116,7 @@ def test_processed_logprobs_do_for_temperature_one_without_truncation(tmp_path):
 def test_a_server_without_our_worker_takes_no_weights(tmp_path):
     from lockstep.schema.weights import UpdateSession
 
-    with connected(tmp_path, worker="", place={"weights": "pushed"}) as (engine, _):
+    with connected(tmp_path, worker="", spec={"weights": "pushed"}) as (engine, _):
         session = UpdateSession(policy_version=1, run_id="t", deadline=time.monotonic() + 10)
         with pytest.raises(EngineError, match=r"VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls"):
             engine.begin_update(session)
@@ -128,7 +128,7 @@ def test_nothing_at_the_url(tmp_path):
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(EngineError, match=r"engine\.url = .* cannot be used: .*refused"):
-        VLLMServer(EngineConfig(name="vllm", url=url), place=place_in(tmp_path))
+        VLLMServer(EngineConfig(name="vllm", url=url), spec=spec_in(tmp_path))
 
 
 def test_a_url_that_accepts_and_never_answers(tmp_path):
@@ -137,7 +137,7 @@ def test_a_url_that_accepts_and_never_answers(tmp_path):
         deaf.listen()
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         with pytest.raises(EngineError, match="not answered in time"):
-            VLLMServer(EngineConfig(name="vllm", url=url), place=place_in(tmp_path))
+            VLLMServer(EngineConfig(name="vllm", url=url), spec=spec_in(tmp_path))
 
 
 def test_a_server_at_a_url_that_goes_away(tmp_path):
@@ -160,4 +160,4 @@ def test_an_environment_without_vllm(tmp_path):
         installed_vllm(Path(sys.executable))
     config = EngineConfig(name="vllm", python=tmp_path / "no")
     with pytest.raises(ConfigError, match="not an executable file"):
-        VLLMServer(config, place=place_in(tmp_path))
+        VLLMServer(config, spec=spec_in(tmp_path))

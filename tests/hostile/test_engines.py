@@ -15,7 +15,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote import stall as silence
 from lockstep.engine.remote.driver import Job, read_load
 from lockstep.engine.remote.http import BadReply, HttpClient, Reply
-from lockstep.engine.sglang.driver import SGLangDriver, check_served
+from lockstep.engine.sglang.driver import SGLangDriver, check_server
 from lockstep.engine.sglang.engine import _Flow
 from lockstep.engine.sglang.samples import Partial, read_event
 from lockstep.engine.spec import EngineSpec
@@ -23,7 +23,7 @@ from lockstep.engine.vllm.server import VLLMDriver
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
-PLACE = EngineSpec(
+SPEC = EngineSpec(
     folder=Path("model"),
     weights="folder",
     model_name="m",
@@ -151,9 +151,9 @@ def vllm_reply(**fields):
 @pytest.fixture(scope="module")
 def drivers():
     client = HttpClient("http://127.0.0.1:9", name="x")
-    vllm = VLLMDriver(EngineConfig(name="vllm", url=client.url), PLACE, client=client, server=None)
+    vllm = VLLMDriver(EngineConfig(name="vllm", url=client.url), SPEC, client=client, server=None)
     sglang = SGLangDriver(
-        EngineConfig(name="sglang", url=client.url, unseeded=True), PLACE, client=client, server=None
+        EngineConfig(name="sglang", url=client.url, unseeded=True), SPEC, client=client, server=None
     )
     return SimpleNamespace(vllm=vllm, sglang=sglang)
 
@@ -227,9 +227,9 @@ def test_what_a_server_says_of_itself_may_be_anything(drivers, value):
 )
 def test_an_sglang_server_that_describes_itself_wrongly(info, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    place = SimpleNamespace(folder=tmp_path)
+    spec = SimpleNamespace(folder=tmp_path)
     with pytest.raises(EngineError, match="says of itself"):
-        check_served(info, {}, config=None, place=place, where="the server")
+        check_server(info, {}, config=None, spec=spec, where="the server")
 
 
 def test_a_load_is_finite_or_left_out():
@@ -299,7 +299,7 @@ class Engine:
     def note_load(self, *, seconds):
         return self.count()
 
-    def hung(self, text):
+    def stalled(self, text):
         return EngineError(text)
 
     def tokenizer(self):

@@ -67,7 +67,7 @@ def test_it_trains_to_the_bit_as_with_hf(transport: str, tmp_path: Path) -> None
     assert engine.log.count("sleep") == engine.log.count("wake") == 4
     starts = [i for i, entry in enumerate(engine.log) if entry == "begin"]
     assert all(engine.log[i - 2 : i] == ["sleep", "wake"] for i in starts[1:])
-    assert engine.place.max_model_len == 32 + 16 and engine.place.temperatures == {0.0, 1.0}
+    assert engine.spec.max_model_len == 32 + 16 and engine.spec.temperatures == {0.0, 1.0}
     manifest = json.loads((tmp_path / "external/manifest.json").read_text())
     assert manifest["engine"]["transport"] == transport
     assert manifest["engine"]["environment"] == {"HF_HUB_OFFLINE": "1"}
@@ -141,11 +141,11 @@ def test_the_place_of_a_model(tmp_path: Path) -> None:
     run = run_of(tmp_path, "run")
     model = load_model(run.model, attention="sdpa", device=torch.device("cpu"))
     axes = resolve_axes(run, engine="vllm")
-    place = external_engine_spec(run, axes, model, work_dir=tmp_path / "engine")
-    config = AutoConfig.from_pretrained(place.folder)
-    assert config.architectures == ["LlamaForCausalLM"] and config.vocab_size == place.vocab_size == 256
-    assert not list(place.folder.glob("*.safetensors"))
-    assert (place.device, place.shares_device, place.weights, place.dtype) == (
+    spec = external_engine_spec(run, axes, model, work_dir=tmp_path / "engine")
+    config = AutoConfig.from_pretrained(spec.folder)
+    assert config.architectures == ["LlamaForCausalLM"] and config.vocab_size == spec.vocab_size == 256
+    assert not list(spec.folder.glob("*.safetensors"))
+    assert (spec.device, spec.shares_device, spec.weights, spec.dtype) == (
         "cpu",
         False,
         "pushed",

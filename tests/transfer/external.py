@@ -29,9 +29,9 @@ class ExternalHF(HFEngine):
     external = True
     update_weights = None  # type: ignore[assignment]  # as of an engine that only receives
 
-    def __init__(self, config, *, place, faults=()):
-        super().__init__(config, model=random_model(place))
-        self.place, self.faults = place, set(faults)
+    def __init__(self, config, *, spec, faults=()):
+        super().__init__(config, model=random_model(spec))
+        self.spec, self.faults = spec, set(faults)
         self.transports = ("memory", "disk")
         self.dirty, self.recover, self.session = True, None, None
         self.log: list[str] = []
@@ -128,50 +128,50 @@ class ExternalHF(HFEngine):
             raise EngineError(f"the test's engine fails at {where}")
 
 
-def random_model(place) -> LoadedModel:
+def random_model(spec) -> LoadedModel:
     """The folder's model with weights of its own."""
-    config = AutoConfig.from_pretrained(Path(place.folder))
+    config = AutoConfig.from_pretrained(Path(spec.folder))
     torch_state = torch.get_rng_state()
     module = AutoModelForCausalLM.from_config(
         config,
-        dtype=getattr(torch, place.dtype),
+        dtype=getattr(torch, spec.dtype),
         attn_implementation=attention_implementation("sdpa"),
     ).eval()
     torch.set_rng_state(torch_state)
     return LoadedModel(
         module=module,
-        tokenizer=place.tokenizer,
-        eos_token_ids=place.eos_token_ids,
+        tokenizer=spec.tokenizer,
+        eos_token_ids=spec.eos_token_ids,
         pad_token_id=0,
-        dtype=getattr(torch, place.dtype),
-        name=place.model_name,
-        max_positions=place.max_model_len,
+        dtype=getattr(torch, spec.dtype),
+        name=spec.model_name,
+        max_positions=spec.max_model_len,
     )
 
 
 class OneWrong(ExternalHF):
-    def __init__(self, config, *, place):
-        super().__init__(config, place=place, faults=("one wrong",))
+    def __init__(self, config, *, spec):
+        super().__init__(config, spec=spec, faults=("one wrong",))
 
 
 class OneWrongUnreadable(ExternalHF):
-    def __init__(self, config, *, place):
-        super().__init__(config, place=place, faults=("one wrong", "unreadable"))
+    def __init__(self, config, *, spec):
+        super().__init__(config, spec=spec, faults=("one wrong", "unreadable"))
 
 
 class NoHead(ExternalHF):
-    def __init__(self, config, *, place):
-        super().__init__(config, place=place, faults=("no lm_head",))
+    def __init__(self, config, *, spec):
+        super().__init__(config, spec=spec, faults=("no lm_head",))
 
 
 class NoHeadUnreadable(ExternalHF):
-    def __init__(self, config, *, place):
-        super().__init__(config, place=place, faults=("no lm_head", "unreadable"))
+    def __init__(self, config, *, spec):
+        super().__init__(config, spec=spec, faults=("no lm_head", "unreadable"))
 
 
 class Stale(ExternalHF):
-    def __init__(self, config, *, place):
-        super().__init__(config, place=place, faults=("stale",))
+    def __init__(self, config, *, spec):
+        super().__init__(config, spec=spec, faults=("stale",))
 
 
 class SaysCached(ExternalHF):
@@ -197,7 +197,7 @@ class RunsOut(ExternalHF):
 
 
 class WrongOnRank1(ExternalHF):
-    def __init__(self, config, *, place):
-        super().__init__(config, place=place)
+    def __init__(self, config, *, spec):
+        super().__init__(config, spec=spec)
         if os.environ["RANK"] == "1":
             self.faults.add("receive 0")

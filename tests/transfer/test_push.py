@@ -40,7 +40,7 @@ def policy(*, lora: bool = False, seed: int = 0) -> LoadedModel:
 
 
 def engine_of(model: LoadedModel, tmp_path: Any, **settings: Any) -> ExternalHF:
-    place = EngineSpec(
+    spec = EngineSpec(
         folder=write_model_folder(model, tmp_path / "model"),
         weights="pushed",
         model_name=model.name,
@@ -54,7 +54,7 @@ def engine_of(model: LoadedModel, tmp_path: Any, **settings: Any) -> ExternalHF:
         temperatures=frozenset({0.0, 1.0}),
         work_dir=tmp_path,
     )
-    return ExternalHF(EngineConfig(), place=place, **settings)
+    return ExternalHF(EngineConfig(), spec=spec, **settings)
 
 
 def transfer_to(engine: Any, *, bucket_bytes: int = 60_000, **settings: Any) -> BucketTransfer:

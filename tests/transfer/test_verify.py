@@ -54,7 +54,7 @@ def trained(model: LoadedModel) -> None:
 
 
 def made(kind: str, model: LoadedModel, tmp_path: Any) -> Any:
-    return getattr(external, kind)(EngineConfig(), place=engine_of(model, tmp_path).place)
+    return getattr(external, kind)(EngineConfig(), spec=engine_of(model, tmp_path).spec)
 
 
 def test_the_right_weights_pass_every_time(tmp_path: Any) -> None:

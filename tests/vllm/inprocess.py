@@ -19,7 +19,7 @@ from lockstep.wire.buckets import Layout, pack
 KV_BYTES = 1 << 26
 
 
-def place_of(model: LoadedModel, work_dir: Path, **changes) -> EngineSpec:
+def spec_of(model: LoadedModel, work_dir: Path, **changes) -> EngineSpec:
     fields = {
         "folder": write_model_folder(model, work_dir / "model"),
         "weights": "pushed",
@@ -37,11 +37,11 @@ def place_of(model: LoadedModel, work_dir: Path, **changes) -> EngineSpec:
     return EngineSpec(**{**fields, **changes})
 
 
-def start(model: LoadedModel, folder: Path, *, place: Mapping = {}, **config) -> VLLMEngine:
-    """An engine without weights; `config` and `place` are fields of EngineConfig and EngineSpec."""
+def start(model: LoadedModel, folder: Path, *, spec: Mapping = {}, **config) -> VLLMEngine:
+    """An engine without weights; `config` and `spec` are fields of EngineConfig and EngineSpec."""
     options = {"kv_cache_memory_bytes": KV_BYTES, **config.pop("options", {})}
     settings = {"name": "vllm", "eager": True, "max_batch": 64, "options": options, **config}
-    return VLLMEngine(EngineConfig(**settings), place=place_of(model, folder, **place))
+    return VLLMEngine(EngineConfig(**settings), spec=spec_of(model, folder, **spec))
 
 
 def session(version: int = 1, *, seconds: float = 60.0) -> UpdateSession:

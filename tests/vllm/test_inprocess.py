@@ -101,15 +101,15 @@ def test_a_group_of_several_ranks_is_refused(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "place", "message"),
+    ("config", "spec", "message"),
     [
         ({}, {"device": "cuda:1"}, r"cuda:0 only.*CUDA_VISIBLE_DEVICES"),
         ({"options": {"dtype": "float16"}}, {}, "would override"),
     ],
 )
-def test_what_cannot_be_is_refused_at_once(model, tmp_path, config, place, message):
+def test_what_cannot_be_is_refused_at_once(model, tmp_path, config, spec, message):
     with pytest.raises(ConfigError, match=message):
-        inprocess.start(model, tmp_path, place=place, **config)
+        inprocess.start(model, tmp_path, spec=spec, **config)
 
 
 def test_a_start_that_fails_says_why_and_leaves_room_for_the_next(model, tmp_path, started):
@@ -130,8 +130,8 @@ def test_another_environment_needs_another_process(model, tmp_path, started, mon
     started(weights=False).close()
     import lockstep.engine.vllm.engine as module
 
-    def other(config, place, *, in_process):
-        return vllm_environment(config, place, in_process=in_process) | {"VLLM_BATCH_INVARIANT": "1"}
+    def other(config, spec, *, in_process):
+        return vllm_environment(config, spec, in_process=in_process) | {"VLLM_BATCH_INVARIANT": "1"}
 
     monkeypatch.setattr(module, "vllm_environment", other)
     with pytest.raises(EngineError, match="other values of VLLM_BATCH_INVARIANT"):
@@ -153,9 +153,9 @@ def test_nothing_of_generation_config_is_merged(model, started, monkeypatch):
 
 
 def test_weights_of_a_folder_are_served_without_a_push(model, tmp_path, started):
-    place = inprocess.place_of(model, tmp_path)
-    model.module.save_pretrained(place.folder)
-    engine = started(weights=False, place={"weights": "folder", "folder": place.folder})
+    spec = inprocess.spec_of(model, tmp_path)
+    model.module.save_pretrained(spec.folder)
+    engine = started(weights=False, spec={"weights": "folder", "folder": spec.folder})
     ((completion,),) = engine.generate([request(prompt(LONG), temperature=0.0)])
     assert gaps(model, completion, 0.0).max() <= TOLERANCE
 

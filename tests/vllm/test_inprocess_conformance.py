@@ -23,7 +23,7 @@ def subject(request, tmp_path_factory):
     engine = inprocess.start(
         model,
         tmp_path_factory.mktemp(request.param),
-        place={"temperatures": frozenset(temperatures)},
+        spec={"temperatures": frozenset(temperatures)},
     )
     inprocess.push(engine, model, 1)
     yield Subject(

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from conformance import LONG, conformance_model, gaps, prompt, request, sharpen
-from inprocess import KV_BYTES, place_of
+from inprocess import KV_BYTES, spec_of
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import make_engine
@@ -55,7 +55,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def both(model, tmp_path_factory):
-    engine = make_engine(CONFIG, place=place_of(model, tmp_path_factory.mktemp("replicas")))
+    engine = make_engine(CONFIG, spec=spec_of(model, tmp_path_factory.mktemp("replicas")))
     yield engine
     engine.close()
 

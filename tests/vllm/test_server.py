@@ -14,7 +14,7 @@ import pytest
 import torch
 from conformance import *  # noqa: F403
 from conformance import LONG, VOCAB, Subject, conformance_model, gaps, prompt, request, sharpen
-from inprocess import KV_BYTES, place_of
+from inprocess import KV_BYTES, spec_of
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.http import HttpClient
@@ -63,8 +63,8 @@ class Served:
 
     def __init__(self, folder):
         self.model = conformance_model()
-        self.place = place_of(self.model, folder)
-        self.engine = VLLMServer(config_of(), place=self.place)
+        self.spec = spec_of(self.model, folder)
+        self.engine = VLLMServer(config_of(), spec=self.spec)
         self.version = 0
         self._ways = {}
 
@@ -133,7 +133,7 @@ def sent(served, tensors):
     from inprocess import session
     from safetensors.torch import save_file
 
-    path = served.place.work_dir / "bucket.safetensors"
+    path = served.spec.work_dir / "bucket.safetensors"
     save_file(dict(tensors), path)
     layout = Layout(1 << 30)
     for name, tensor in tensors:
@@ -197,9 +197,9 @@ def guest(healed, monkeypatch):
     ],
 )
 def test_a_server_that_is_another_is_refused(healed, guest, changes, message):
-    place = dataclasses.replace(healed.place, **changes)
+    spec = dataclasses.replace(healed.spec, **changes)
     with pytest.raises(EngineError, match=message):
-        VLLMServer(EngineConfig(name="vllm", **guest), place=place)
+        VLLMServer(EngineConfig(name="vllm", **guest), spec=spec)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_nothing_is_answered_without_the_token(healed, path):
 
 
 def test_a_server_at_a_url_takes_weights_and_is_not_stopped(healed, guest):
-    guest = VLLMServer(EngineConfig(name="vllm", **guest, transfer="disk"), place=healed.place)
+    guest = VLLMServer(EngineConfig(name="vllm", **guest, transfer="disk"), spec=healed.spec)
     assert guest.dirty
     transfer = make_transfer(guest._config, guest, device="cpu")
     sharpen(healed.model.module, seed=77)
@@ -284,15 +284,15 @@ def test_killed_in_mid_batch(healed):
 
 def test_death_at_start_shows_vllms_own_reason(healed, tmp_path):
     config = config_of(options={"kv_cache_memory_bytes": KV_BYTES, "attention_backend": "NO_SUCH_BACKEND"})
-    place = dataclasses.replace(healed.place, work_dir=tmp_path)
+    spec = dataclasses.replace(healed.spec, work_dir=tmp_path)
     with pytest.raises(EngineError, match=r"ended with status \d+ after(?s:.)*NO_SUCH_BACKEND"):
-        VLLMServer(config, place=place)
+        VLLMServer(config, spec=spec)
 
 
 def test_start_deadline(healed, tmp_path):
-    place = dataclasses.replace(healed.place, work_dir=tmp_path)
+    spec = dataclasses.replace(healed.spec, work_dir=tmp_path)
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"engine\.start_seconds = 2; it still runs") as caught:
-        VLLMServer(config_of(start_seconds=2.0), place=place)
+        VLLMServer(config_of(start_seconds=2.0), spec=spec)
     assert time.monotonic() - began < 40.0
     assert "vllm.log" in str(caught.value)

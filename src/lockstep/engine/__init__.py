@@ -12,4 +12,4 @@ ENGINES = Registry(
     },
 )
 """EngineConfig.name -> a class called as Engine(config, model=LoadedModel), or, with `external = True`, as
-Engine(config, place=EngineSpec). `lockstep.engine.build.make_engine` calls it."""
+Engine(config, spec=EngineSpec). `lockstep.engine.build.make_engine` calls it."""

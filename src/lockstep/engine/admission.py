@@ -1,5 +1,5 @@
-"""What the embedded engines decode, token by token over their caches, equals transformers' eager attention on
-prompt and completion alone: see lockstep.models.admission."""
+"""Proof that the embedded engines, which decode token by token over their caches, agree with transformers'
+eager attention on prompt and completion alone: see lockstep.models.admission."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def decoding_proof(engine: str, config: PretrainedConfig, *, name: str) -> tuple
 
 
 def decoded_gap(engine: str, small: PretrainedConfig) -> Gap:
-    """Two samples of each document as a prompt, in one batch."""
+    """The largest logprob gap over two samples of each document as a prompt, in one batch."""
     kernel = "varlen" if engine == "native" else "sdpa"
     module = random_miniature(small, attention=attention_implementation(kernel))
     model = LoadedModel(
@@ -54,11 +54,11 @@ def decoded_gap(engine: str, small: PretrainedConfig) -> Gap:
         GenerationRequest(prompt_token_ids=tuple(ids), sampling=sampling, seeds=_SEEDS) for ids in documents()
     ]
     settings = {"kv_cache_tokens": 1024} if engine == "native" else {}
-    made = ENGINES.load(engine)(EngineConfig(name=engine, max_batch=8, **settings), model=model)
+    instance = ENGINES.load(engine)(EngineConfig(name=engine, max_batch=8, **settings), model=model)
     try:
-        completions = [sample for group in made.generate(requests) for sample in group]
+        completions = [sample for group in instance.generate(requests) for sample in group]
     finally:
-        made.close()
+        instance.close()
     ours = [torch.tensor(sample.logprobs) for sample in completions]
     theirs = [
         eager_logprobs(small, [*sample.prompt_token_ids, *sample.token_ids])[-len(sample.token_ids) :]

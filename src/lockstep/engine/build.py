@@ -23,17 +23,17 @@ def is_external(name: str) -> bool:
 
 
 def make_engine(
-    config: EngineConfig, *, model: LoadedModel | None = None, place: EngineSpec | None = None
+    config: EngineConfig, *, model: LoadedModel | None = None, spec: EngineSpec | None = None
 ) -> InferenceEngine:
-    """The engine that `config` names; a Dispatcher when `config.replicas` is above 1.
+    """Build the engine that `config` names; a Dispatcher when `config.replicas` is above 1.
 
     Args:
-        model: what an embedded engine samples with.
-        place: of an external engine: the model that it serves, and where.
+        model: the model that an embedded engine samples with.
+        spec: for an external engine: the model that it serves, and where.
 
     Raises:
         ConfigError: unknown engine, or one that cannot run like this here.
-        EngineError: it did not start. Those that did are closed.
+        EngineError: an engine did not start; those that did are closed.
         ModelError: its decoding of this model fails the proof of lockstep.engine.admission.
     """
     factory = ENGINES.load(config.name)
@@ -42,32 +42,32 @@ def make_engine(
             raise ConfigError(f"engine {config.name!r} samples with the trainer's modules and got no model")
         admit_decoding(config.name, model)
         return _together(config, lambda _: factory(one_of(config, 0), model=model), external=False)
-    if place is None:
-        raise ConfigError(f"engine {config.name!r} has weights of its own and was not told which model")
+    if spec is None:
+        raise ConfigError(f"engine {config.name!r} has weights of its own and got no EngineSpec of the model")
     if config.max_model_len is not None:
-        place = dataclasses.replace(place, max_model_len=config.max_model_len)
-    _check_devices(config, place)
+        spec = dataclasses.replace(spec, max_model_len=config.max_model_len)
+    _check_devices(config, spec)
     return _together(
         config,
-        lambda i: factory(one_of(config, i), place=place_of(config, place, i)),
+        lambda i: factory(one_of(config, i), spec=spec_of(config, spec, i)),
         external=True,
     )
 
 
 def one_of(config: EngineConfig, index: int) -> EngineConfig:
-    """The config of one replica: its own GPUs."""
+    """The config of one replica, with its own GPUs."""
     if config.replicas == 1:
         return config
     devices = config.cuda_devices[index * config.tp : (index + 1) * config.tp]
     return config.model_copy(update={"replicas": 1, "cuda_devices": devices})
 
 
-def place_of(config: EngineConfig, place: EngineSpec, index: int) -> EngineSpec:
-    """The place of one replica: a folder of its own, and whether the trainer has its GPU."""
+def spec_of(config: EngineConfig, spec: EngineSpec, index: int) -> EngineSpec:
+    """The spec of one replica: a folder of its own, and whether it shares the trainer's GPU."""
     devices = one_of(config, index).cuda_devices
-    shares = place.shares_device and (not devices or cuda_index(place.device) in devices)
-    work_dir = place.work_dir / f"replica-{index}" if config.replicas > 1 else place.work_dir
-    return dataclasses.replace(place, shares_device=shares, work_dir=work_dir)
+    shares = spec.shares_device and (not devices or cuda_index(spec.device) in devices)
+    work_dir = spec.work_dir / f"replica-{index}" if config.replicas > 1 else spec.work_dir
+    return dataclasses.replace(spec, shares_device=shares, work_dir=work_dir)
 
 
 def cuda_index(device: str) -> int:
@@ -75,19 +75,19 @@ def cuda_index(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
-def _check_devices(config: EngineConfig, place: EngineSpec) -> None:
-    if place.device == "cpu" and config.cuda_devices:
+def _check_devices(config: EngineConfig, spec: EngineSpec) -> None:
+    if spec.device == "cpu" and config.cuda_devices:
         raise ConfigError(
             f"engine.cuda_devices = {list(config.cuda_devices)} with a model on the CPU; leave it out, or "
             "set train.device = 'cuda'"
         )
-    wanted = config.replicas * config.tp
-    if place.device != "cpu" and config.url is None and wanted > 1 and not config.cuda_devices:
+    gpus = config.replicas * config.tp
+    if spec.device != "cpu" and config.url is None and gpus > 1 and not config.cuda_devices:
         raise ConfigError(
             f"engine.replicas * engine.tp = {config.replicas} * {config.tp} engines' worth of GPUs would all "
-            f"be {place.device}; set engine.cuda_devices to {wanted} GPUs"
+            f"be {spec.device}; set engine.cuda_devices to {gpus} GPUs"
         )
-    if place.device == "cpu" and config.tp > 1:
+    if spec.device == "cpu" and config.tp > 1:
         raise ConfigError(
             f"engine.tp = {config.tp} on a CPU has no GPUs to split matrices over; set engine.tp = 1"
         )
@@ -101,8 +101,8 @@ def _together(
         return make(0)
     if not external:
         return Dispatcher([cast(SharesWeights, make(index)) for index in range(config.replicas)])
-    with ThreadPoolExecutor(config.replicas, thread_name_prefix="lockstep-start") as pool:
-        starts = [pool.submit(make, index) for index in range(config.replicas)]
+    with ThreadPoolExecutor(config.replicas, thread_name_prefix="lockstep-start") as executor:
+        starts = [executor.submit(make, index) for index in range(config.replicas)]
     failed = [start.exception() for start in starts]
     if any(failed):
         for start, error in zip(starts, failed, strict=True):

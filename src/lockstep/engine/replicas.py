@@ -30,14 +30,14 @@ from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
 
 ABORT_SECONDS = 60.0
-"""How long replicas may take to stop after one of them failed."""
+"""Seconds that replicas may take to stop after one of them failed."""
 POLL_SECONDS = 0.2
 
 E = TypeVar("E", bound=InferenceEngine)
 
 
 def assign(requests: Sequence[GenerationRequest], replicas: int) -> list[list[int]]:
-    """Which requests each replica gets: indices in request order.
+    """Assign requests to replicas: for each replica the indices, in request order.
 
     Requests with the same prompt stay together, for the prefix cache. The largest group goes first, each to
     the replica with the fewest outstanding tokens: prompt and max_tokens of every sample that it has.
@@ -60,7 +60,7 @@ def assign(requests: Sequence[GenerationRequest], replicas: int) -> list[list[in
 
 
 def outstanding_tokens(request: GenerationRequest) -> int:
-    """Tokens that its samples may still cost: a prompt is counted for each of them."""
+    """Upper bound on the tokens of a request: prompt and max_tokens of each of its samples."""
     return len(request.seeds) * (len(request.prompt_token_ids) + request.sampling.max_tokens)
 
 
@@ -83,7 +83,7 @@ class _Finished:
 
 
 class _Replicas(Generic[E]):
-    """What both kinds of dispatcher share: everything but the weights."""
+    """Base of both kinds of dispatcher: everything but the weights."""
 
     def __init__(self, engines: Sequence[E]) -> None:
         self.engines: tuple[E, ...] = tuple(engines)
@@ -93,7 +93,7 @@ class _Replicas(Generic[E]):
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
-        """As InferenceEngine; `on_completion` is called in this thread.
+        """See InferenceEngine; `on_completion` is called in this thread.
 
         Raises:
             EngineError: of the first replica that failed, with its number; the others are aborted.
@@ -148,7 +148,8 @@ class _Replicas(Generic[E]):
             engine.abort()
 
     def stats(self) -> EngineStats:
-        """Sums; the seconds are those of this dispatcher, so that tokens per second are of all replicas."""
+        """Sums over replicas; the seconds are the dispatcher's, so that tokens per second count all
+        replicas."""
         every = [engine.stats() for engine in self.engines]
         used = [s.kv_cache_use for s in every if s.kv_cache_use is not None]
         return EngineStats(
@@ -165,7 +166,7 @@ class _Replicas(Generic[E]):
         )
 
     def close(self) -> None:
-        """Closes every replica, also when one of them raises."""
+        """Close every replica, also when one of them raises."""
         self._all(lambda _, engine: engine.close())
 
     def _next(self, events: queue.SimpleQueue[_Done | _Finished], busy: set[int]) -> _Done | _Finished:
@@ -203,7 +204,7 @@ class _Replicas(Generic[E]):
             )
 
     def _all(self, call: Callable[[int, E], Any]) -> list[Any]:
-        """`call` on every replica at the same time, with its number.
+        """Run `call` on every replica at the same time, with its number.
 
         Raises:
             EngineError: the first error in replica order, after all have ended.
@@ -242,7 +243,8 @@ class Dispatcher(_Replicas[SharesWeights]):
     """Replicas over the trainer's modules, or over modules in this process."""
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """As SharesWeights; one after the other, since `update.tensors` may only be read in this thread."""
+        """See SharesWeights; one replica after the other, since `update.tensors` may only be read in this
+        thread."""
         for replica, engine in enumerate(self.engines):
             try:
                 engine.update_weights(update)
@@ -262,19 +264,19 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """What every replica can receive by, in the first one's order."""
+        """The transports that all replicas support, in the first one's order."""
         first, *others = (engine.transports for engine in self.engines)
         return tuple(t for t in first if all(t in other for other in others))
 
     @property
     def dirty(self) -> bool:
-        """Whether any replica is."""
+        """Whether any replica is dirty."""
         return any(engine.dirty for engine in self.engines)
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
-        """As InferenceEngine; refuses while any replica is dirty."""
+        """See InferenceEngine; refuses while any replica is dirty."""
         dirty = [replica for replica, engine in enumerate(self.engines) if engine.dirty]
         if dirty:
             raise EngineError(
@@ -292,7 +294,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         self._all(lambda _, engine: engine.begin_update(session))
 
     def receive(self, bucket: WeightBucket) -> None:
-        """To all replicas at the same time: a broadcast waits for every one of them."""
+        """Send a bucket to all replicas at the same time: a broadcast waits for every one of them."""
         self._all(lambda replica, engine: engine.receive(self._bucket_of(bucket, replica)))
 
     def finish_update(self, session: UpdateSession) -> None:
@@ -312,7 +314,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         return dataclasses.replace(bucket, handle={**bucket.handle, "first_rank": first})
 
     def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """Of the first replica; None when one of them cannot tell.
+        """Read back from the first replica; None when one of them cannot be read.
 
         Raises:
             EngineError: two replicas hold different values.
@@ -328,18 +330,22 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         return first
 
     def memory(self) -> dict[str, float]:
-        """Bytes that each replica tells of, under "replica N, NAME"."""
-        told = self._all(lambda _, engine: getattr(engine, "memory", dict)())
-        return {f"replica {i}, {name}": value for i, each in enumerate(told) for name, value in each.items()}
+        """Memory in bytes that each replica reports, under "replica N, NAME"."""
+        memories = self._all(lambda _, engine: getattr(engine, "memory", dict)())
+        return {
+            f"replica {i}, {name}": value
+            for i, memory in enumerate(memories)
+            for name, value in memory.items()
+        }
 
     def describe(self) -> dict[str, Any]:
-        """What the first replica says of itself, and what each of them does."""
-        told = [dict(getattr(engine, "describe", dict)()) for engine in self.engines]
-        return {**told[0], "replicas": told}
+        """The description of the first replica, and those of all replicas under "replicas"."""
+        descriptions = [dict(getattr(engine, "describe", dict)()) for engine in self.engines]
+        return {**descriptions[0], "replicas": descriptions}
 
     @property
     def recover(self) -> Callable[..., None] | None:
-        """Called with a replica that was started again: sends it the current weights, and it alone: the
+        """Callback for a restarted replica: sends the current weights to that replica alone, because the
         others are generating."""
         return self._recover
 

@@ -31,7 +31,7 @@ _NEVER = float("-inf")
 
 @dataclass(kw_only=True, slots=True)
 class SampleState:
-    """What sampling must know about one sample."""
+    """The state of one sample that sampling depends on."""
 
     params: SamplingParams
     seed: int
@@ -111,7 +111,7 @@ class Sampler:
         if drawn is not None:
             weights[shaped, :vocab] = torch.softmax(drawn, -1)
         tokens = sample_blocks(weights, keys)
-        if any(greedy):  # asked on the host: a GPU is not waited for
+        if any(greedy):  # decided on the host, without waiting for a GPU
             tokens = torch.where(torch.tensor(greedy, device=x.device), weights.argmax(-1), tokens)
         picked = scaled.gather(-1, tokens.unsqueeze(-1))
         return tokens, (picked - peak).squeeze(-1) - log_total
@@ -135,7 +135,7 @@ class Sampler:
 
 
 def draw_logits(logits: Tensor, rows: Sequence[SampleState]) -> Tensor:
-    """The logits that tokens are drawn from, temperature included; -inf for what may not be drawn.
+    """The logits that tokens are drawn from, temperature included; -inf for tokens that may not be drawn.
 
     Args:
         logits: [R, V] float32; not changed.
@@ -158,7 +158,7 @@ def draw_logits(logits: Tensor, rows: Sequence[SampleState]) -> Tensor:
 
 
 def truncate(z: Tensor, params: SamplingParams) -> Tensor:
-    """-inf for what top_k, top_p and min_p leave out; [R, V] float32 in and out.
+    """Set the logits that top_k, top_p and min_p leave out to -inf; [R, V] float32 in and out.
 
     At least one token per row stays.
     """

@@ -1,4 +1,4 @@
-"""What an engine outside the trainer's modules must know besides its config."""
+"""What an engine that does not share the trainer's modules needs besides its config."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class EngineSpec:
     folder: Path
     """A Hugging Face folder; with weights "pushed" it needs the config and the tokenizer, if there is one."""
     weights: Literal["folder", "pushed"]
-    """pushed: the engine starts with random weights, dirty, and the first update brings the real ones."""
+    """pushed: the engine starts dirty, with random weights, and the first update sends the real ones."""
     model_name: str
     """ModelConfig.name, for messages."""
     dtype: str
-    """bfloat16, float16 or float32: always said, never the engine's "auto"."""
+    """bfloat16, float16 or float32: always explicit, never the engine's "auto"."""
     vocab_size: int
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
     eos_token_ids: tuple[int, ...]
     tokenizer: Any | None
-    """Ours: stop strings are found and texts decoded with it. None: the model has none."""
+    """Lockstep's tokenizer, used to find stop strings and decode texts. None: the model has none."""
     device: str
     """cpu, or cuda:N of the trainer: where an engine that gets no GPU of its own runs."""
     shares_device: bool
     """Whether a trainer uses the same GPU."""
     temperatures: frozenset[float]
-    """All sampling temperatures to come; some engines fix at start which logprobs they give."""
+    """All temperatures that will be used; some engines fix at start which logprobs they return."""
     work_dir: Path
     """For logs, folders and files of weights; the run directory's `engine/`."""
     seed: int = 0

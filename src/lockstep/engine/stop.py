@@ -1,4 +1,4 @@
-"""When a sample ends, and what its text is."""
+"""Stop strings, and the text of a completion."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class StopStrings:
         self._read = 0
 
     def find(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that the text of `token_ids` now holds, the one that begins first; None if there
-        is none.
+        """Find the stop string that starts first in the text of `token_ids`; None if there is none.
 
-        Called with the completion so far, longer at every call.
+        Call it with the completion so far, which must grow from call to call.
         """
         before = decode(self._tokenizer, token_ids[self._start : self._read])
         after = decode(self._tokenizer, token_ids[self._start :])
@@ -38,9 +37,9 @@ class StopStrings:
             new = after[len(before) :]
             self._start, self._read = self._read, len(token_ids)
         text = self._tail + new
-        found = [(text.find(s), s) for s in self._stop if s in text]
+        matches = [(text.find(s), s) for s in self._stop if s in text]
         self._tail = text[-self._keep :] if self._keep else ""
-        return min(found)[1] if found else None
+        return min(matches)[1] if matches else None
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What the translations to all engines share."""
+"""Shared parts of the translations to vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
 SHARED_MEMORY_FRACTION = 0.45
-"""Of a GPU that a trainer uses too: the rest is for weights, gradients and optimizer state."""
+"""Fraction of a GPU that a trainer uses too: the rest is for weights, gradients and optimizer state."""
 
 
-def memory_fraction(config: EngineConfig, place: EngineSpec) -> float | None:
-    """What the engine may take of its GPU; None: its own default."""
+def memory_fraction(config: EngineConfig, spec: EngineSpec) -> float | None:
+    """Fraction of its GPU that the engine may use; None: its own default."""
     if config.memory_fraction is not None:
         return config.memory_fraction
-    return SHARED_MEMORY_FRACTION if place.shares_device and place.device != "cpu" else None
+    return SHARED_MEMORY_FRACTION if spec.shares_device and spec.device != "cpu" else None
 
 
 def checked_options(
@@ -27,14 +27,14 @@ def checked_options(
     """`config.options` under the engine's field names.
 
     Args:
-        own: what is sent already.
+        own: fields that are set already.
         aliases: other spellings of the engine for fields in `own`.
         refused: option -> why it may not be set, and what to set instead.
 
     Raises:
         ConfigError: an option that we set ourselves, or that would change what a request means.
     """
-    found = {}
+    checked = {}
     for written, value in config.options.items():
         name = written.lstrip("-").replace("-", "_")
         name = aliases.get(name, name)
@@ -45,10 +45,10 @@ def checked_options(
                 f"engine.options.{written} = {value!r} would override what Lockstep sets itself ({name} = "
                 f"{own[name]!r}); leave it out, and use the settings under [engine] and [model]"
             )
-        if name in found:
+        if name in checked:
             raise ConfigError(f"engine.options names {name} twice ({written!r} is another spelling of it)")
-        found[name] = value
-    return found
+        checked[name] = value
+    return checked
 
 
 def command_flags(arguments: Mapping[str, Any], *, no_flags: bool) -> list[str]:

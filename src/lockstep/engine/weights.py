@@ -13,7 +13,7 @@ def copy_weights(module: nn.Module, tensors: TensorSource, *, engine: str) -> No
     """Copy every weight by its Hugging Face name; values are cast to the module's dtype.
 
     Raises:
-        EngineError: a name is unknown, missing or given twice, a shape differs, or two names of one tied
+        EngineError: a name is unknown, missing or duplicate, a shape differs, or two names of one tied
             weight bring different values. Nothing was changed then.
     """
     own = dict(module.named_parameters(remove_duplicate=False))

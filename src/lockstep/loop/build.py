@@ -211,8 +211,8 @@ def _external_engine(
     engine: InferenceEngine | None = None
     try:
         with ranks.together("starting the engine"):
-            place = external_engine_spec(run, axes, model, work_dir=work_dir)
-            engine = make_engine(run.engine, place=place)
+            spec = external_engine_spec(run, axes, model, work_dir=work_dir)
+            engine = make_engine(run.engine, spec=spec)
             transfer = make_transfer(run.engine, engine, device=axes.device, work_dir=work_dir)
     except BaseException:
         if engine is not None:

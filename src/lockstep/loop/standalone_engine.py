@@ -57,7 +57,7 @@ def open_engine(config: EngineConfig, request: EngineRequest) -> InferenceEngine
         if request.adjust is not None:
             request.adjust(model)
         return make_engine(config, model=model)
-    return make_engine(config, place=_external_spec(config, request, device))
+    return make_engine(config, spec=_external_spec(config, request, device))
 
 
 def _external_spec(config: EngineConfig, request: EngineRequest, device: torch.device) -> EngineSpec:

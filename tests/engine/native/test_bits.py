@@ -97,6 +97,6 @@ def test_compiled_layers_agree_to_the_bit_and_are_compiled_once_per_size_and_kin
     assert watch.report().graphs == 4 and watch.report().graph_breaks == 0
     longer = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=60)) for r in asked]
     engine.generate(longer)
-    assert watch.report().graphs == 4, "a larger pool was a reason to compile again"
+    assert watch.report().graphs == 4, "a larger cache was a reason to compile again"
     wanted = trainers_logprobs(model, completions, execution="compile")
     assert torch.equal(engines_logprobs(completions), wanted)

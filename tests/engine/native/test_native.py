@@ -13,7 +13,7 @@ from native_parts import generated, policy, requests
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import make_engine
-from lockstep.engine.native import pool as pools
+from lockstep.engine.native import kv_cache as kv_caches
 from lockstep.errors import EngineError
 from lockstep.models import memory
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
@@ -38,8 +38,8 @@ def greedy(length, max_tokens):
 
 def host(monkeypatch, *, total, free):
     """A host with so many bytes."""
-    monkeypatch.setattr(pools, "total_bytes", lambda: total)
-    monkeypatch.setattr(pools, "available_bytes", lambda device: (free, "free host memory"))
+    monkeypatch.setattr(kv_caches, "total_bytes", lambda: total)
+    monkeypatch.setattr(kv_caches, "available_bytes", lambda device: (free, "free host memory"))
 
 
 def test_a_sample_that_can_never_fit_is_refused_before_anything_runs(model):
@@ -68,19 +68,19 @@ def test_memory_bounds_the_pool_when_nothing_else_does(model, monkeypatch):
 def test_a_pool_on_the_host_takes_its_share_and_leaves_a_tenth_of_what_is_free(
     total, free, most, monkeypatch
 ):
-    shape = pools.KVShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+    shape = kv_caches.KVShape(layers=1, heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
     host(monkeypatch, total=total * shape.token_bytes, free=free * shape.token_bytes)
-    assert pools.most_tokens(shape, 0.25) == most
-    held = 50 * shape.token_bytes  # what the pool before has is free once it goes
-    assert pools.most_tokens(shape, 0.25, held=held) == min(249, int(0.9 * (free + 50)) - 1)
+    assert kv_caches.most_tokens(shape, 0.25) == most
+    held = 50 * shape.token_bytes  # what the cache before has is free once it goes
+    assert kv_caches.most_tokens(shape, 0.25, held=held) == min(249, int(0.9 * (free + 50)) - 1)
 
 
 def test_a_host_is_no_larger_than_its_cgroup(monkeypatch):
     monkeypatch.setattr(memory, "_cgroup_limit", lambda root: None)
-    host_bytes = pools.total_bytes()
+    host_bytes = kv_caches.total_bytes()
     for limit, total in ((12_345, 12_345), (2 * host_bytes, host_bytes)):
         monkeypatch.setattr(memory, "_cgroup_limit", lambda root, limit=limit: (limit, root))
-        assert pools.total_bytes() == total
+        assert kv_caches.total_bytes() == total
 
 
 def test_memory_for_no_token_at_all_is_refused_like_memory_for_too_few(model):
@@ -102,7 +102,7 @@ def test_running_out_of_memory_says_what_to_set_and_gives_the_pool_back(model, m
             EngineError, match=r"out of memory .*engine\.memory_fraction.*engine\.kv_cache_tok"
         ):
             engine.generate([greedy(4, 4)])
-    assert engine._pool is None
+    assert engine._kv_cache is None
     assert len(engine.generate([greedy(4, 4)])[0][0].token_ids) == 4
 
 
@@ -120,13 +120,13 @@ def test_abort_while_a_prompt_is_computed_reports_every_sample(model, monkeypatc
 def test_the_pool_lives_on_and_sleep_gives_it_back(model):
     engine = engine_of(model)
     engine.generate([greedy(20, 10)])
-    pool = engine._pool
+    kv_cache = engine._kv_cache
     engine.generate([greedy(5, 10)])
-    assert engine._pool is pool and pool.capacity == 29
+    assert engine._kv_cache is kv_cache and kv_cache.capacity == 29
     engine.generate([greedy(25, 10)])
-    assert engine._pool.capacity == 36  # a quarter more than before, at least
+    assert engine._kv_cache.capacity == 36  # a quarter more than before, at least
     engine.sleep()
-    assert engine._pool is None
+    assert engine._kv_cache is None
     with pytest.raises(EngineError, match="asleep; call wake"):
         engine.generate([greedy(5, 10)])
     engine.wake()

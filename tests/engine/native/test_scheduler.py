@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.engine.native.generation import Counts, Generation
-from lockstep.engine.native.pool import KVPool, KVShape
+from lockstep.engine.native.kv_cache import KVCache, KVShape
 from lockstep.engine.native.runner import POSITION, SEED, SLOT, SOURCE, START, TOKEN, USED
 from lockstep.engine.native.scheduler import Group, Sample, Scheduler
 from lockstep.engine.sampling import SampleState
@@ -42,8 +42,8 @@ def expected(prompt, seed, max_tokens):
 class HashRunner:
     """Stands in for lockstep.engine.native.runner.Runner."""
 
-    def __init__(self, pool, *, chunk, documents):
-        self.pool, self.chunk, self.documents = pool, chunk, documents
+    def __init__(self, kv_cache, *, chunk, documents):
+        self.kv_cache, self.chunk, self.documents = kv_cache, chunk, documents
         self.last = []
         self.prefilled = 0
         self.finite = True
@@ -58,11 +58,11 @@ class HashRunner:
             part = slice(end - length, end)
             assert chunk.positions[part].tolist() == list(range(used - length, used))
             assert chunk.slots[part].tolist() == list(range(start + used - length, start + used))
-        self.pool.keys[0][chunk.slots, 0, 0] = torch.from_numpy(chunk.token_ids).double()
+        self.kv_cache.keys[0][chunk.slots, 0, 0] = torch.from_numpy(chunk.token_ids).double()
         self.prefilled += len(chunk.token_ids)
 
     def step(self, columns, *, temperature, states):
-        keys = self.pool.keys[0][:, 0, 0]
+        keys = self.kv_cache.keys[0][:, 0, 0]
         tokens = []
         for row in columns.T:
             token = row[TOKEN] if row[SOURCE] < 0 else self.last[row[SOURCE]]
@@ -95,10 +95,10 @@ def samples_of(requests):
 
 def run(requests, *, capacity, max_rows, ahead, abort=None, **how):
     """Everything to the end. `how`: roomy, chunk, documents."""
-    pool = KVPool(SHAPE, capacity)
-    runner = HashRunner(pool, chunk=how.get("chunk", 16), documents=how.get("documents", 3))
+    kv_cache = KVCache(SHAPE, capacity)
+    runner = HashRunner(kv_cache, chunk=how.get("chunk", 16), documents=how.get("documents", 3))
     samples = list(samples_of(requests))
-    scheduler = Scheduler(samples, pool=pool, max_rows=max_rows, roomy=how.get("roomy", False))
+    scheduler = Scheduler(samples, kv_cache=kv_cache, max_rows=max_rows, roomy=how.get("roomy", False))
     counts, seen = Counts(), {}
 
     def on_finish(sample, reason, stop):
@@ -129,7 +129,7 @@ def random_requests(rng):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_every_sample_is_what_it_would_be_alone(ahead):
-    """Pools from one sample's size to plenty: everything between waiting, moving, packing and preempting."""
+    """Caches from one sample's size to plenty: everything between waiting, moving, packing and preempting."""
     preemptions = wasted = 0
     for case in range(60):
         rng = random.Random(case)
@@ -194,13 +194,13 @@ def test_abort_during_a_prefill_reports_everybody_once(ahead, monkeypatch):
 
 
 def test_logits_that_are_not_finite_name_the_sample():
-    pool = KVPool(SHAPE, 50)
-    runner = HashRunner(pool, chunk=8, documents=2)
+    kv_cache = KVCache(SHAPE, 50)
+    runner = HashRunner(kv_cache, chunk=8, documents=2)
     runner.finite = False
     samples = list(samples_of([((1, 2), (3, 4), 9)]))
     generation = Generation(
         runner,
-        Scheduler(samples, pool=pool, max_rows=4, roomy=True),
+        Scheduler(samples, kv_cache=kv_cache, max_rows=4, roomy=True),
         ahead=1,
         temperature=1.0,
         counts=Counts(),

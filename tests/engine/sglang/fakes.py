@@ -72,7 +72,7 @@ def asked(folder, *paths):
     return [entry for entry in found if not paths or entry[0] in paths]
 
 
-def place_in(folder, **settings):
+def spec_in(folder, **settings):
     values = {
         "folder": Path(folder) / "model",
         "weights": "folder",
@@ -90,7 +90,7 @@ def place_in(folder, **settings):
     return EngineSpec(**values | settings)
 
 
-def engine_in(folder, *starts, place=None, **config):
+def engine_in(folder, *starts, spec=None, **config):
     """An engine over a fake server with this plan for each of its starts."""
     if not (Path(folder) / "model").is_dir():
         model_folder(Path(folder) / "model")
@@ -103,7 +103,7 @@ def engine_in(folder, *starts, place=None, **config):
         "env": {"PYTHONPATH": str(FAKE), "FAKE_SGLANG_PLAN": str(plan)},
         "python": Path(sys.executable),
     }
-    return SGLangServer(EngineConfig(**values | config), place=place_in(folder, **place or {}))
+    return SGLangServer(EngineConfig(**values | config), spec=spec_in(folder, **spec or {}))
 
 
 def request(last, *, samples=1, max_tokens=4, **sampling):

@@ -26,7 +26,7 @@ from lockstep.engine.sglang.translate import sglang_constructor, sglang_sampling
 from lockstep.engine.sglang.weights import tensor_payload
 from lockstep.schema.rollout import SamplingParams
 
-from .fakes import FAKE, place_in, weights
+from .fakes import FAKE, spec_in, weights
 from .test_updates import ipc_bucket
 
 pytestmark = pytest.mark.slow
@@ -211,8 +211,8 @@ CONFIGS = [
 @pytest.mark.parametrize("stored", ["folder", "pushed"])
 def test_every_argument_of_the_command_line_exists(wheel, tmp_path, settings, stored):
     config = EngineConfig(name="sglang", **{"unseeded": "batch_invariant" not in settings} | settings)
-    place = place_in(tmp_path, weights=stored)
-    command = sglang_server_command(config, place, port=1, flags=wheel.package.flags)
+    spec = spec_in(tmp_path, weights=stored)
+    command = sglang_server_command(config, spec, port=1, flags=wheel.package.flags)
     assert command[:2] == ["-m", "sglang.launch_server"]
     assert (wheel.folder / "launch_server.py").is_file()
     assert {c for c in command if c.startswith("--")} <= wheel.package.flags
@@ -225,14 +225,14 @@ def test_every_argument_of_the_command_line_exists(wheel, tmp_path, settings, st
             for f in c.body
             if isinstance(f, ast.AnnAssign)
         }
-    assert set(sglang_constructor(config, place)) <= known
+    assert set(sglang_constructor(config, spec)) <= known
     assert "--config" in wheel.package.flags and "api_key" in known  # the file with the token
 
 
 def test_switches_are_switches_and_the_rest_takes_values(wheel, tmp_path):
     """`--flag` without a value is only right for a bool."""
     config = EngineConfig(name="sglang", unseeded=True, eager=True, prefix_caching=False)
-    command = sglang_server_command(config, place_in(tmp_path), port=1, flags=wheel.package.flags)
+    command = sglang_server_command(config, spec_in(tmp_path), port=1, flags=wheel.package.flags)
     alone = {
         flag[2:].replace("-", "_")
         for flag, after in zip(command, [*command[1:], "--"], strict=True)

@@ -8,12 +8,12 @@ from lockstep.engine.sglang.engine import SGLangServer
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
-from .fakes import EOS, LENGTH, asked, engine_in, place_in, request
+from .fakes import EOS, LENGTH, asked, engine_in, request, spec_in
 
 
 @pytest.fixture
 def engines(tmp_path):
-    """engines(plan of each start, ..., place={...}, config=...): closed after the test."""
+    """engines(plan of each start, ..., spec={...}, config=...): closed after the test."""
     made = []
 
     def make(*starts, **settings):
@@ -62,10 +62,10 @@ def test_a_server_at_a_url_is_used_and_left_alone(engines, tmp_path, monkeypatch
     own = engines()
     config = own._config.model_copy(update={"url": own._server.spec.url, "python": None, "env": {}})
     with pytest.raises(EngineError, match=r"answered 401; export the server's token and name the variable"):
-        SGLangServer(config, place=place_in(tmp_path))
+        SGLangServer(config, spec=spec_in(tmp_path))
     monkeypatch.setenv("ITS_TOKEN", own._server.spec.token)
     config = config.model_copy(update={"token_env": "ITS_TOKEN"})
-    other = SGLangServer(config, place=place_in(tmp_path))
+    other = SGLangServer(config, spec=spec_in(tmp_path))
     assert other.generate([request(0, max_tokens=2)])[0][0].token_ids == (1, 2)
     assert other.transports[0] == "disk"  # nobody knows its GPU
     other.close()
@@ -122,7 +122,7 @@ def test_a_sample_may_fill_the_whole_context(engines, tmp_path):
 
 
 def test_stop_strings_are_found_here_and_the_sample_is_ended_there(engines, tmp_path):
-    engine = engines({"token_seconds": 0.005}, place={"tokenizer": Letters()})
+    engine = engines({"token_seconds": 0.005}, spec={"tokenizer": Letters()})
     (row,) = engine.generate([request(96, max_tokens=400, stop=("de",))])
     assert row[0].text == "abcde" and row[0].stop_reason == "de"
     assert len(row[0].token_ids) == len(row[0].logprobs) == 5  # of a chunk of 8

@@ -61,7 +61,7 @@ def paths(folder):
 
 @pytest.mark.parametrize("sessions", [False, True])
 def test_an_update_is_one_session_and_flushes_and_names_its_version(engines, tmp_path, sessions):
-    engine = engines({"sessions": sessions}, place=PUSHED)
+    engine = engines({"sessions": sessions}, spec=PUSHED)
     assert engine.dirty
     with pytest.raises(EngineError, match="dirty"):
         engine.generate([request(10)])
@@ -77,7 +77,7 @@ def test_an_update_is_one_session_and_flushes_and_names_its_version(engines, tmp
 
 
 def test_what_was_sent_can_be_read_back(engines, tmp_path):
-    engine = engines(place=PUSHED)
+    engine = engines(spec=PUSHED)
     push(engine, tmp_path)
     sent, found = weights(), engine.read_back(NAMES)
     assert list(found) == NAMES
@@ -86,13 +86,13 @@ def test_what_was_sent_can_be_read_back(engines, tmp_path):
 
 
 def test_a_model_that_cannot_be_read_says_so_instead_of_failing(engines, tmp_path):
-    engine = engines({"reads": False}, place=PUSHED)
+    engine = engines({"reads": False}, spec=PUSHED)
     push(engine, tmp_path)
     assert engine.read_back(NAMES) is None
 
 
 def test_bfloat16_comes_back_to_the_bit(engines, tmp_path):
-    engine = engines(place=PUSHED)
+    engine = engines(spec=PUSHED)
     tensors = {name: value.bfloat16() for name, value in weights().items()}
     push(engine, tmp_path, tensors=tensors)
     (name,) = NAMES[:1]
@@ -114,7 +114,7 @@ def test_bfloat16_comes_back_to_the_bit(engines, tmp_path):
     ],
 )
 def test_wrong_weights_are_refused_and_leave_the_engine_dirty(engines, tmp_path, change, match):
-    engine = engines({"sessions": True}, place=PUSHED)
+    engine = engines({"sessions": True}, spec=PUSHED)
     push(engine, tmp_path)
     one = session(2)
     engine.begin_update(one)
@@ -130,7 +130,7 @@ def test_wrong_weights_are_refused_and_leave_the_engine_dirty(engines, tmp_path,
 
 
 def test_nothing_is_sent_of_a_bucket_with_a_wrong_name(engines, tmp_path):
-    engine = engines(place=PUSHED)
+    engine = engines(spec=PUSHED)
     engine.begin_update(session())
     with pytest.raises(EngineError, match="no weight"):
         engine.receive(file_bucket(tmp_path, weights() | {"x": torch.zeros(1)}))
@@ -138,7 +138,7 @@ def test_nothing_is_sent_of_a_bucket_with_a_wrong_name(engines, tmp_path):
 
 
 def test_the_tied_head_may_come_and_may_stay_out(engines, tmp_path):
-    engine = engines(place=PUSHED)
+    engine = engines(spec=PUSHED)
     tied = {k: v for k, v in weights().items() if k != "lm_head.weight"}
     push(engine, tmp_path, tensors=tied)
     push(engine, tmp_path, version=2)
@@ -147,14 +147,14 @@ def test_the_tied_head_may_come_and_may_stay_out(engines, tmp_path):
 
 def test_an_untied_head_must_come(engines, tmp_path):
     model_folder(tmp_path / "model", tied=False)
-    engine = engines(place=PUSHED)
+    engine = engines(spec=PUSHED)
     tied = {k: v for k, v in weights().items() if k != "lm_head.weight"}
     with pytest.raises(EngineError, match="without 1 of 12 weights: lm_head"):
         push(engine, tmp_path, tensors=tied)
 
 
 def test_a_prefix_cache_that_is_not_flushed_is_an_error(engines, tmp_path):
-    engine = engines({"flush": False}, place=PUSHED)
+    engine = engines({"flush": False}, spec=PUSHED)
     with pytest.raises(EngineError, match="did not flush its prefix cache"):
         push(engine, tmp_path)
     engine.fail_update("not flushed")
@@ -183,7 +183,7 @@ def test_an_update_waits_for_running_samples(engines, tmp_path):
 
 
 def test_a_server_that_died_while_samples_ran_gets_the_weights_again(engines, tmp_path):
-    engine = engines({"die_at_token": 10}, {}, place=PUSHED)
+    engine = engines({"die_at_token": 10}, {}, spec=PUSHED)
     pushed = []
 
     def recover(*_):
@@ -212,8 +212,8 @@ class Trainer:
 
 def test_pushes_are_compared_and_come_again_after_a_death(engines, tmp_path):
     """The transfer that a loop uses, in buckets of 1 MiB, with files."""
-    place = {**PUSHED, "device": "cpu", "shares_device": False}
-    engine = engines({"die_at_token": 30}, {}, place=place, verify="always", bucket_mb=1)
+    spec = {**PUSHED, "device": "cpu", "shares_device": False}
+    engine = engines({"die_at_token": 30}, {}, spec=spec, verify="always", bucket_mb=1)
     transfer, trainer = make_transfer(engine._config, engine, device="cpu", work_dir=tmp_path), Trainer()
     transfer.push(trainer, engine, policy_version=1)
     assert transfer.check(engine)
@@ -230,7 +230,7 @@ def test_pushes_are_compared_and_come_again_after_a_death(engines, tmp_path):
 
 
 def test_weights_of_another_run_are_noticed(engines, tmp_path):
-    engine = engines(place=PUSHED)
+    engine = engines(spec=PUSHED)
     push(engine, tmp_path, version=3, run_id="mine")
     other = engine._sglang
     other._done("/update_weight_version", {"new_version": "theirs/3", "abort_all_requests": False}, seconds=5)
@@ -239,7 +239,7 @@ def test_weights_of_another_run_are_noticed(engines, tmp_path):
 
 
 def test_a_server_that_does_not_answer_an_update_is_ended(engines, tmp_path):
-    engine = engines({"slow_update": 60.0}, {}, place=PUSHED)
+    engine = engines({"slow_update": 60.0}, {}, spec=PUSHED)
     server = engine._server
     one = session(seconds=1.5)
     engine.begin_update(one)
@@ -255,7 +255,7 @@ def test_a_server_that_does_not_answer_an_update_is_ended(engines, tmp_path):
 
 
 def test_pushed_weights_are_given_back_and_must_come_again(engines, tmp_path):
-    engine = engines(sleep=True, place=PUSHED)
+    engine = engines(sleep=True, spec=PUSHED)
     push(engine, tmp_path)
     engine.sleep()
     with pytest.raises(EngineError, match="asleep"):
@@ -345,7 +345,7 @@ def test_ipc_payload_calls_what_torch_would_call(monkeypatch):
 
 
 def test_ipc_buckets_are_accepted_and_their_copies_waited_for(engines, tmp_path):
-    engine = engines(place=PUSHED, cuda_devices=(0, 1), tp=2)
+    engine = engines(spec=PUSHED, cuda_devices=(0, 1), tp=2)
     one = session()
     engine.begin_update(one)
     engine.receive(ipc_bucket(weights()))
@@ -361,7 +361,7 @@ def test_ipc_buckets_are_accepted_and_their_copies_waited_for(engines, tmp_path)
 
 
 def test_copies_into_a_model_that_cannot_be_read_are_waited_for_with_a_sample(engines, tmp_path):
-    engine = engines({"reads": False}, place=PUSHED)
+    engine = engines({"reads": False}, spec=PUSHED)
     one = session()
     engine.begin_update(one)
     engine.receive(ipc_bucket(weights()))
@@ -373,7 +373,7 @@ def test_copies_into_a_model_that_cannot_be_read_are_waited_for_with_a_sample(en
 
 
 def test_a_group_is_joined_once_and_left_for_a_new_one(engines, tmp_path):
-    engine = engines(place={**PUSHED, "shares_device": False}, cuda_devices=(1,))
+    engine = engines(spec={**PUSHED, "shares_device": False}, cuda_devices=(1,))
     assert engine.transports == ("collective", "disk") and engine.receivers == 1
     store = host_store()
     handle = {

@@ -34,7 +34,7 @@ NAME = "hf"
 class HFEngine:
     """Implements lockstep.protocols.InferenceEngine over the module of `model`, whose Parameters it shares.
 
-    A sample does not depend on its batch but for rounding: in float32 on CPU tokens are equal alone and in a
+    A sample depends on its batch only through rounding: in float32 on CPU tokens are equal alone and in a
     batch. `generate` runs in the calling thread; only `abort` may be called from another one.
     """
 
@@ -138,7 +138,7 @@ class HFEngine:
         self._policy_version = update.policy_version
 
     def sleep(self) -> None:
-        """Give the KV cache and scratch memory back. The Parameters are the trainer's and stay."""
+        """Free the KV cache and scratch memory. The Parameters are the trainer's and stay."""
         self._require_open()
         self._cache.clear()
         self._skeleton.linears.clear()
@@ -150,7 +150,7 @@ class HFEngine:
         self._state = "awake"
 
     def abort(self) -> None:
-        """Running samples end at their next token, waiting ones without any; no effect when nothing runs."""
+        """End running samples at their next token, waiting ones without any; no effect when nothing runs."""
         self._abort.set()
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""One call of `generate`: who runs, who waits, who has finished."""
+"""One call of `generate`: which samples run, wait and have finished."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPACT_SHARE = 8
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """A prompt in use, with those of its samples that wait for a row."""
+    """A prompt in use, and its samples that wait for a row."""
 
     index: int
     request: GenerationRequest
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What bounds every sample."""
+    """Limits of every sample."""
 
     eos_token_ids: tuple[int, ...]
     max_positions: int
@@ -68,7 +68,7 @@ OnToken = Callable[[int, int, Sequence[int]], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listeners:
-    """Who hears of progress, in the thread that generates."""
+    """Callbacks for progress, called in the thread that generates."""
 
     on_finish: Callable[[Row, FinishReason, int | str | None], None]
     """Called once per sample with its row, the reason, and the stop token or string that ended it."""
@@ -76,7 +76,7 @@ class Listeners:
 
 
 class Generation:
-    """Runs a list of requests to the end, or to the abort.
+    """Runs a list of requests until all have ended, or an abort.
 
     Rows are dense: row r of the cache is `self._rows[r]`. A finished row goes on computing, unread, until
     enough have finished for the gaps to be closed; its place is then taken by the last row.
@@ -106,7 +106,7 @@ class Generation:
         self._plan: Decode | None = None
 
     def run(self, requests: Sequence[GenerationRequest], *, abort: threading.Event) -> None:
-        """Every sample of every request is reported to `listeners.on_finish` once."""
+        """Run all requests; every sample is reported to `listeners.on_finish` once."""
         self._queue.extend(
             Group(index=i, request=r, waiting=deque(range(len(r.seeds))))
             for i, r in enumerate(requests)
@@ -218,7 +218,7 @@ class Generation:
     # decoding
 
     def _step(self) -> None:
-        """One token for every row."""
+        """Sample one token for every row."""
         plan = self._decode_plan()
         self._cache.reserve(prompts=0, prompt_length=0, rows=0, length=plan.max_count + 1)
         self._cache.plan = plan
@@ -242,7 +242,7 @@ class Generation:
         return self._sampler.sample(self._skeleton.logits(hidden), [row.state for row in rows])
 
     def _record(self, rows: Sequence[Row], tokens: Tensor, logprobs: Tensor) -> None:
-        """Append each row's new token; rows that it ends are reported and marked done."""
+        """Append each row's new token; report rows that it ends and mark them done."""
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.done:
                 continue
@@ -256,18 +256,18 @@ class Generation:
             row.logprobs.append(logprob)
             if self._listeners.on_token is not None:
                 self._listeners.on_token(row.group.index, row.sample, row.state.token_ids)
-            ended = self._ending(row, token)
+            ended = self._finish_reason(row, token)
             if ended is not None:
                 self._finish(row, *ended)
 
-    def _ending(self, row: Row, token: int) -> tuple[FinishReason, int | str | None] | None:
+    def _finish_reason(self, row: Row, token: int) -> tuple[FinishReason, int | str | None] | None:
         state, params = row.state, row.state.params
         if token in state.end_ids:
             return "stop", token
         if row.stops is not None:
-            found = row.stops.find(state.token_ids)
-            if found is not None and len(state.token_ids) >= params.min_tokens:
-                return "stop", found
+            stop_string = row.stops.find(state.token_ids)
+            if stop_string is not None and len(state.token_ids) >= params.min_tokens:
+                return "stop", stop_string
         if len(state.token_ids) >= params.max_tokens or state.position >= self._limits.max_positions:
             return "length", None
         return None

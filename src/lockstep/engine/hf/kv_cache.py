@@ -60,7 +60,7 @@ class Decode:
 
 
 class SampleCache(Cache):
-    """A transformers cache of two stores; `plan` says what the forward that calls `update` is about."""
+    """A transformers cache of two stores; `plan` describes the forward that calls `update`."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -70,11 +70,11 @@ class SampleCache(Cache):
         self._sizes = (0, 0, 0, 0)
 
     def reserve(self, *, prompts: int, prompt_length: int, rows: int, length: int) -> None:
-        """Make room; entries that are there stay. Sizes never shrink."""
-        wanted = (prompts, prompt_length, rows, length)
+        """Make room and keep existing entries. Sizes never shrink."""
+        needed = (prompts, prompt_length, rows, length)
         new = tuple(
             have if want <= have else _rounded(want, have, step)
-            for want, have, step in zip(wanted, self._sizes, (1, _LENGTH_STEP, 1, _LENGTH_STEP), strict=True)
+            for want, have, step in zip(needed, self._sizes, (1, _LENGTH_STEP, 1, _LENGTH_STEP), strict=True)
         )
         if new == self._sizes:
             return
@@ -123,7 +123,7 @@ class SampleCache(Cache):
         _move(self._prompts, source, target, used)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._prompts.clear()
         self._completions.clear()
         self._sizes = (0, 0, 0, 0)
@@ -172,8 +172,8 @@ def additive_masks(plan: Decode, window: int | None) -> tuple[Tensor | None, Ten
     if windowed:
         assert window is not None
         first = (position - window + 1)[plan.gather].view(len(plan.prompt_lengths), -1, 1)
-        seen = index >= first
-        prompt_ok = seen if prompt_ok is None else prompt_ok & seen
+        visible = index >= first
+        prompt_ok = visible if prompt_ok is None else prompt_ok & visible
         inside = suffix_index + own_length[:, None] > (position - window)[:, None]
         completion_ok = inside if completion_ok is None else completion_ok & inside
     return (

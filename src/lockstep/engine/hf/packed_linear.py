@@ -21,7 +21,8 @@ _ROWS_HINT = 64
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether linears over this weight gain: bfloat16 on an x86 CPU whose oneDNN computes in bfloat16."""
+    """Whether packing makes linears over this weight faster: bfloat16 on an x86 CPU whose oneDNN computes in
+    bfloat16."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -54,7 +55,7 @@ class PackedLinears:
         self._versions = versions
 
     def clear(self) -> None:
-        """Give the memory back; the linears work without arranged weights too, only slower."""
+        """Free the memory; the linears work without arranged weights too, only slower."""
         self._weights.clear()
         self._versions = []
 

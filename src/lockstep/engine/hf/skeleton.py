@@ -1,4 +1,4 @@
-"""The generation skeleton: a second module over the trainer's Parameters, and how its logits are made."""
+"""The generation skeleton: a second module over the trainer's Parameters, and how its logits are computed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def choose(
     Args:
         logits: [R, V], any floating dtype.
         keys: [R] int64, from `noise_keys`.
-        invariant: the mass of blocks is that of a row alone, to the bit, as logprobs are; on CUDA neither
+        invariant: the mass of blocks is bitwise that of a row alone, as logprobs are; on CUDA neither
             ATen's sums nor a compiler's promise it.
         compiled: otherwise, the pass over the logits through torch.compile.
     """
@@ -61,12 +61,12 @@ def block_mass(
 
 
 def scaled(logits: Tensor, head: HeadOptions) -> Tensor:
-    """What softmax is applied to, float32: the trainer's numbers, to the bit."""
+    """The float32 argument of softmax, bitwise the trainer's."""
     return _scaled(logits, *_factors(head))
 
 
 def _factors(head: HeadOptions) -> tuple[float, float | None]:
-    """What logits are multiplied by, and the soft cap of the product."""
+    """The factor of the logits, and the soft cap of the product."""
     return (head.scale, None) if head.cap is None else (head.scale / head.cap, head.cap)
 
 

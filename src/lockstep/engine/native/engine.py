@@ -1,11 +1,11 @@
 """Engine `native`: the trainer's layers, ops and logprob function, with a KV cache.
 
-    requests ─► Scheduler ─► Generation ─► Runner ─► Layers ─► KVPool
+    requests ─► Scheduler ─► Generation ─► Runner ─► Layers ─► KVCache
                 who runs      a step        sizes,    the        keys and
                 and where     after the     CUDA      trainer's  values
                               other         graphs    modules
 
-With a module that lockstep.invariant has converted, a token's logprob is to the bit the one that the trainer
+With a module that lockstep.invariant has converted, a token's logprob is bitwise the one that the trainer
 computes for it later: `contract` says what that rests on.
 """
 
@@ -21,8 +21,8 @@ import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.native.generation import Counts, Generation, OnFinish, OnToken
+from lockstep.engine.native.kv_cache import KVCache, most_tokens
 from lockstep.engine.native.layers import Layers
-from lockstep.engine.native.pool import KVPool, most_tokens
 from lockstep.engine.native.runner import Runner
 from lockstep.engine.native.scheduler import Group, Sample, Scheduler
 from lockstep.engine.requests import check_requests
@@ -64,8 +64,8 @@ class NativeEngine:
         )
         self.counts = Counts()
         self.ahead = 1 if device.type == "cuda" else 0
-        """Steps that are launched before the one before them is read."""
-        self._pool: KVPool | None = None
+        """Number of steps that are launched before the previous one is read."""
+        self._kv_cache: KVCache | None = None
         self._runner: Runner | None = None
         self._scheduler: Scheduler | None = None
         self._abort = threading.Event()
@@ -146,7 +146,7 @@ class NativeEngine:
         self._policy_version = update.policy_version
 
     def sleep(self) -> None:
-        """Give KV cache, buffers and CUDA graphs back. The Parameters are the trainer's and stay."""
+        """Free KV cache, buffers and CUDA graphs. The Parameters are the trainer's and stay."""
         self._require_open()
         self._give_back()
         if self._layers.shape.device.type == "cuda":
@@ -158,7 +158,7 @@ class NativeEngine:
         self._state = "awake"
 
     def abort(self) -> None:
-        """Running samples end at their next token, waiting ones without any; no effect when nothing runs."""
+        """End running samples at their next token, waiting ones without any; no effect when nothing runs."""
         self._abort.set()
 
     def stats(self) -> EngineStats:
@@ -185,7 +185,7 @@ class NativeEngine:
             raise EngineError(f"engine {NAME} is closed; build a new one")
 
     def _give_back(self) -> None:
-        self._pool = self._runner = None
+        self._kv_cache = self._runner = None
 
     # a call of generate
 
@@ -212,12 +212,12 @@ class NativeEngine:
     def _generation(self, samples: Sequence[Sample], finish: OnFinish) -> Generation:
         rows = min(self._config.max_batch, len(samples))
         needed = sum(heapq.nlargest(rows, (sample.end - 1 for sample in samples)))
-        pool, runner = self._sized(needed, samples)
-        runner.use(pool)
+        kv_cache, runner = self._sized(needed, samples)
+        runner.use(kv_cache)
         sampling = {sample.group.request.sampling for sample in samples}
         alike = len({p.temperature for p in sampling}) == 1 and not any(is_shaped(p) for p in sampling)
         self._scheduler = Scheduler(
-            samples, pool=pool, max_rows=self._config.max_batch, roomy=needed <= pool.capacity
+            samples, kv_cache=kv_cache, max_rows=self._config.max_batch, roomy=needed <= kv_cache.capacity
         )
         return Generation(
             runner,
@@ -228,8 +228,9 @@ class NativeEngine:
             on_finish=finish,
         )
 
-    def _sized(self, needed: int, samples: Sequence[Sample]) -> tuple[KVPool, Runner]:
-        """A pool for so many tokens, as far as memory goes; it lives on, so that graphs stay."""
+    def _sized(self, needed: int, samples: Sequence[Sample]) -> tuple[KVCache, Runner]:
+        """A KV cache for the needed tokens, as far as memory allows; it is kept between calls, so that CUDA
+        graphs stay valid."""
         if self._runner is None:
             self._runner = Runner(
                 self._layers,
@@ -239,27 +240,27 @@ class NativeEngine:
                 compiled=self._compiled,
                 graphs=self._graphs,
             )
-        wanted = self._config.kv_cache_tokens or needed
-        if self._pool is None or self._pool.capacity < wanted:
-            self._grow_pool(wanted)
+        tokens = self._config.kv_cache_tokens or needed
+        if self._kv_cache is None or self._kv_cache.capacity < tokens:
+            self._grow_kv_cache(tokens)
         longest = max(samples, key=lambda sample: sample.end)
-        if self._pool is None or longest.end - 1 > self._pool.capacity:
-            self._refuse(longest, 0 if self._pool is None else self._pool.capacity)
-        return self._pool, self._runner
+        if self._kv_cache is None or longest.end - 1 > self._kv_cache.capacity:
+            self._refuse(longest, 0 if self._kv_cache is None else self._kv_cache.capacity)
+        return self._kv_cache, self._runner
 
-    def _grow_pool(self, wanted: int) -> None:
-        before = 0 if self._pool is None else self._pool.capacity
+    def _grow_kv_cache(self, tokens: int) -> None:
+        before = 0 if self._kv_cache is None else self._kv_cache.capacity
         shape, config = self._layers.shape, self._config
         if config.kv_cache_tokens is None:
-            wanted = max(wanted, before + before // 4)
+            tokens = max(tokens, before + before // 4)
             held = before * shape.token_bytes
-            wanted = max(before, min(wanted, most_tokens(shape, config.memory_fraction, held=held)))
-        if wanted > before:
+            tokens = max(before, min(tokens, most_tokens(shape, config.memory_fraction, held=held)))
+        if tokens > before:
             if self._runner is not None:
                 self._runner.forget()
-            self._pool = None  # its memory first
-            self._pool = KVPool(shape, wanted)
-            self._peak_bytes = max(self._peak_bytes, self._pool.num_bytes)
+            self._kv_cache = None  # its memory first
+            self._kv_cache = KVCache(shape, tokens)
+            self._peak_bytes = max(self._peak_bytes, self._kv_cache.num_bytes)
 
     def _refuse(self, sample: Sample, capacity: int) -> NoReturn:
         request = sample.group.request

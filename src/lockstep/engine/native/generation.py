@@ -23,7 +23,7 @@ OnFinish = Callable[[Sample, FinishReason, int | str | None], None]
 
 @dataclass(slots=True)
 class Counts:
-    """What an engine did since it was made."""
+    """Counters of an engine since its construction."""
 
     steps: int = 0
     step_rows: int = 0
@@ -36,7 +36,7 @@ class Counts:
 
 
 class Generation:
-    """Runs samples to their ends, or to the abort.
+    """Runs samples until each has ended, or an abort.
 
     Args:
         ahead: steps that are launched before the first of them is read: 1 keeps a GPU busy, and costs a
@@ -60,7 +60,7 @@ class Generation:
         self._pending: deque[tuple[list[Sample], Pending]] = deque()
 
     def run(self, *, abort: threading.Event, on_token: OnToken | None = None) -> None:
-        """Every sample is reported to `on_finish` once."""
+        """Run all samples; each is reported to `on_finish` once."""
         while not abort.is_set():
             launched = self._launch(abort)
             if not launched and not self._pending:
@@ -73,7 +73,7 @@ class Generation:
         self._counts.preemptions += self._scheduler.preemptions
 
     def _launch(self, abort: threading.Event) -> bool:
-        """The next step; False when there is none now, or an abort came."""
+        """Launch the next step; False when there is none now, or an abort came."""
         scheduler, spans = self._scheduler, self._counts.spans
         with spans("schedule"):
             scheduler.advance()
@@ -108,7 +108,7 @@ class Generation:
                 self._counts.prefill_tokens += len(chunk.token_ids)
 
     def _read(self, on_token: OnToken | None) -> None:
-        """Append the tokens of the oldest step that is not read; samples that they end are reported."""
+        """Append the tokens of the oldest unread step, and report the samples that they end."""
         rows, pending = self._pending.popleft()
         with self._counts.spans("wait"):
             tokens, logprobs = pending.read()
@@ -124,7 +124,7 @@ class Generation:
                 sample.logprobs.append(logprob)
                 if on_token is not None:
                     on_token(sample.group.index, sample.index, sample.state.token_ids)
-                ended = _ending(sample, token)
+                ended = _finish_reason(sample, token)
                 if ended is not None:
                     self._scheduler.finish(sample)
                     self._on_finish(sample, *ended)
@@ -139,14 +139,14 @@ class Generation:
                 )
 
 
-def _ending(sample: Sample, token: int) -> tuple[FinishReason, int | str | None] | None:
+def _finish_reason(sample: Sample, token: int) -> tuple[FinishReason, int | str | None] | None:
     state, params = sample.state, sample.state.params
     if token in state.end_ids:
         return "stop", token
     if sample.stops is not None:
-        found = sample.stops.find(state.token_ids)
-        if found is not None and len(state.token_ids) >= params.min_tokens:
-            return "stop", found
+        stop_string = sample.stops.find(state.token_ids)
+        if stop_string is not None and len(state.token_ids) >= params.min_tokens:
+            return "stop", stop_string
     if state.position >= sample.end:
         return "length", None
     return None

@@ -1,4 +1,4 @@
-"""The generation skeleton: the trainer's layers over the trainer's Parameters, attending to the KV pool.
+"""The generation skeleton: the trainer's layers over the trainer's Parameters, attending to the KV cache.
 
 Shapes as in lockstep.schema.batch: T tokens, C hidden size, N query heads, K key/value heads, H head dim.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep import invariant
 from lockstep.attention.cached import store_and_attend
 from lockstep.attention.cpu_reference import enable_cpu_reference
-from lockstep.engine.native.pool import KVPool, KVShape
+from lockstep.engine.native.kv_cache import KVCache, KVShape
 from lockstep.execution import compile_blocks, decoder_layers
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.heads import head_of
@@ -26,8 +26,9 @@ it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Where the tokens of a forward are in the KV pool: lockstep.attention.cached, but for the pools."""
+class AttentionMetadata:
+    """Where the tokens of a forward are in the KV cache: the arguments of lockstep.attention.cached besides
+    the caches."""
 
     slots: Tensor
     """[T] int64."""
@@ -74,8 +75,10 @@ class Layers:
             options = invariant.inductor_options() if self.invariant else None
             compile_blocks(self.module, options=options)
 
-    def run(self, token_ids: Tensor, positions: Tensor, pool: KVPool, places: Places) -> Tensor:
-        """[1, T, C] of [T] tokens, before the final norm; their keys and values are in the pool then."""
+    def run(
+        self, token_ids: Tensor, positions: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """[1, T, C] of [T] tokens, before the final norm; writes their keys and values into the cache."""
         hidden: Tensor = self._decoder.embed_tokens(token_ids[None])
         rotation = self._rotations(hidden, positions[None])
         for index, layer in enumerate(self.layers):
@@ -83,15 +86,15 @@ class Layers:
                 hidden,
                 attention_mask=None,
                 position_embeddings=rotation[None if self._kinds is None else self._kinds[index]],
-                keys=pool.keys[index],
-                values=pool.values[index],
-                slots=places.slots,
-                cu_q=places.cu_q,
-                starts=places.starts,
-                used=places.used,
-                max_q=places.max_q,
-                max_k=places.max_k,
-                decode=places.decode,
+                keys=kv_cache.keys[index],
+                values=kv_cache.values[index],
+                slots=metadata.slots,
+                cu_q=metadata.cu_q,
+                starts=metadata.starts,
+                used=metadata.used,
+                max_q=metadata.max_q,
+                max_k=metadata.max_k,
+                decode=metadata.decode,
             )
         return hidden
 

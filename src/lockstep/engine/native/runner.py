@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.native.choose import choose, scaled
-from lockstep.engine.native.layers import Layers, Places
-from lockstep.engine.native.pool import SCRATCH, KVPool, upload
+from lockstep.engine.native.kv_cache import SCRATCH, KVCache, upload
+from lockstep.engine.native.layers import AttentionMetadata, Layers
 from lockstep.engine.noise import noise_keys
 from lockstep.engine.sampling import SampleState, draw_logits
 from lockstep.models.heads import head_options
@@ -35,15 +35,15 @@ the noise of the token that comes next."""
 _COLUMNS = 7
 _PAD = np.array([-1, 0, 0, SCRATCH, SCRATCH, 1, 0])
 _IN_FLIGHT = 3
-"""Pinned buffers in turn: of the step that is read, the one that runs and the one that is made."""
+"""Pinned buffers, used in turn by the step that is read, the one that runs and the one that is prepared."""
 _PREFILL_DOCUMENTS = 64
 """Documents of one compiled prefill forward."""
 _TEMPERATURES = 4
-"""Temperatures of which graphs are kept: training's, evaluation's and two more."""
+"""Temperatures whose graphs are kept: training's, evaluation's and two more."""
 
 Columns = npt.NDArray[np.int64]
 _Key = tuple[str, int] | tuple[str, int, float]
-"""Of a graph: what it does, its size, the temperature."""
+"""Key of a graph: what it does, its size, the temperature."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,21 +67,21 @@ class Pending:
         self._tokens, self._logprobs, self._event = tokens, logprobs, event
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Waits for the device. To be called before two more steps are launched."""
+        """Read the results; waits for the device. Call it before two more steps are launched."""
         if self._event is not None:
             self._event.synchronize()
         return self._tokens.tolist(), self._logprobs.tolist()
 
 
 class Runner:
-    """Forwards of fixed sizes over a KV pool.
+    """Forwards of fixed sizes over a KV cache.
 
     Args:
         max_rows: rows of a decode step, at most.
         chunk: tokens of a prefill forward, at most.
         max_keys: keys of a sample, at most.
         compiled: layers are compiled, so that forwards come in few sizes.
-        graphs: forwards are CUDA graphs; without, their launches are what a small one takes its time for.
+        graphs: forwards are CUDA graphs; without them, a small forward spends its time on launches.
     """
 
     def __init__(  # the sizes of what it holds
@@ -95,10 +95,10 @@ class Runner:
         self.chunk_sizes = _sizes(chunk, (16, 4, 1)) if static else None
         self._device, self.chunk = device, chunk
         self.documents = _PREFILL_DOCUMENTS
-        self._pool: KVPool | None = None
+        self._kv_cache: KVCache | None = None
         self._captured: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._temperatures: list[float] = []
-        """Those of which there are graphs, the last one used at the end."""
+        """Temperatures that have graphs, the last one used at the end."""
         self._plain = head_options(layers.module, temperature=1.0, compiled=compiled)
         self._memory: Any = None
         self._turn = 0
@@ -116,29 +116,29 @@ class Runner:
             for _ in range(_IN_FLIGHT)
         ]
 
-    def use(self, pool: KVPool) -> None:
-        """Store keys and values in this pool from now on."""
-        if pool is not self._pool:
+    def use(self, kv_cache: KVCache) -> None:
+        """Store keys and values in this cache from now on."""
+        if kv_cache is not self._kv_cache:
             self.forget()
-            self._pool = pool
+            self._kv_cache = kv_cache
 
     def forget(self) -> None:
-        """Let the pool go, and the graphs that hold its addresses."""
+        """Drop the KV cache, and the graphs that hold its addresses."""
         self._captured.clear()
         self._temperatures.clear()
         self._memory = None  # it went with the last of its graphs: its handle must not be used again
-        self._pool = None
+        self._kv_cache = None
 
     @property
-    def pool(self) -> KVPool:
-        assert self._pool is not None, "a runner without a pool"
-        return self._pool
+    def kv_cache(self) -> KVCache:
+        assert self._kv_cache is not None, "a runner without a KV cache"
+        return self._kv_cache
 
     # prefill
 
     def chunk_for(self, tokens: int) -> int:
-        """How many of so many tokens the next prefill forward takes at most: a part of them, where the size
-        that has room for all would be mostly padding."""
+        """Upper bound on the tokens of the next prefill forward: fewer than all where the size that has room
+        for all would be mostly padding."""
         if self.chunk_sizes is None or tokens >= self.chunk:
             return self.chunk
         size = _fitting(self.chunk_sizes, tokens)
@@ -146,7 +146,7 @@ class Runner:
         return smaller[-1] if smaller and 2 * tokens <= size else size
 
     def prefill(self, chunk: Chunk) -> None:
-        """Keys and values of the chunk's tokens; nobody needs its logits."""
+        """Compute keys and values of the chunk's tokens; its logits are not needed."""
         tokens, documents = len(chunk.token_ids), len(chunk.lengths)
         size, rows = tokens, documents
         if self.chunk_sizes is not None:
@@ -163,10 +163,10 @@ class Runner:
         self._replayed(("prefill", size), lambda: self._prefill(size, rows))
 
     def _prefill(self, size: int, documents: int) -> None:
-        """From the static prompts to the pool."""
+        """Prefill from the static prompts into the KV cache."""
         token_ids, positions, slots = self._prompts[: 3 * size].view(3, size)
         cu_q, starts, used = self._documents[: 3 * (documents + 1)].view(3, documents + 1)
-        places = Places(
+        metadata = AttentionMetadata(
             slots=slots,
             cu_q=cu_q,
             starts=starts,
@@ -175,7 +175,7 @@ class Runner:
             max_k=self._max_keys,
             decode=False,
         )
-        self._layers.run(token_ids, positions, self.pool, places)
+        self._layers.run(token_ids, positions, self.kv_cache, metadata)
 
     # decode
 
@@ -216,13 +216,13 @@ class Runner:
         return self._inputs[: _COLUMNS * size].view(_COLUMNS, size)
 
     def _forward(self, size: int) -> None:
-        """From the static inputs to the static logits."""
+        """Run a decode step from the static inputs to the static logits."""
         columns = self._columns(size)
         source = columns[SOURCE]
         token_ids = torch.where(source < 0, columns[TOKEN], self._tokens[source.clamp(min=0)])
         starts = torch.zeros(size + 1, dtype=torch.int32, device=self._device)
         starts[:size] = columns[START]
-        places = Places(
+        metadata = AttentionMetadata(
             slots=columns[SLOT],
             cu_q=self._counting[: size + 1],
             starts=starts,
@@ -231,11 +231,11 @@ class Runner:
             max_k=self._max_keys,
             decode=True,
         )
-        hidden = self._layers.norm(self._layers.run(token_ids, columns[POSITION], self.pool, places))
+        hidden = self._layers.norm(self._layers.run(token_ids, columns[POSITION], self.kv_cache, metadata))
         head_logits(hidden, self._layers.weight, self._plain, self._logits[:size])
 
     def _draw(self, size: int, temperature: float) -> None:
-        """From the static logits to the static tokens and logprobs."""
+        """Sample from the static logits into the static tokens and logprobs."""
         logits, head = self._logits[:size], self._head(temperature)
         if temperature == 0:
             tokens = logits.argmax(-1)
@@ -253,8 +253,8 @@ class Runner:
         self._logprobs[:size] = row_stats(logits, tokens, head)[0]
 
     def _draw_one_by_one(self, size: int, states: Sequence[SampleState]) -> None:
-        """The same where rows differ in temperature, or in what they may draw. The distribution that an
-        unshaped row is drawn from is that of `_draw`, to the bit."""
+        """Like `_draw`, for rows that differ in temperature or in what may be drawn. An unshaped row is drawn
+        from bitwise the same distribution as in `_draw`."""
         logits, columns = self._logits[:size], self._columns(size)
         drawn = torch.empty_like(logits, dtype=torch.float32)
         temperatures = [s.params.temperature for s in states] + [1.0] * (size - len(states))
@@ -275,13 +275,13 @@ class Runner:
             self._logprobs[same] = row_stats(logits, tokens, self._head(temperature))[0][same]
 
     def _head(self, temperature: float) -> HeadOptions:
-        """How the trainer makes logprobs at this temperature."""
+        """The trainer's head options at this temperature."""
         return replace(self._plain, temperature=temperature)
 
     # graphs
 
     def _use_temperature(self, temperature: float) -> None:
-        """Graphs that hold a temperature stay for the last few of them."""
+        """Keep the graphs of the last few temperatures only."""
         if temperature in self._temperatures:
             self._temperatures.remove(temperature)
         self._temperatures.append(temperature)
@@ -298,8 +298,8 @@ class Runner:
         self._captured[key].replay()
 
     def _captured_graph(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of `work`, which runs once before, so that kernels are compiled and chosen; its outputs are
-        none of its inputs."""
+        """Capture a graph of `work`, which runs once before, so that kernels are compiled and chosen; none of
+        its outputs may be one of its inputs."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -315,7 +315,7 @@ class Runner:
 
 
 def _sizes(most: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Rising: the n-th parts of `most`, rounded up."""
+    """The n-th parts of `most`, rounded up, ascending."""
     return tuple(sorted({-(-most // part) for part in parts}))
 
 

@@ -1,13 +1,13 @@
-"""Who runs, who waits, and where everybody's keys and values are.
+"""Which samples run, which wait, and where their keys and values are.
 
-A sample enters with an extent of the KV pool and the keys and values of all its tokens but the last: copied
+A sample enters with a block of the KV cache and the keys and values of all its tokens but the last: copied
 from a sample of the same prompt that has them, computed by prefill otherwise. Its last token, of the prompt
 or of what it had sampled before it lost its place, is the input of its first decode step. So every token is
 sampled in one place, and a sample that was preempted goes on with the bits it would have had.
 
-    waiting ──admit: extent, prefix copied, rest prefilled──► rows ──end, stop, abort──► finished
+    waiting ──admit: block, prefix copied, rest prefilled──► rows ──end, stop, abort──► finished
        ▲                                                        │
-       └──────────────── preempted: extent taken ◄──────────────┘ no room for the next key
+       └──────────────── preempted: block freed ◄───────────────┘ no room for the next key
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.engine.native.extents import Extent, Extents
-from lockstep.engine.native.pool import SCRATCH, KVPool, Move
+from lockstep.engine.native.kv_blocks import KVBlock, KVBlockAllocator
+from lockstep.engine.native.kv_cache import SCRATCH, KVCache, Move
 from lockstep.engine.native.runner import (
     POSITION,
     SEED,
@@ -37,22 +37,22 @@ from lockstep.engine.stop import StopStrings
 from lockstep.schema.rollout import GenerationRequest
 
 _ROOM, _LAST = 7, 8
-"""Two more columns, for the host: keys that fit into the sample's extent, and the position whose successor
+"""Two more columns, for the host: keys that fit into the sample's block, and the position whose successor
 ends the sample at the latest."""
 _HEADROOM = 16
 """Where samples do not all fit at full length, each gets room for so many tokens more than it has, for a
-quarter of its share of the pool, or for a quarter of what it has, whichever is most."""
+quarter of its share of the KV cache, or for a quarter of what it has, whichever is most."""
 _ADMIT_SHARE = 8
 """Samples enter when one row in this many is free: a prefill of a few tokens costs as much as a step."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Group:
-    """A prompt and its samples that hold its keys and values."""
+    """A prompt, and the samples that own a copy of its keys and values."""
 
     index: int
     request: GenerationRequest
-    holders: list[Sample] = field(default_factory=list)
+    owners: list[Sample] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class Sample:
     """Tokens of prompt and completion at most."""
     logprobs: list[float] = field(default_factory=list)
     in_flight: int = 0
-    """Tokens that are being sampled: launched, not read."""
+    """Tokens that were launched and not read yet."""
     done: bool = False
     cached_tokens: int | None = None
     """Prompt tokens whose keys and values were copied when it first ran; None: it has not."""
@@ -97,13 +97,13 @@ class Part:
 
 @dataclass(kw_only=True, slots=True)
 class Admission:
-    """What brings new samples up to their last token, in this order."""
+    """The work that computes new samples up to their last token, in this order."""
 
     prompts: list[Part] = field(default_factory=list)
     copies: list[tuple[Sample, Sample]] = field(default_factory=list)
-    """(from, to): the prompt but its last token."""
+    """(source, target) of the keys and values of a prompt without its last token."""
     rest: list[Part] = field(default_factory=list)
-    """What follows a copied prompt in samples that had been preempted."""
+    """The tokens after a copied prompt, of samples that had been preempted."""
 
 
 class Scheduler:
@@ -111,22 +111,22 @@ class Scheduler:
 
     Args:
         samples: in the order in which they are to run.
-        pool: its rows are given out here, and copied when a sample moves.
+        kv_cache: the scheduler allocates its rows, and copies them when a sample moves.
         max_rows: samples that run together.
-        roomy: every sample that can run at a time fits at full length.
+        roomy: all samples that can run together fit at full length.
     """
 
-    def __init__(self, samples: Iterable[Sample], *, pool: KVPool, max_rows: int, roomy: bool) -> None:
+    def __init__(self, samples: Iterable[Sample], *, kv_cache: KVCache, max_rows: int, roomy: bool) -> None:
         self.rows: list[Sample] = []
         self.preemptions = 0
         self._waiting = deque(samples)
-        self._pool, self._extents = pool, Extents(pool.capacity, first=SCRATCH + 1)
+        self._kv_cache, self._allocator = kv_cache, KVBlockAllocator(kv_cache.capacity, first=SCRATCH + 1)
         self._max_rows, self._roomy = max_rows, roomy
-        self._headroom = max(_HEADROOM, pool.capacity // (4 * max_rows))
+        self._headroom = max(_HEADROOM, kv_cache.capacity // (4 * max_rows))
         self._columns: Columns = np.zeros((_LAST + 1, 0), np.int64)
-        self._holders: dict[Sample, Extent] = {}
+        self._blocks: dict[Sample, KVBlock] = {}
         self._moves: list[Move] = []
-        self._left: list[Extent] = []
+        self._left: list[KVBlock] = []
         self._full = False
 
     @property
@@ -136,17 +136,17 @@ class Scheduler:
 
     @property
     def use(self) -> float:
-        """Share of the pool that samples hold."""
-        return 1.0 - self._extents.free / self._extents.capacity
+        """Share of the KV cache that samples hold."""
+        return 1.0 - self._allocator.free / self._allocator.capacity
 
     def unfinished(self) -> list[Sample]:
-        """Everybody, those that run first."""
-        return [sample for sample in (*self._holders, *self._waiting) if not sample.done]
+        """All unfinished samples, running ones first."""
+        return [sample for sample in (*self._blocks, *self._waiting) if not sample.done]
 
     def finish(self, sample: Sample) -> None:
-        """It has ended: its row goes at the next step, its keys and values now."""
+        """Remove a sample that has ended: its row at the next step, its keys and values now."""
         sample.done = True
-        if sample in self._holders:
+        if sample in self._blocks:
             self._release(sample)
         else:  # preempted when its last token was on its way
             self._waiting.remove(sample)
@@ -155,7 +155,8 @@ class Scheduler:
     # a step
 
     def advance(self) -> None:
-        """On to each row's next token: rows that have ended go, the others get room for its key."""
+        """Advance each row to its next token: rows that have ended are removed, the others get room for its
+        key."""
         columns = self._columns
         columns[SOURCE] = np.arange(columns.shape[1])
         columns[POSITION] += 1
@@ -165,7 +166,7 @@ class Scheduler:
         self._grow()
 
     def columns(self) -> Columns:
-        """The next step's, for `Runner.step`."""
+        """The columns of the next step, for `Runner.step`."""
         columns = self._columns
         columns[SLOT] = columns[START] + columns[POSITION]
         columns[USED] = columns[POSITION] + 1
@@ -179,7 +180,7 @@ class Scheduler:
     # admission
 
     def admit(self) -> Admission | None:
-        """Waiting samples take rows and room, as many as there are; they run once the admission is done."""
+        """Give free rows and KV blocks to waiting samples; they run once the admission is done."""
         free = self._max_rows - len(self.rows)
         if not self._waiting or self._full or (self.rows and free * _ADMIT_SHARE < self._max_rows):
             return None
@@ -187,35 +188,35 @@ class Scheduler:
         new: list[Sample] = []
         while self._waiting and len(new) < free:
             sample = self._waiting[0]
-            extent = None if sample.in_flight else self._room_for(sample)
-            if extent is None:
+            block = None if sample.in_flight else self._room_for(sample)
+            if block is None:
                 break
             self._waiting.popleft()
-            self._holders[sample] = extent
+            self._blocks[sample] = block
             _bring_up(sample, admission)
             new.append(sample)
         if not new:
             return None
         self.rows += new
         self._columns = np.concatenate([self._columns, np.array([_column(s) for s in new]).T], 1)
-        self._place_rows()
+        self._update_block_columns()
         return admission
 
-    def _room_for(self, sample: Sample) -> Extent | None:
-        size = self._wanted(sample, sample.known)
-        extent = self._extents.allocate(size)
-        if extent is None and self._extents.free >= size:
+    def _room_for(self, sample: Sample) -> KVBlock | None:
+        size = self._room_needed(sample, sample.known)
+        block = self._allocator.allocate(size)
+        if block is None and self._allocator.free >= size:
             self._pack()
-            extent = self._extents.allocate(size)
-        return extent
+            block = self._allocator.allocate(size)
+        return block
 
     def copies(self, admission: Admission) -> None:
-        """Give the samples of the admission what others of their prompt have."""
-        self._pool.move(
+        """Copy keys and values of a shared prompt to the new samples of the admission."""
+        self._kv_cache.move(
             [
                 Move(
-                    source=self._holders[source].start,
-                    target=self._holders[target].start,
+                    source=self._blocks[source].start,
+                    target=self._blocks[target].start,
                     count=target.prompt_length - 1,
                 )
                 for source, target in admission.copies
@@ -225,8 +226,8 @@ class Scheduler:
     def chunks(
         self, parts: Sequence[Part], *, tokens: Callable[[int], int], documents: int
     ) -> Iterator[Chunk]:
-        """The parts, end to end, in forwards of at most so many documents, and tokens: a function of how many
-        are left."""
+        """Split the parts, end to end, into forwards of at most `documents` documents and `tokens(left)`
+        tokens, where `left` tokens remain."""
         left = sum(part.stop - part.first for part in parts)
         taken: list[Part] = []
         room = tokens(left)
@@ -245,7 +246,7 @@ class Scheduler:
             yield self._chunk(taken)
 
     def _chunk(self, parts: Sequence[Part]) -> Chunk:
-        starts = [self._holders[part.sample].start for part in parts]
+        starts = [self._blocks[part.sample].start for part in parts]
         positions = [np.arange(part.first, part.stop) for part in parts]
         return Chunk(
             token_ids=np.concatenate([part.sample.tokens(part.first, part.stop) for part in parts]),
@@ -258,44 +259,44 @@ class Scheduler:
 
     # room
 
-    def _wanted(self, sample: Sample, keys: int) -> int:
-        """Room for a sample that has so many keys, or is about to."""
+    def _room_needed(self, sample: Sample, keys: int) -> int:
+        """Size of the block for a sample that has, or is about to have, this many keys."""
         full = sample.end - 1
         return full if self._roomy else min(full, keys + max(self._headroom, keys // 4))
 
     def _grow(self) -> None:
-        """Room for each row's next key; who gets none waits, the youngest first."""
+        """Make room for each row's next key; rows without room are preempted, the youngest first."""
         short = np.flatnonzero(self._columns[POSITION] >= self._columns[_ROOM])
         if not len(short):
             return
         for sample, keys in [(self.rows[i], int(self._columns[POSITION, i]) + 1) for i in short]:
-            while sample in self._holders and not self._enlarge(sample, keys):
+            while sample in self._blocks and not self._enlarge(sample, keys):
                 self._preempt()
         self._settle()
-        self._keep(np.fromiter((sample in self._holders for sample in self.rows), bool, len(self.rows)))
-        self._place_rows()
+        self._keep(np.fromiter((sample in self._blocks for sample in self.rows), bool, len(self.rows)))
+        self._update_block_columns()
 
     def _enlarge(self, sample: Sample, keys: int) -> bool:
-        extent = self._holders[sample]
-        sizes = (self._wanted(sample, keys), keys)
-        if any(self._extents.extend(extent, size) for size in sizes):
+        block = self._blocks[sample]
+        sizes = (self._room_needed(sample, keys), keys)
+        if any(self._allocator.extend(block, size) for size in sizes):
             return True
         for size in sizes:
-            new = self._extents.allocate(size)
+            new = self._allocator.allocate(size)
             if new is not None:
-                self._moves.append(Move(source=extent.start, target=new.start, count=keys - 1))
-                self._left.append(extent)
-                self._holders[sample] = new
+                self._moves.append(Move(source=block.start, target=new.start, count=keys - 1))
+                self._left.append(block)
+                self._blocks[sample] = new
                 return True
         self._settle()
-        if self._extents.free < keys - extent.size:
+        if self._allocator.free < keys - block.size:
             return False
         self._pack(last=sample, size=keys)
         return True
 
     def _preempt(self) -> None:
-        """The youngest row loses its room, and is the first to come back."""
-        youngest = next(sample for sample in reversed(self.rows) if sample in self._holders)
+        """Preempt the youngest row, which is the first to come back."""
+        youngest = next(sample for sample in reversed(self.rows) if sample in self._blocks)
         self._release(youngest)
         self._waiting.appendleft(youngest)
         self._full = True  # until somebody has finished: else it would be back at once, and out again
@@ -303,49 +304,49 @@ class Scheduler:
 
     def _release(self, sample: Sample) -> None:
         self._settle()
-        self._extents.release(self._holders.pop(sample))
-        sample.group.holders.remove(sample)
+        self._allocator.release(self._blocks.pop(sample))
+        sample.group.owners.remove(sample)
 
     def _settle(self) -> None:
-        """Make the moves that were decided on; the places that were left are free then."""
-        self._pool.move(self._moves)
-        for extent in self._left:
-            self._extents.release(extent)
+        """Do the pending moves, then free the blocks that were left."""
+        self._kv_cache.move(self._moves)
+        for block in self._left:
+            self._allocator.release(block)
         self._moves, self._left = [], []
 
     def _pack(self, *, last: Sample | None = None, size: int = 0) -> None:
-        """Close all gaps; `last` comes behind the others, and has `size` tokens of room."""
+        """Close all gaps; `last` comes after the others, with room for `size` tokens."""
         self._settle()
-        order = sorted(self._holders, key=lambda s: (s is last, self._holders[s].start))
+        order = sorted(self._blocks, key=lambda s: (s is last, self._blocks[s].start))
         before = [
             Move(source=e.start, target=0, count=min(e.size, s.known + s.in_flight))
             for s in order
-            for e in (self._holders[s],)
+            for e in (self._blocks[s],)
         ]
         if last is not None:
-            self._holders[last].size = size
-        self._extents.pack([self._holders[s] for s in order])
-        self._pool.move(
+            self._blocks[last].size = size
+        self._allocator.pack([self._blocks[s] for s in order])
+        self._kv_cache.move(
             [
-                Move(source=old.source, target=self._holders[s].start, count=old.count)
+                Move(source=old.source, target=self._blocks[s].start, count=old.count)
                 for s, old in zip(order, before, strict=True)
-                if old.source != self._holders[s].start
+                if old.source != self._blocks[s].start
             ]
         )
-        self._place_rows()
+        self._update_block_columns()
 
-    def _place_rows(self) -> None:
-        """Tell the rows where their extents are."""
-        held = [self._holders.get(sample) for sample in self.rows]
-        self._columns[START] = [0 if extent is None else extent.start for extent in held]
-        self._columns[_ROOM] = [0 if extent is None else extent.size for extent in held]
+    def _update_block_columns(self) -> None:
+        """Write the position and size of each row's block into the columns."""
+        held = [self._blocks.get(sample) for sample in self.rows]
+        self._columns[START] = [0 if block is None else block.start for block in held]
+        self._columns[_ROOM] = [0 if block is None else block.size for block in held]
 
 
 def _bring_up(sample: Sample, admission: Admission) -> None:
-    """Note how the sample gets the keys and values of all its tokens but the last."""
+    """Add to `admission` how the sample gets the keys and values of all its tokens but the last."""
     group, shared, wanted = sample.group, sample.prompt_length - 1, sample.known - 1
-    if group.holders and shared:
-        admission.copies.append((group.holders[0], sample))
+    if group.owners and shared:
+        admission.copies.append((group.owners[0], sample))
         if wanted > shared:
             admission.rest.append(Part(sample=sample, first=shared, stop=wanted))
     else:
@@ -353,11 +354,11 @@ def _bring_up(sample: Sample, admission: Admission) -> None:
         admission.prompts.append(Part(sample=sample, first=0, stop=wanted))
     if sample.cached_tokens is None:
         sample.cached_tokens = shared
-    group.holders.append(sample)
+    group.owners.append(sample)
 
 
 def _column(sample: Sample) -> list[int]:
-    """A new row; `_place_rows` fills in where it is."""
+    """Column values of a new row; `_update_block_columns` fills in its block."""
     column = [0] * (_LAST + 1)
     column[SOURCE] = -1
     column[TOKEN] = sample.tokens(sample.known - 1, sample.known)[0]

@@ -1,4 +1,4 @@
-"""What a server says in its own HTTP interface, behind one seam, and the check of every sample of it."""
+"""The protocol behind which each server's own HTTP interface is, and the check of every sample from it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lockstep.schema.rollout import FinishReason, GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 
 SHORT_SECONDS = 10.0
-"""Deadline of a question that a living server answers at once."""
+"""Deadline in seconds of a request that a running server answers at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One sample to be asked for."""
+    """One sample to request from the server."""
 
     id: str
-    """Of the HTTP request; unique."""
+    """Id of the HTTP request; unique."""
     request: GenerationRequest
     index: int
-    """Of the request."""
+    """Index of the request."""
     sample: int
 
     @property
@@ -39,28 +39,28 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What a server says about one sample, checked by `RemoteEngine`."""
+    """A sample as the server reports it; `RemoteEngine` checks it."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     stop_reason: int | str | None
-    """As the server says; None when its interface does not."""
+    """As the server reports it; None when its interface does not."""
     cached_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What a server says about itself while it works."""
+    """The load that a server reports while it works."""
 
     progress: float | None
-    """Tokens, by the server's own count: it grows while anything is computed. None: it did not say."""
+    """Tokens, by the server's own count: it grows while anything is computed. None: not reported."""
     kv_cache_use: float | None
-    """In [0, 1]; None: it did not say."""
+    """In [0, 1]; None: not reported."""
 
 
 def read_load(tokens: Any, kv_cache_use: Any) -> Load:
-    """What a server says of its load; what is no finite number at least 0 is left out."""
+    """Read a server's load; values that are not finite numbers of at least 0 are left out."""
     try:
         progress = number(tokens, "tokens")
     except ValueError:
@@ -81,12 +81,12 @@ class Driver(Protocol):
     transports: tuple[Transport, ...]
 
     def ready(self) -> str | None:
-        """None when the server answers, else what it does not do yet. Does not raise for a server that is
+        """None when the server is ready, else what it is waiting for. Does not raise for a server that is
         starting."""
         ...
 
     def check(self) -> None:
-        """The server is of a supported version and serves this model in this way."""
+        """Check that the server has a supported version and serves this model in this way."""
         ...
 
     def body(self, job: Job) -> dict[str, Any]: ...
@@ -94,7 +94,7 @@ class Driver(Protocol):
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample: ...
 
     def load(self, seconds: float) -> Load:
-        """Within that many seconds."""
+        """Read the load within `seconds`."""
         ...
 
     def abort(self, ids: Sequence[str]) -> None: ...
@@ -108,7 +108,7 @@ class Driver(Protocol):
     def receive(self, bucket: WeightBucket, seconds: float) -> None: ...
 
     def finish(self, session: UpdateSession) -> None:
-        """Includes the prefix cache: it is empty afterwards, or EngineError."""
+        """Finish the update and flush the prefix cache. Raises EngineError if it is not empty afterwards."""
         ...
 
     def fail(self, reason: str) -> None: ...
@@ -121,24 +121,25 @@ class Driver(Protocol):
 
 
 def check_sample(
-    sample: Sample, request: GenerationRequest, place: EngineSpec, *, engine: str
+    sample: Sample, request: GenerationRequest, spec: EngineSpec, *, engine: str
 ) -> int | str | None:
-    """The stop reason of a sample that is what was asked for; None: it ended by length or was aborted.
+    """Check that a sample is what was requested; returns its stop reason, None if it ended by length or
+    abort.
 
-    The reason is found in the tokens: servers differ in what they say, some say nothing, and an end that our
-    stop ids and strings do not explain is one that the engine added by itself. A last token that is both an
-    end and the last that fits is an end, which SGLang calls length and vLLM stop.
+    The reason comes from the tokens: servers differ in what they report, some report nothing, and an end that
+    our stop ids and strings do not explain is one that the engine added by itself. A last token that is both
+    an end and the last that fits is an end, which SGLang calls length and vLLM stop.
 
     Raises:
-        EngineError: it is something else.
+        EngineError: the sample is not what was requested.
     """
     ids, logprobs, params = sample.token_ids, sample.logprobs, request.sampling
     if len(ids) != len(logprobs) or len(ids) > params.max_tokens:
         raise _wrong(
             engine, f"{len(ids)} tokens with {len(logprobs)} logprobs, of max_tokens {params.max_tokens}"
         )
-    if ids and (min(ids) < 0 or max(ids) >= place.vocab_size):
-        raise _wrong(engine, f"a token id outside the vocabulary of {place.vocab_size} entries")
+    if ids and (min(ids) < 0 or max(ids) >= spec.vocab_size):
+        raise _wrong(engine, f"a token id outside the vocabulary of {spec.vocab_size} entries")
     finite = all(map(math.isfinite, logprobs))  # min and max do not see NaN
     if logprobs and not (finite and min(logprobs) > -1e4 and max(logprobs) <= 1e-3):
         raise _wrong(engine, f"logprobs from {min(logprobs)} to {max(logprobs)}: not finite, or positive")
@@ -146,23 +147,23 @@ def check_sample(
         return None
     if not ids:
         raise _wrong(engine, "a sample without tokens")
-    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(place.eos_token_ids))
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(spec.eos_token_ids))
     if ids[-1] in ends and len(ids) > params.min_tokens:
         return ids[-1]
     if sample.finish_reason == "length":
-        longest = min(params.max_tokens, place.max_model_len - len(request.prompt_token_ids))
+        longest = min(params.max_tokens, spec.max_model_len - len(request.prompt_token_ids))
         if len(ids) < longest:
             raise _wrong(engine, f"{len(ids)} tokens that ended by length, where {longest} fit")
         return None
     if params.stop:
-        text = completion_text(place.tokenizer, ids, stop=None, keep=True) or ""
-        found = [(text.find(s), s) for s in params.stop if s in text]
-        if found:
-            return min(found)[1]
+        text = completion_text(spec.tokenizer, ids, stop=None, keep=True) or ""
+        matches = [(text.find(s), s) for s in params.stop if s in text]
+        if matches:
+            return min(matches)[1]
     raise _wrong(
         engine,
         f"a sample that stopped at token {ids[-1]} ({sample.stop_reason!r}), which is neither an eos id "
-        f"{list(place.eos_token_ids)}, nor a stop id, nor the end of a stop string of the request",
+        f"{list(spec.eos_token_ids)}, nor a stop id, nor the end of a stop string of the request",
     )
 
 

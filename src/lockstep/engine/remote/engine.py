@@ -1,4 +1,4 @@
-"""An engine that is another process: what does not depend on which one.
+"""An engine in another process: everything that does not depend on which engine it is.
 
     generate:  check ──► one POST per sample, many at once ──► completions as they come
                     connection lost, process gone ──► start again ──► recover (weights) ──► ask for the rest
@@ -35,7 +35,7 @@ from lockstep.schema.weights import UpdateSession, WeightBucket
 
 _POLL_SECONDS = 0.1
 _DEATH_SECONDS = 10.0
-"""A broken connection is the first sign of a death; the process may need so long to be gone."""
+"""A broken connection is the first sign of a crash; the process may take this long to be gone."""
 _ABORT_SECONDS = 1.0
 _TRIES = 3
 
@@ -57,7 +57,7 @@ class RemoteEngine:
         self,
         config: EngineConfig,
         *,
-        place: EngineSpec,
+        spec: EngineSpec,
         client: HttpClient,
         driver: Driver,
         server: ServerProcess | None,
@@ -72,10 +72,10 @@ class RemoteEngine:
         """
         self.name = driver.name
         self.transports = driver.transports
-        self.dirty = place.weights == "pushed"
+        self.dirty = spec.weights == "pushed"
         self.recover: Callable[[], None] | None = None
-        """Sends the current weights to a server that was started again; set by whoever sent them before."""
-        self._config, self._place = config, place
+        """Sends the current weights to a restarted server; set by the sender of the weights."""
+        self._config, self._spec = config, spec
         self._client, self._driver, self._server = client, driver, server
         self._state = "awake"
         self._turn = threading.Condition()
@@ -91,9 +91,9 @@ class RemoteEngine:
         self._kv_use: float | None = None
         self._kv_bytes, self._kv_peak = 0, 0.0
         self.request_seconds = config.request_seconds
-        self.max_model_len = place.max_model_len
+        self.max_model_len = spec.max_model_len
         self.receivers = config.tp
-        """Workers that each receive every bucket."""
+        """Number of workers that each receive every bucket."""
         self._start()
 
     # generation
@@ -107,12 +107,12 @@ class RemoteEngine:
             EngineError: a request is impossible, the engine sleeps, is closed, dirty or being updated, the
                 server died more than max_restarts times, or nothing new came for request_seconds.
         """
-        place = self._place
+        spec = self._spec
         check_requests(
             requests,
-            vocab_size=place.vocab_size,
-            max_positions=place.max_model_len,
-            tokenizer=place.tokenizer,
+            vocab_size=spec.vocab_size,
+            max_positions=spec.max_model_len,
+            tokenizer=spec.tokenizer,
         )
         prefix = uuid.uuid4().hex
         jobs = {
@@ -182,7 +182,7 @@ class RemoteEngine:
         bodies: Mapping[str, dict[str, Any]],
         finish: Callable[[Job, Completion], None],
     ) -> None:
-        """Ask for all of `jobs`, until each has finished."""
+        """Request all of `jobs` until each has finished."""
         watch = StallDetector(self)
         tries: dict[str, int] = {}
         abort_again = 0.0
@@ -222,7 +222,7 @@ class RemoteEngine:
             self._driver.abort(list(jobs))
 
     def _completion(self, job: Job, reply: Reply | HttpError) -> Completion | None:
-        """None: ask again, the connection broke though the server lives."""
+        """The completion of a reply; None: request it again, the connection broke though the server runs."""
         if isinstance(reply, HttpError):
             if not isinstance(reply, Unreachable):
                 raise reply
@@ -236,8 +236,8 @@ class RemoteEngine:
         return self._checked(job, self._driver.read(job, reply.object()))
 
     def _checked(self, job: Job, sample: Sample) -> Completion:
-        place, request = self._place, job.request
-        stop = check_sample(sample, request, place, engine=self.name)
+        spec, request = self._spec, job.request
+        stop = check_sample(sample, request, spec, engine=self.name)
         count = self._count
         count["prompt"] += len(request.prompt_token_ids)
         count["cached"] += sample.cached_tokens
@@ -249,7 +249,7 @@ class RemoteEngine:
             finish_reason="stop" if stop is not None else sample.finish_reason,
             stop_reason=stop,
             text=completion_text(
-                place.tokenizer,
+                spec.tokenizer,
                 sample.token_ids,
                 stop=stop if isinstance(stop, str) else None,
                 keep=request.sampling.keep_stop,
@@ -263,7 +263,7 @@ class RemoteEngine:
     # life and death
 
     def _start(self) -> None:
-        """Until the server answers and is the right one."""
+        """Start the server, wait until it answers, and check it."""
         if self._server is not None:
             self._server.start(self._driver.ready)
             try:
@@ -301,12 +301,12 @@ class RemoteEngine:
         raise ServerDied(f"the {self.name} server stopped answering ({sign})") from sign
 
     def _revive(self) -> None:
-        """Starts a server again that died while nothing was asked of it."""
+        """Restart a server that died while it was idle."""
         if self._server is not None and (ended := self._server.ended()) is not None:
             self._restart(ServerDied(f"the {self.name} server {ended}"))
 
     def _restart(self, death: ServerDied) -> None:
-        """Until a server runs with the weights that it must have, at most max_restarts times in one run."""
+        """Restart until a server runs with the right weights, at most max_restarts times in one run."""
         while True:
             try:
                 return self._restart_once(death)
@@ -321,7 +321,7 @@ class RemoteEngine:
                 f"{self._config.max_restarts}). {self._server.log_text()}"
             ) from death
         self._restarts += 1
-        self.dirty = self._pushed or self._place.weights == "pushed"
+        self.dirty = self._pushed or self._spec.weights == "pushed"
         self._start()
         if not self.dirty:
             return
@@ -337,8 +337,9 @@ class RemoteEngine:
     def _log_text(self) -> str:
         return f". {self._server.log_text()}" if self._server is not None else ""
 
-    def hung(self, text: str) -> EngineError:
-        """Ends a server of ours that does not answer: the next call starts another."""
+    def stalled(self, text: str) -> EngineError:
+        """Stop our own server, which does not answer: the next call starts another. Returns the error to
+        raise."""
         log = self._log_text()
         if self._server is not None:
             self._server.stop()
@@ -369,7 +370,7 @@ class RemoteEngine:
             raise
 
     def _begin(self, session: UpdateSession, *, recovering: bool) -> None:
-        """A server may be about to die of what came before, and say so only now."""
+        """Begin an update; a crash that an earlier request caused may show only now."""
         while True:
             try:
                 return self._driver.begin(session)
@@ -384,7 +385,7 @@ class RemoteEngine:
                 self._revive_for_update()
 
     def _revive_for_update(self) -> None:
-        """A dead server needs no recovery when all weights are about to come."""
+        """Restart a dead server without recovery: all weights are about to be sent."""
         recover, self.recover = self.recover, lambda: setattr(self, "dirty", False)
         try:
             self._revive()
@@ -409,7 +410,7 @@ class RemoteEngine:
         self._session = None
 
     def fail_update(self, reason: str) -> None:
-        """Leaves the engine dirty; of an open session the server is told, if it still listens."""
+        """Leave the engine dirty, and close an open session on the server if it still listens."""
         self.dirty = True
         if self._session is not None:
             with contextlib.suppress(EngineError):  # the failure may be that it does not answer
@@ -454,7 +455,7 @@ class RemoteEngine:
         self._state = "awake"
 
     def stats(self) -> EngineStats:
-        """Totals; of a server that does not answer, without the KV cache's use."""
+        """Totals; without the KV cache's use if the server does not answer."""
         count = self._count
         return EngineStats(
             policy_version=self._policy_version,
@@ -470,7 +471,8 @@ class RemoteEngine:
         )
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest: what answers, and with which command and environment it was started."""
+        """Describe the server for the manifest: version, url, and the command and environment that started
+        it."""
         return self._driver.describe()
 
     def close(self) -> None:
@@ -480,7 +482,7 @@ class RemoteEngine:
         self._state = "closed"
 
     def note_load(self, *, seconds: float) -> float | None:
-        """Ask the server how it is doing; its count of tokens, see `Load`."""
+        """Read the server's load; returns its count of tokens, see `Load`."""
         load = self._driver.load(seconds)
         self._kv_use = load.kv_cache_use
         self._kv_peak = max(self._kv_peak, load.kv_cache_use or 0.0)
@@ -497,6 +499,6 @@ class RemoteEngine:
 
 
 def _open_limit(max_batch: int) -> int:
-    """Connections at a time: what the engine decodes together, as far as our file descriptors go."""
+    """Connections at a time: as many as the engine decodes together and the file descriptors allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max_batch if soft == resource.RLIM_INFINITY else max(1, min(max_batch, soft // 2))

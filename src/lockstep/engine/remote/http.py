@@ -42,7 +42,7 @@ CONNECT_SECONDS = 10.0
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 _MAX_HEAD_BYTES = 64 * 1024
 _READ_BYTES = 256 * 1024
-_SHOWN_CHARS = 400
+_PREVIEW_CHARS = 400
 _STATUS = re.compile(r"[0-9]{3}( |$)")
 _LENGTH = re.compile(r"[0-9]{1,12}")
 _TRIES = 3
@@ -62,7 +62,7 @@ class Silent(HttpError):
 
 
 class BadReply(HttpError):
-    """An answer that is not what it must be."""
+    """An answer that is not valid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,33 +84,33 @@ class Reply:
             return pydantic_core.from_json(self.body, allow_inf_nan=False, cache_strings="keys")
         except ValueError as error:
             raise BadReply(
-                f"{self.what} answered something that is not JSON ({error}): {_shown(self.body)}"
+                f"{self.what} answered something that is not JSON ({error}): {_preview(self.body)}"
             ) from error
 
     def object(self) -> dict[str, Any]:
-        """As `json`; raises BadReply unless it is an object."""
+        """Like `json`; raises BadReply unless it is an object."""
         value = self.json()
         if not isinstance(value, dict):
             raise BadReply(
-                f"{self.what} answered a JSON {type(value).__name__}, not an object: {_shown(self.body)}"
+                f"{self.what} answered a JSON {type(value).__name__}, not an object: {_preview(self.body)}"
             )
         return value
 
     def error_text(self) -> str:
-        """Return what the server says is wrong: without the JSON around it if that is known, and escaped."""
+        """Return the server's error message, escaped, without the JSON around it if its form is known."""
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError):
-            return _shown(self.body)
+            return _preview(self.body)
         for key in ("error", "message", "detail"):
             while isinstance(value, dict) and key in value:
                 value = value[key]
-        return printable(value[:_SHOWN_CHARS]) if isinstance(value, str) else _shown(self.body)
+        return printable(value[:_PREVIEW_CHARS]) if isinstance(value, str) else _preview(self.body)
 
 
-def _shown(body: bytes) -> str:
-    text = body[: _SHOWN_CHARS + 1].decode("utf-8", errors="replace")
-    return repr(text[:_SHOWN_CHARS]) + (f" ... ({len(body)} bytes)" if len(text) > _SHOWN_CHARS else "")
+def _preview(body: bytes) -> str:
+    text = body[: _PREVIEW_CHARS + 1].decode("utf-8", errors="replace")
+    return repr(text[:_PREVIEW_CHARS]) + (f" ... ({len(body)} bytes)" if len(text) > _PREVIEW_CHARS else "")
 
 
 class HttpClient:
@@ -134,7 +134,7 @@ class HttpClient:
         self._headers = "".join(f"{k}: {v}\r\n" for k, v in (headers or {}).items())
 
     def get(self, path: str, *, seconds: float) -> Reply:
-        """Asked again when the connection broke: a GET changes nothing."""
+        """Send a GET; it is sent again when the connection broke, since a GET changes nothing."""
         deadline, tries = time.monotonic() + seconds, 0
         while True:
             try:
@@ -146,18 +146,18 @@ class HttpClient:
                 time.sleep(_RETRY_SECONDS)
 
     def post(self, path: str, body: Any = None, *, seconds: float) -> Reply:
-        """Never asked again: it may have been done."""
+        """Send a POST; it is never sent again, since the server may have acted on it."""
         return self._one("POST", path, body, time.monotonic() + seconds)
 
     def batch(self, *, limit: int) -> HttpBatch:
-        """POSTs at the same time, at most `limit` of them."""
+        """A batch of concurrent POSTs, at most `limit` at a time."""
         return HttpBatch(self, limit=limit)
 
     def describe(self, method: str, path: str) -> str:
         return f"{self.name}: {method} {self.url}{path}"
 
     def connect(self) -> socket.socket:
-        """A connection that is being made."""
+        """Open a connection; it may still be connecting."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[
                 0
@@ -211,7 +211,7 @@ class _Exchange:
         self._head: tuple[int, int, int | None, bool] | None = None
 
     def send(self) -> bool:
-        """True when all is sent."""
+        """Send what the socket takes; True when all is sent."""
         if not self.connected:
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -224,7 +224,7 @@ class _Exchange:
         return not self.to_send
 
     def receive(self) -> Reply | None:
-        """The answer once it is complete."""
+        """Receive; the reply once it is complete."""
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -247,13 +247,13 @@ class _Exchange:
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > _MAX_HEAD_BYTES:
-                raise BadReply(f"{self.what} did not answer in HTTP: {_shown(bytes(self._buffer[:500]))}")
+                raise BadReply(f"{self.what} did not answer in HTTP: {_preview(bytes(self._buffer[:500]))}")
             return None
         first, *rest = self._buffer[:end].decode("latin-1").split("\r\n")
         fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
         version, _, tail = first.partition(" ")
         if not (version.startswith("HTTP/1.") and _STATUS.match(tail)):
-            raise BadReply(f"{self.what} did not answer in HTTP: {first[:_SHOWN_CHARS]!r}")
+            raise BadReply(f"{self.what} did not answer in HTTP: {first[:_PREVIEW_CHARS]!r}")
         length = fields.get("content-length")
         if length is not None and not (_LENGTH.fullmatch(length) and int(length) <= MAX_REPLY_BYTES):
             raise BadReply(
@@ -281,7 +281,7 @@ def _join_chunks(data: memoryview, what: str) -> bytes | None:
         try:
             size = int(raw[at:end].partition(b";")[0], 16)
         except ValueError:
-            raise BadReply(f"{what} sent a chunk without a size: {_shown(raw[at : at + 40])}") from None
+            raise BadReply(f"{what} sent a chunk without a size: {_preview(raw[at : at + 40])}") from None
         if size == 0:
             return b"".join(parts)
         if size < 0 or len(raw) < end + 2 + size + 2:
@@ -292,7 +292,7 @@ def _join_chunks(data: memoryview, what: str) -> bytes | None:
 
 
 class HttpBatch:
-    """POSTs at the same time over connections of their own; not for several threads."""
+    """Concurrent POSTs, each over its own connection; not thread-safe."""
 
     def __init__(self, client: HttpClient, *, limit: int) -> None:
         self._client = client
@@ -318,13 +318,13 @@ class HttpBatch:
         self._queue.append((key, path, body, method))
 
     def drop_unsent(self) -> Sequence[Hashable]:
-        """Takes back what was not sent yet; its keys."""
+        """Drop requests that were not sent yet; returns their keys."""
         keys = [key for key, *_ in self._queue]
         self._queue.clear()
         return keys
 
     def poll(self, seconds: float) -> list[tuple[Hashable, Reply | HttpError]]:
-        """What was answered, or failed, by now; waits up to `seconds` for the first."""
+        """Return the replies and failures so far; waits up to `seconds` for the first."""
         self._fill()
         done, self._failed = self._failed, []
         for key, events in self._selector.select(0.0 if done else max(seconds, 0.0)):
@@ -339,7 +339,7 @@ class HttpBatch:
         return done
 
     def close(self) -> None:
-        """Closes every connection: the server drops what was not answered."""
+        """Close every connection: the server drops unanswered requests."""
         for exchange in list(self._open):
             self._drop(exchange)
         self._queue.clear()

@@ -40,7 +40,7 @@ LOOPBACK = "127.0.0.1"
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _POLL_SECONDS = 0.1
 _END_SECONDS = 20.0
-"""For a supervisor to end after its pipe was closed, beyond the server's grace."""
+"""Time that a supervisor has to end after its pipe was closed, beyond the server's grace."""
 _SESSION_SECONDS = 10.0
 _TAIL_LINES = 25
 _TAIL_BYTES = 256 * 1024
@@ -55,7 +55,7 @@ _LOG_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:([A-Z]+) \d\d-\d\d \d\d:\
 _LOG_NOISE = re.compile(
     r"^nanobind: leaked|^ - leaked|^ - \.\.\. skipped|^nanobind: this is likely|nanobind\.readthedocs"
 )
-"""What extension modules say at every exit."""
+"""Lines that extension modules log at every exit."""
 _ERROR_LINE = re.compile(
     r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b(?::|$)|^\S*:? ?error: |^cannot start "
 )
@@ -63,21 +63,21 @@ _ERROR_LINE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSpec:
-    """One server: what to run, with which environment, and where it says what."""
+    """How to run one server: command, environment, port and log."""
 
     name: str
-    """Of the engine, for messages."""
+    """Name of the engine, for messages."""
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    """All of it: nothing is inherited besides. Secrets are among it."""
+    """The whole environment: nothing else is inherited. It contains secrets."""
     port: int
     log: Path
-    """Appended to at every start."""
+    """Log file; every start appends to it."""
     start_seconds: float
     grace_seconds: float = 8.0
-    """Between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
     token: str = field(default="", repr=False)
-    """What each request to it must carry; "": nothing."""
+    """Token that each request must carry; "": none."""
 
     @property
     def url(self) -> str:
@@ -87,8 +87,8 @@ class ServerSpec:
 def server_environment(
     *, needed: Mapping[str, str], extra: Mapping[str, str], base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The environment of a server: what programs, libraries and caches need from ours, then what the engine
-    needs, then what the user set.
+    """Build the environment of a server: what programs, libraries and caches need from ours, then what the
+    engine needs, then what the user set.
 
     Left out are variables of this process alone, such as RANK and MASTER_PORT, which a server would take for
     its own, PYTHONPATH, which may point into another environment's packages, and how torch allocates here
@@ -100,7 +100,7 @@ def server_environment(
 
 
 def new_token() -> str:
-    """What lets a client in to a server that we start. Other users of the machine reach loopback too."""
+    """A new access token for a server that we start: other users of the machine reach loopback too."""
     return secrets.token_hex(32)
 
 
@@ -113,13 +113,13 @@ def server_client(config: EngineConfig, server: ServerProcess | None) -> HttpCli
     if server is not None:
         url, token = server.spec.url, server.spec.token
     else:
-        url, token = config.url or "", _given_token(config)
+        url, token = config.url or "", _url_token(config)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return HttpClient(url, name=config.name, headers=headers)
 
 
-def _given_token(config: EngineConfig) -> str:
-    """Of the server at engine.url; "": it asks for none."""
+def _url_token(config: EngineConfig) -> str:
+    """The token of the server at engine.url; "": it needs none."""
     if config.token_env is None:
         return ""
     token = os.environ.get(config.token_env, "")
@@ -132,7 +132,7 @@ def _given_token(config: EngineConfig) -> str:
 
 
 def masked(environment: Mapping[str, str]) -> dict[str, str]:
-    """For people to read: without the values of secrets."""
+    """The environment without the values of secrets, for logs and manifests."""
     return {n: "(set)" if _SECRET.search(n) and v else v for n, v in environment.items()}
 
 
@@ -141,8 +141,8 @@ _PORTS: set[int] = set()
 
 
 def free_port() -> int:
-    """A loopback port that nothing uses now, and that this function gave to nobody else: a server listens
-    only some time after it was started."""
+    """A loopback port that is free, and that this function has not returned before: a server listens only
+    some time after its start."""
     with _PORTS_LOCK:
         while True:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -180,8 +180,7 @@ def check_interpreter(python: Path) -> None:
 
 
 class ServerProcess:
-    """One server of ours, alive or not. Not safe to use from several threads, but `stop` may be called from
-    any."""
+    """One server of ours, running or not. Not thread-safe, except `stop`."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
@@ -191,15 +190,15 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the supervisor; the server is below it. None when nothing runs."""
+        """Process id of the supervisor, whose child is the server. None when nothing runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self, ready: Callable[[], str | None]) -> None:
         """Start the server and wait until it answers.
 
         Args:
-            ready: asked again and again; None when the server answers, else what is being waited for. Each
-                call must return within seconds.
+            ready: polled; returns None when the server is ready, else what it is waiting for. Each call must
+                return within seconds.
 
         Raises:
             EngineError: the port is in use, the server died, or it did not answer within start_seconds. It
@@ -226,7 +225,7 @@ class ServerProcess:
         return _status_text(status)
 
     def wait_ended(self, seconds: float) -> str | None:
-        """As `ended`, after waiting for it."""
+        """Like `ended`, after waiting for it."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
@@ -243,7 +242,7 @@ class ServerProcess:
         return self._read_log()[-count:]
 
     def log_text(self) -> str:
-        """For an error message: the first error in the log, and its last lines."""
+        """Text for an error message: the first error in the log, and its last lines."""
         lines = self._read_log()
         if not lines:
             return f"It wrote nothing to its log, {self.spec.log}"
@@ -272,7 +271,7 @@ class ServerProcess:
         _keep(self._process)
 
     def _print_head(self, log: IO[bytes]) -> None:
-        """What is run and with what environment, so that a log explains itself."""
+        """Log the command and the environment, so that a log explains itself."""
         head = [f"=== lockstep: start {self.starts + 1} of the {self.spec.name} server"]
         head += [f"=== command: {' '.join(self.spec.command)}"]
         head += [f"=== environment: {n}={v}" for n, v in masked(self.spec.environment).items()]
@@ -326,7 +325,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _without_prefix(line: str) -> str:
-    """Of a line of an engine's log; "" for one that is only information."""
+    """Strip the prefix of a line of an engine's log; "" for a line that is only information."""
     match = _LOG_PREFIX.match(line)
     assert match is not None
     return "" if match[1] in ("INFO", "WARNING", "DEBUG") else line[match.end() :]
@@ -359,7 +358,7 @@ def _end_running() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Closes the pipe: the supervisor ends the server and then itself."""
+    """Close the pipe: the supervisor ends the server and then itself."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
@@ -376,7 +375,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end_session(session: int) -> None:
-    """Kills what a supervisor left that was killed: the server went with it, but not what that started."""
+    """Kill what a killed supervisor left: the server died with it, but not the processes that the server
+    started."""
     deadline = time.monotonic() + _SESSION_SECONDS
     while members := _session_members(session):
         for pid in members:
@@ -389,19 +389,19 @@ def _end_session(session: int) -> None:
 
 
 def _session_members(session: int) -> list[int]:
-    """Processes of that session, zombies left out."""
-    found = []
+    """Processes of a session, without zombies."""
+    members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(of) == session and state != "Z":
-                    found.append(int(entry.name))
-    return found
+                    members.append(int(entry.name))
+    return members
 
 
 def server_gpus(devices: Sequence[int], *, device: str, visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a server.
+    """Resolve CUDA_VISIBLE_DEVICES of a server.
 
     Args:
         devices: engine.cuda_devices of this server, counting what we see; empty: the trainer's GPU.

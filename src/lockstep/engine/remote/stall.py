@@ -1,4 +1,4 @@
-"""Stall detector of a server that generates: when has it been without progress for too long?"""
+"""Stall detector: whether a server that generates has made no progress for too long."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lockstep.engine.remote.http import HttpError
 from lockstep.errors import EngineError
 
 _FIRST_LOOK_SECONDS, _LOOK_SECONDS = 1.0, 5.0
-"""How often a server that generates is asked for its progress and the use of its KV cache."""
+"""Seconds between requests for a generating server's progress and the use of its KV cache."""
 _RECOMPUTED = 4
-"""A server that runs out of KV cache computes tokens again; more than this many times all of them is no
-progress."""
+"""A server that runs out of KV cache recomputes tokens; recomputing more than this many times all of them is
+no progress."""
 
 
 class Watched(Protocol):
@@ -27,8 +27,8 @@ class Watched(Protocol):
         """The server's own count of tokens; None: it has none."""
         ...
 
-    def hung(self, reason: str) -> EngineError:
-        """The error for it."""
+    def stalled(self, reason: str) -> EngineError:
+        """Handle a stall; returns the error to raise."""
         ...
 
 
@@ -43,7 +43,7 @@ class StallDetector:
     def __init__(self, engine: Watched) -> None:
         self._engine = engine
         self._limit = engine.request_seconds
-        self._last = self._asked = time.monotonic()
+        self._last = self._last_look = time.monotonic()
         self._wait = min(_FIRST_LOOK_SECONDS, self._limit / 4)
         self._counted: float | None = None
         self._grown = 0.0
@@ -57,19 +57,19 @@ class StallDetector:
         """Raise EngineError after request_seconds without progress; `missing` samples have not finished."""
         now = time.monotonic()
         left = self._last + self._limit - now
-        if left > 0 and now - self._asked < self._wait:
+        if left > 0 and now - self._last_look < self._wait:
             return
-        self._asked, self._wait = now, min(_LOOK_SECONDS, self._limit / 4)
+        self._last_look, self._wait = now, min(_LOOK_SECONDS, self._limit / 4)
         if self._look(missing, seconds=min(_LOOK_SECONDS, max(left, 1.0))):
             self._last = time.monotonic()
         elif left <= 0:
-            raise self._engine.hung(
+            raise self._engine.stalled(
                 f"engine {self._engine.name} sent nothing new and made no progress for "
                 f"engine.request_seconds = {self._limit:g}; {missing} samples are missing"
             )
 
     def _look(self, missing: int, *, seconds: float) -> bool:
-        """Ask the server for its count of tokens; whether it grew as samples make it grow."""
+        """Ask the server for its count of tokens; True if it grew by no more than the samples explain."""
         before, count = self._counted, None
         with contextlib.suppress(HttpError):  # no answer is no progress
             count = self._engine.note_load(seconds=seconds)

@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.1
 _AFTER_DEATH_SECONDS = 3.0
-"""The server's own children have so long to end after it has, and never longer than it had."""
+"""Seconds that the server's own children have to end after it, never more than the server's grace."""
 
 
 def main(argv: list[str]) -> int:
@@ -31,21 +31,21 @@ def main(argv: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     owner = os.getppid()
-    asked: list[int] = []
+    signals: list[int] = []
     for number in SIGNALS:
-        signal.signal(number, lambda n, _: asked.append(n))
+        signal.signal(number, lambda n, _: signals.append(n))
     server = start(command, libc)
     status: int | None = None
     while status is None:
         status = reap(server)
-        if status is None and (asked or os.getppid() != owner or closed(sys.stdin.fileno())):
+        if status is None and (signals or os.getppid() != owner or closed(sys.stdin.fileno())):
             return stop(server, grace)
     end_all(time.monotonic() + min(grace, _AFTER_DEATH_SECONDS))
     return status
 
 
 def start(command: list[str], libc: ctypes.CDLL) -> int:
-    """The process id of the server."""
+    """Start the server; returns its process id."""
     supervisor = os.getpid()
     # A signal to the server before it has its own handlers must end it, not reach ours.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -77,7 +77,7 @@ def closed(descriptor: int) -> bool:
 
 
 def reap(server: int) -> int | None:
-    """Collects what has ended; the server's exit status, None while it runs."""
+    """Reap ended children; returns the server's exit status, None while it runs."""
     ended = None
     while True:
         try:
@@ -92,7 +92,7 @@ def reap(server: int) -> int | None:
 
 
 def stop(server: int, grace: float) -> int:
-    """SIGTERM, then SIGKILL; the server's exit status."""
+    """Send SIGTERM, then SIGKILL; returns the server's exit status."""
     kill(server, signal.SIGTERM)
     deadline, status = time.monotonic() + grace, None
     while status is None and time.monotonic() < deadline:
@@ -103,7 +103,7 @@ def stop(server: int, grace: float) -> int:
 
 
 def end_all(deadline: float) -> None:
-    """Waits for all descendants until `deadline` (time.monotonic()), then kills what is left."""
+    """Wait for all descendants until `deadline` (time.monotonic()), then kill what is left."""
     while living := descendants():
         if time.monotonic() >= deadline:
             for pid in living:
@@ -116,7 +116,7 @@ def end_all(deadline: float) -> None:
 
 
 def descendants() -> list[int]:
-    """Of this process, zombies left out."""
+    """Descendants of this process, without zombies."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -128,15 +128,15 @@ def descendants() -> list[int]:
             continue
         if state != b"Z":
             parents[int(name)] = int(parent)
-    found, me = [], os.getpid()
+    below, me = [], os.getpid()
     for pid in parents:
-        above, seen = pid, set()
-        while above in parents and above not in seen and above != me:
-            seen.add(above)
+        above, visited = pid, set()
+        while above in parents and above not in visited and above != me:
+            visited.add(above)
             above = parents[above]
         if above == me and pid != me:
-            found.append(pid)
-    return found
+            below.append(pid)
+    return below
 
 
 def kill(pid: int, number: int) -> None:

@@ -1,6 +1,6 @@
 """SGLang's HTTP interface, as of 0.5.16 to 0.5.23.
 
-What these versions do that their answers do not say:
+Behaviour of these versions that their answers do not show:
 
     a failed update                    answers success = false, with status 400 or 200; nothing raises
     an unknown weight                  answers success, and is left out: names are checked before
@@ -62,16 +62,16 @@ class SGLangDriver:
     generate_path = "/generate"
 
     def __init__(
-        self, config: EngineConfig, place: EngineSpec, *, client: HttpClient, server: ServerProcess | None
+        self, config: EngineConfig, spec: EngineSpec, *, client: HttpClient, server: ServerProcess | None
     ) -> None:
-        self._config, self._place = config, place
+        self._config, self._spec = config, spec
         self._client, self._server = client, server
-        self.transports = _transports(config, place, started=server is not None)
+        self.transports = _transports(config, spec, started=server is not None)
         self.incremental = False
         self.weight_version: str | None = None
-        """What the server says that it samples with."""
+        """The weight version that the server reports for its samples."""
         self.stuck = False
-        """It did not answer an update in time, and may wait for us for ever."""
+        """Whether the server did not answer an update in time: it may wait for us for ever."""
         self.dropped_weights = False
         self._version = ""
         self._expected: Expected | None = None
@@ -98,41 +98,41 @@ class SGLangDriver:
             check_version(self._version)
         except ConfigError as error:
             raise EngineError(f"{where}: {error}") from error
-        check_served(info, model, config=self._config, place=self._place, where=where)
+        check_server(info, model, config=self._config, spec=self._spec, where=where)
         self.incremental = info.get("incremental_streaming_output") is True
         self.weight_version = model.get("weight_version")
         self._sessions, self._in_session, self._group, self.stuck = None, False, None, False
         self.dropped_weights = False
 
     def describe(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
+        description: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
         if self._server is not None:
             spec = self._server.spec
-            found |= {
+            description |= {
                 "command": list(spec.command),
                 "environment": masked(spec.environment),
                 "log": str(spec.log),
                 "pid": self._server.pid,
             }
-        return found
+        return description
 
     # samples
 
     def body(self, job: Job) -> dict[str, Any]:
         """The sampling parameters; `sglang_samples.request_body` puts many samples into one request."""
-        request, place = job.request, self._place
+        request, spec = job.request, self._spec
         sampling = sglang_sampling(
             request.sampling,
             seed=job.seed,
-            eos_token_ids=place.eos_token_ids,
+            eos_token_ids=spec.eos_token_ids,
             seeded=self._config.batch_invariant,
         )
         # More than fits is an error to SGLang; to us the context is one of a sample's two ends.
-        room = place.max_model_len - len(request.prompt_token_ids)
+        room = spec.max_model_len - len(request.prompt_token_ids)
         return sampling | {"max_new_tokens": min(request.sampling.max_tokens, room)}
 
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
-        """A sample that was answered whole."""
+        """Parse a sample that was answered as a whole."""
         sample = Partial(job=job, incremental=False).add(
             reply, aborting=True, weight_version=self.weight_version
         )
@@ -141,20 +141,20 @@ class SGLangDriver:
         return sample
 
     def load(self, seconds: float) -> Load:
-        """Read from memory that the scheduler writes: costs it nothing."""
+        """Read the load from memory that the scheduler writes, at no cost to it."""
         loads = self._client.get("/v1/loads?include=core", seconds=seconds).object().get("loads")
         first = loads[0] if isinstance(loads, list) and loads and isinstance(loads[0], dict) else {}
         return read_load(first.get("num_used_tokens"), first.get("token_usage"))
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Ends samples by our ids; a server of our own ends everything that it has."""
+        """Abort samples by our ids; on our own server, all of them."""
         if self._server is not None:
             self._ok("/abort_request", {"rid": "", "abort_all": True}, seconds=SHORT_SECONDS)
             return
         self.abort_each([f"{id}." for id in ids])
 
     def abort_each(self, rids: Sequence[str]) -> None:
-        """Ends samples by the server's ids. Raises EngineError."""
+        """Abort samples by the server's ids. Raises EngineError."""
         deadline = time.monotonic() + SHORT_SECONDS
         with self._client.batch(limit=32) as batch:
             for one in rids:
@@ -182,11 +182,11 @@ class SGLangDriver:
         self.flush(_DRAIN_SECONDS)
 
     def _sleeping_tags(self) -> list[str]:
-        """Weights are given back when they will be sent again anyway."""
-        return ["kv_cache", "weights"] if self._place.weights == "pushed" else ["kv_cache"]
+        """Tags of the memory to release: weights only when they will be sent again anyway."""
+        return ["kv_cache", "weights"] if self._spec.weights == "pushed" else ["kv_cache"]
 
     def flush(self, seconds: float) -> None:
-        """Empties the prefix cache, as soon as nothing runs. Raises EngineError when it is not emptied."""
+        """Flush the prefix cache as soon as nothing runs. Raises EngineError when it is not flushed."""
         seconds = max(seconds, 0.1)
         path = f"/flush_cache?timeout={quote(f'{seconds:.1f}')}"
         reply = self._client.post(path, seconds=seconds + SHORT_SECONDS)
@@ -200,7 +200,7 @@ class SGLangDriver:
 
     def begin(self, session: UpdateSession) -> None:
         if self._expected is None:
-            self._expected = Expected(self._place.folder)
+            self._expected = Expected(self._spec.folder)
         self._expected.begin()
         seconds = session.deadline - time.monotonic()
         if self._sessions is not False:
@@ -260,8 +260,8 @@ class SGLangDriver:
         self._wait_for_copies(deadline)
 
     def _wait_for_copies(self, deadline: float) -> None:
-        """Until the GPU has copied what the last request gave it: reading a weight to the host waits for the
-        stream on which that happens. A model that cannot read weights samples one token instead."""
+        """Wait until the GPU has copied what the last request sent: reading a weight to the host waits for
+        the stream of that copy. A model that cannot read weights samples one token instead."""
         if self._reads:
             reply = self._read(
                 self._require_expected().smallest(), rows=1, seconds=deadline - time.monotonic()
@@ -275,7 +275,7 @@ class SGLangDriver:
         check_no_padding(bucket)
         handle = bucket.handle or {}
         if handle["group"] != self._group:
-            self._join(handle, deadline)
+            self._connect_group(handle, deadline)
         # SGLang's own code receives, and knows nothing of the marks that our trainer waits for.
         announce(handle, receivers=self._config.tp)
         body = {
@@ -288,8 +288,8 @@ class SGLangDriver:
         }
         self._done("/update_weights_from_distributed", body, seconds=deadline - time.monotonic())
 
-    def _join(self, handle: Mapping[str, Any], deadline: float) -> None:
-        """By nccl this returns at once; ranks connect in the first broadcast."""
+    def _connect_group(self, handle: Mapping[str, Any], deadline: float) -> None:
+        """Create the process group; nccl returns at once, and ranks connect in the first broadcast."""
         if self._group is not None:  # of an earlier trainer; SGLang keeps what it is not told to leave
             self._client.post(
                 "/destroy_weights_update_group", {"group_name": self._group}, seconds=SHORT_SECONDS
@@ -306,7 +306,7 @@ class SGLangDriver:
         self._group = handle["group"]
 
     def _receive_file(self, bucket: WeightBucket, deadline: float) -> None:
-        """SGLang reads folders, all of whose *.safetensors it loads."""
+        """Receive a file by its folder: SGLang loads all *.safetensors of a folder."""
         path = Path((bucket.handle or {})["path"]).resolve()
         with tempfile.TemporaryDirectory(prefix="sglang-", dir=path.parent) as folder:
             (Path(folder) / "model.safetensors").symlink_to(path)
@@ -314,18 +314,18 @@ class SGLangDriver:
             self._done("/update_weights_from_disk", body, seconds=deadline - time.monotonic())
 
     def read_back(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """By name the first values, in float32, of those weights that can be read within seconds; None for a
-        model that SGLang cannot read weights of."""
+        """The first values by name, in float32, of the weights that can be read within seconds; None for a
+        model whose weights SGLang cannot read."""
         if self._expected is None:
-            self._expected = Expected(self._place.folder)
-        found: dict[str, Tensor] = {}
+            self._expected = Expected(self._spec.folder)
+        values: dict[str, Tensor] = {}
         for name in self._expected.readable(names) if self._reads else ():
             reply = self._read(name, rows=self._expected.rows_to_read(name), seconds=_MEMORY_SECONDS)
             if reply.status != 200:
                 self._reads = False
                 break
-            found[name] = _values(reply)
-        return found if self._reads else None
+            values[name] = _values(reply)
+        return values if self._reads else None
 
     def _read(self, name: str, *, rows: int, seconds: float) -> Reply:
         return self._client.post(
@@ -364,7 +364,7 @@ class SGLangDriver:
         _check_done(self._client.post(path, body, seconds=max(seconds, 0.1)))
 
 
-def _said(value: Any) -> str:
+def _short(value: Any) -> str:
     return printable(str(value)[:200])
 
 
@@ -381,37 +381,37 @@ def _values(reply: Reply) -> Tensor:
 
 
 def _check_done(reply: Reply) -> None:
-    """SGLang reports a failure in the body, and not always in the status."""
+    """Raises EngineError for a failure, which SGLang reports in the body and not always in the status."""
     try:
-        said = json.loads(reply.body)
+        body = json.loads(reply.body)
     except (ValueError, RecursionError):
-        said = None
-    if reply.status == 200 and isinstance(said, dict) and said.get("success") is True:
+        body = None
+    if reply.status == 200 and isinstance(body, dict) and body.get("success") is True:
         return
-    named = isinstance(said, dict) and "message" in said
-    text = printable(str(said["message"])[:400]) if named else reply.error_text()
+    named = isinstance(body, dict) and "message" in body
+    text = printable(str(body["message"])[:400]) if named else reply.error_text()
     raise EngineError(f"{reply.what} failed (status {reply.status}): {text}")
 
 
-def _transports(config: EngineConfig, place: EngineSpec, *, started: bool) -> tuple[Transport, ...]:
-    """Best first. Of a server at a url nobody knows which GPUs it has: files always work."""
+def _transports(config: EngineConfig, spec: EngineSpec, *, started: bool) -> tuple[Transport, ...]:
+    """Transports, best first. The GPUs of a server at a url are unknown: files always work."""
     if not started:
         return ("disk", "collective", "ipc")
-    if not place.device.startswith("cuda"):
+    if not spec.device.startswith("cuda"):
         return ("disk",)
-    return ("ipc", "disk") if place.shares_device else ("collective", "disk")
+    return ("ipc", "disk") if spec.shares_device else ("collective", "disk")
 
 
-def check_served(
+def check_server(
     info: Mapping[str, Any],
     model: Mapping[str, Any],
     *,
     config: EngineConfig,
-    place: EngineSpec,
+    spec: EngineSpec,
     where: str,
 ) -> None:
     """Raises EngineError for a server that does not serve this model in the way that this run needs."""
-    ours = read_json(place.folder / "config.json", EngineError)
+    ours = read_json(spec.folder / "config.json", EngineError)
     try:
         room = info.get("max_req_input_len")
         tokens = None if room is None else whole(room, "max_req_input_len") + 6
@@ -422,22 +422,22 @@ def check_served(
     wrong = [
         (
             model.get("architectures") != ours.get("architectures"),
-            f"serves {_said(model.get('model_path'))} ({_said(model.get('architectures'))}), and this run "
-            f"needs {place.model_name} ({ours.get('architectures')})",
+            f"serves {_short(model.get('model_path'))} ({_short(model.get('architectures'))}), and this run "
+            f"needs {spec.model_name} ({ours.get('architectures')})",
         ),
         (
-            info.get("dtype") != place.dtype,
-            f"has dtype {_said(info.get('dtype'))}; start it with {place.dtype}",
+            info.get("dtype") != spec.dtype,
+            f"has dtype {_short(info.get('dtype'))}; start it with {spec.dtype}",
         ),
         (
-            tokens is None or tokens < place.max_model_len + SPARE_CONTEXT,
+            tokens is None or tokens < spec.max_model_len + SPARE_CONTEXT,
             f"takes {tokens} tokens of prompt and completion, and needs "
-            f"{place.max_model_len + SPARE_CONTEXT} for samples of {place.max_model_len}; raise its "
+            f"{spec.max_model_len + SPARE_CONTEXT} for samples of {spec.max_model_len}; raise its "
             "context_length and its KV cache (engine.memory_fraction), or lower engine.max_model_len",
         ),
         (
             bool(info.get("enable_deterministic_inference")) != config.batch_invariant,
-            f"has enable_deterministic_inference = {_said(info.get('enable_deterministic_inference'))}, and "
+            f"has enable_deterministic_inference = {_short(info.get('enable_deterministic_inference'))}, and "
             f"engine.batch_invariant = {config.batch_invariant}; make them equal",
         ),
         (bool(info.get("allow_auto_truncate")), "has allow_auto_truncate, which cuts prompts without a word"),

@@ -47,7 +47,7 @@ from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import Completion
 
 WAVE = 64
-"""Samples of one request: the server's cost of a chunk grows with it."""
+"""Samples of one request: the server's cost of a chunk grows with their number."""
 ORIGINAL_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 _POLL_SECONDS = 0.1
 _ABORT_SECONDS = 1.0
@@ -60,22 +60,22 @@ Finish = Callable[[Job, Completion], None]
 class SGLangServer(RemoteEngine):
     """Implements lockstep.protocols.ReceivesWeights. See RemoteEngine for what can be called when."""
 
-    def __init__(self, config: EngineConfig, *, place: EngineSpec) -> None:
+    def __init__(self, config: EngineConfig, *, spec: EngineSpec) -> None:
         """Starts a server, or connects to the one at engine.url.
 
         Raises:
             ConfigError: a setting that SGLang cannot honour, or no SGLang of a known version.
             EngineError: it does not start in time, or is not the server that this run needs.
         """
-        server = None if config.url else make_server(config, place)
+        server = None if config.url else make_server(config, spec)
         client = server_client(config, server)
-        self._sglang = SGLangDriver(config, place, client=client, server=server)
+        self._sglang = SGLangDriver(config, spec, client=client, server=server)
         self.receivers = config.tp
-        """Processes that join a collective."""
-        super().__init__(config, place=place, client=client, driver=self._sglang, server=server)
+        """Number of processes that join a collective."""
+        super().__init__(config, spec=spec, client=client, driver=self._sglang, server=server)
 
     def sleep(self) -> None:
-        """Give memory back: the KV cache, and the weights when they are the trainer's and come again."""
+        """Free the KV cache, and the weights if they are the trainer's and will be sent again."""
         self._require_open()
         with self._turn:
             if self._generating is not None or self._session is not None:
@@ -83,19 +83,19 @@ class SGLangServer(RemoteEngine):
         super().sleep()
 
     def wake(self) -> None:
-        """Dirty afterwards if the weights were given back: their memory holds anything now."""
+        """Wake up; the engine is dirty if the weights were freed, since their memory may hold anything."""
         super().wake()
         if self._sglang.dropped_weights:
             self.dirty = True
 
     def fail_update(self, reason: str) -> None:
-        """A server that waits for weights that will not come any more is ended; the next call starts it."""
+        """End a server that waits for weights that will not come; the next call starts it."""
         super().fail_update(reason)
         if self._sglang.stuck and self._server is not None:
             self._server.stop()
 
     def _run(self, jobs: Mapping[str, Job], bodies: Mapping[str, dict[str, Any]], finish: Finish) -> None:
-        """Ask for all of `jobs`, until each has finished."""
+        """Request all of `jobs` until each has finished."""
         with EventStreams(self._client) as streams:
             flow = _Flow(self, jobs, bodies, finish, streams)
             while jobs:
@@ -122,11 +122,11 @@ class SGLangServer(RemoteEngine):
         return self._config.max_batch + (WAVE if self._server is not None else 0)
 
     def tokenizer(self) -> Any:
-        return self._place.tokenizer
+        return self._spec.tokenizer
 
 
 class _Flow:
-    """One call of `generate`: which samples wait, which are at the server, and how far those have come."""
+    """One call of `generate`: the samples that wait, those at the server, and their progress."""
 
     def __init__(
         self,
@@ -161,7 +161,8 @@ class _Flow:
             self._watch.check(len(self._jobs))
 
     def abort(self) -> None:
-        """What was not asked for ends at once, the rest when the server says so, or soon."""
+        """Abort: samples that were not requested yet end at once, the others when the server says so, or
+        soon."""
         for job in self._waiting:
             self._end(job, _nothing())
         self._waiting.clear()
@@ -229,13 +230,14 @@ class _Flow:
         self._end(partial.job, sample)
 
     def _ended_badly(self, key: int, event: Reply | HttpError) -> None:
-        """The server died, refused, or broke one connection: then the wave's samples are asked for again."""
+        """Handle a wave that failed: raise if the server died or refused; after a broken connection request
+        the wave's samples again."""
         wave = self._waves.pop(key, {})
         if isinstance(event, Reply):
-            said = f"{event.what} answered {event.status}: {event.error_text()}"
+            message = f"{event.what} answered {event.status}: {event.error_text()}"
             if event.status >= 500:
-                self._engine.broken(BadReply(said))
-            raise EngineError(f"engine {NAME} refused: {said}{self._engine.log_text}")
+                self._engine.broken(BadReply(message))
+            raise EngineError(f"engine {NAME} refused: {message}{self._engine.log_text}")
         if isinstance(event, BadReply):
             raise event
         if not wave:
@@ -259,7 +261,7 @@ def _nothing() -> Sample:
     return Sample(token_ids=[], logprobs=[], finish_reason="abort", stop_reason=None, cached_tokens=0)
 
 
-def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
+def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     """A server that is not started yet.
 
     Raises:
@@ -267,10 +269,10 @@ def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
     """
     python = Path(config.python or sys.executable)
     check_interpreter(python)
-    needed = sglang_environment(config, place) | {
+    needed = sglang_environment(config, spec) | {
         "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
         "CUDA_VISIBLE_DEVICES": server_gpus(
-            config.cuda_devices, device=place.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+            config.cuda_devices, device=spec.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
         ),
     }
     environment = server_environment(needed=needed, extra=config.env)
@@ -281,15 +283,15 @@ def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
         )
     package = find_package(python, environment)
     port, token = free_port(), new_token()
-    command = sglang_server_command(config, place, port=port, flags=package.flags)
-    command += ["--config", str(_token_file(place.work_dir, token))]
+    command = sglang_server_command(config, spec, port=port, flags=package.flags)
+    command += ["--config", str(_token_file(spec.work_dir, token))]
     return ServerProcess(
         ServerSpec(
             name=NAME,
             command=(str(python), *command),
             environment=environment,
             port=port,
-            log=place.work_dir / "sglang.log",
+            log=spec.work_dir / "sglang.log",
             start_seconds=config.start_seconds,
             token=token,
         )
@@ -297,8 +299,8 @@ def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
 
 
 def _token_file(folder: Path, token: str) -> Path:
-    """A config file for SGLang that only we can read: everybody can read arguments, and SGLang takes its key
-    from no variable."""
+    """A config file for SGLang that only this user can read: arguments are public, and SGLang reads its key
+    from no environment variable."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / "sglang-token.yaml"
     path.unlink(missing_ok=True)

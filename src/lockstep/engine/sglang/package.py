@@ -1,4 +1,4 @@
-"""Which SGLang an interpreter has, and what its command line knows, without importing it.
+"""The SGLang of an interpreter, and its command line options, without importing it.
 
 `launch_server --help` imports torch and most of SGLang, which takes longer than many a run's first step. The
 options are fields of dataclasses, and reading those from the source takes milliseconds.
@@ -40,25 +40,25 @@ class SGLangPackage:
         """Raises ConfigError when the package does not say."""
         for name in ("_version.py", "version.py"):
             file = self.folder / name
-            if file.is_file() and (found := re.search(r"= *['\"](\d+\.\d+[^'\"]*)['\"]", file.read_text())):
-                return found[1]
+            if file.is_file() and (match := re.search(r"= *['\"](\d+\.\d+[^'\"]*)['\"]", file.read_text())):
+                return match[1]
         raise ConfigError(f"{self.folder} does not say which version of SGLang it is; install a released one")
 
     @cached_property
     def flags(self) -> frozenset[str]:
         """Every "--option" of `launch_server`. Raises ConfigError when none is found."""
         files = [file for pattern in _OPTION_FILES for file in sorted(self.folder.glob(pattern))]
-        found = frozenset(flag for file in files for flag in _flags_in(ast.parse(file.read_text())))
-        if "--model-path" not in found:
+        flags = frozenset(flag for file in files for flag in _flags_in(ast.parse(file.read_text())))
+        if "--model-path" not in flags:
             raise ConfigError(
                 f"no command line options were found in {self.folder} (SGLang {self.version}); "
                 "use a version from 0.5.16 to 0.5.23"
             )
-        return found
+        return flags
 
 
 def find_package(python: Path | str, environment: Mapping[str, str]) -> SGLangPackage:
-    """The SGLang that `python` would import with this environment.
+    """Find the SGLang that `python` would import with this environment.
 
     Raises:
         ConfigError: it has none, or one that is too old.
@@ -73,8 +73,8 @@ def find_package(python: Path | str, environment: Mapping[str, str]) -> SGLangPa
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        raise ConfigError(f"engine.python = {python} cannot be run: {said}") from error
+        reason = getattr(error, "stderr", None) or error
+        raise ConfigError(f"engine.python = {python} cannot be run: {reason}") from error
     folders = json.loads(done.stdout)
     if not folders:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Samples on their way out of SGLang's /generate: what is asked for, and how its chunks become samples.
+"""Samples from SGLang's /generate: the requests, and how chunks become samples.
 
 One request asks for many samples, each with its own id, prompt, sampling parameters and seed, and is answered
 by one stream of events, in which each sample's chunks come as they are made:
@@ -7,7 +7,7 @@ by one stream of events, in which each sample's chunks come as they are made:
      "output_token_logprobs": [[-0.7, 5, null], [-1.2, 9, null]], ...}, "index": 0}
 
 With `incremental_streaming_output`, which a started server has, a chunk holds what is new; else all that
-there is, so such a server is asked to send the first token and the end only.
+there is, so such a server sends the first token and the end only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from lockstep.observe.text import printable
 CHUNK_TOKENS = 128
 """Tokens of a sample between two chunks: few enough for the client to work while the GPU does."""
 STOP_CHUNK_TOKENS = 8
-"""With stop strings, which are found here: more than this many tokens are rarely computed in vain."""
+"""The same with stop strings, which are found here: more than this many tokens are rarely computed in
+vain."""
 NO_CHUNKS = 1 << 30
 NOT_FINITE = "NaN happened"
-"""What SGLang calls the stop reason of a sample whose next token is outside the vocabulary."""
+"""SGLang's name of the stop reason of a sample whose next token is outside the vocabulary."""
 _FIXED = {
     "return_logprob": True,
     "logprob_start_len": -1,  # of completions only
@@ -42,15 +43,15 @@ _FIXED = {
 }
 
 
-class NotAsked(EngineError):
-    """The server ended a sample that it was not asked to end."""
+class UnrequestedAbort(EngineError):
+    """The server aborted a sample without our request."""
 
 
 def rid(job: Job) -> str:
     """The id of a sample at the server.
 
-    /abort_request ends every sample whose id *begins* with the one it is given: with a sign at its end no id
-    is the beginning of another.
+    /abort_request ends every sample whose id *begins* with the given one: with a sign at its end no id is the
+    beginning of another.
     """
     return f"{job.id}."
 
@@ -61,11 +62,11 @@ def request_body(jobs: Sequence[Job], sampling: Sequence[Mapping[str, Any]], *, 
     for job in jobs:
         if id(job.request) not in prompts:
             prompts[id(job.request)] = _json(job.request.prompt_token_ids)
-    asked = [
+    sampling_params = [
         {**params, "stream_interval": _interval(job, incremental=incremental)}
         for job, params in zip(jobs, sampling, strict=True)
     ]
-    rest = _json({"rid": [rid(job) for job in jobs], "sampling_params": asked, **_FIXED})
+    rest = _json({"rid": [rid(job) for job in jobs], "sampling_params": sampling_params, **_FIXED})
     ids = ",".join(prompts[id(job.request)] for job in jobs)
     return f'{{"input_ids":[{ids}],{rest[1:]}'.encode()
 
@@ -98,7 +99,7 @@ def read_event(text: bytes, what: str) -> dict[str, Any]:
 
 @dataclass(slots=True, kw_only=True)
 class Partial:
-    """One sample as far as it has come."""
+    """The part of a sample that has arrived."""
 
     job: Job
     incremental: bool
@@ -108,11 +109,11 @@ class Partial:
     cached_tokens: int = 0
 
     def add(self, event: Mapping[str, Any], *, aborting: bool, weight_version: str | None) -> Sample | None:
-        """The sample, once this chunk ends it.
+        """Add a chunk; returns the sample if the chunk ends it.
 
         Args:
-            aborting: whether this sample may end by an abort: it was asked for.
-            weight_version: what the server must say that it sampled with; None: anything.
+            aborting: whether we requested an abort, so that this sample may end by one.
+            weight_version: the version that the server must report; None: any.
 
         Raises:
             BadReply: fields are missing, or contradict each other.
@@ -134,9 +135,9 @@ class Partial:
                 f"engine sglang: an event of sample {self.job.sample} of request {self.job.index} cannot be "
                 f"read: {error!r} in {ascii(event)[:400]}"
             ) from error
-        found = self._stop_string(start)
-        if found is not None:
-            return self.sample("stop", found)
+        stop_string = self._stop_string(start)
+        if stop_string is not None:
+            return self.sample("stop", stop_string)
         if kind is None:
             return None
         if kind == "length":
@@ -151,7 +152,7 @@ class Partial:
         return self.sample("stop", matched)
 
     def sample(self, finish_reason: Any, stop_reason: Any) -> Sample:
-        """What has come, as a finished sample."""
+        """What has arrived, as a finished sample."""
         return Sample(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -161,7 +162,7 @@ class Partial:
         )
 
     def _take(self, event: Mapping[str, Any], meta: Mapping[str, Any], *, exact: bool) -> None:
-        """Appends what is new. A chunk of an aborted sample may repeat its last token, and every logprob."""
+        """Append what is new. A chunk of an aborted sample may repeat its last token, and every logprob."""
         have = len(self.token_ids)
         new = whole(meta["completion_tokens"], "completion_tokens") - have
         ids = token_ids(event["output_ids"], "output_ids")
@@ -197,26 +198,26 @@ class Partial:
             )
 
     def _stop_string(self, start: int) -> str | None:
-        """Cuts the sample at the token with which a stop string is complete."""
+        """Find a stop string, and cut the sample at the token that completes it."""
         if self.stops is None:
             return None
         params = self.job.request.sampling
         for count in range(start + 1, len(self.token_ids) + 1):
-            found = self.stops.find(self.token_ids[:count])
-            if found is not None and count >= params.min_tokens:
+            stop_string = self.stops.find(self.token_ids[:count])
+            if stop_string is not None and count >= params.min_tokens:
                 del self.token_ids[count:], self.logprobs[count:]
-                return found
+                return stop_string
         return None
 
     def _aborted(self, reason: Mapping[str, Any], *, aborting: bool) -> Sample:
-        said = printable(str(reason.get("message"))[:400])
+        message = printable(str(reason.get("message"))[:400])
         if reason.get("status_code") is not None:
             code = ascii(reason["status_code"])[:40]
-            raise EngineError(f"engine sglang cannot sample request {self.job.index}: {said} ({code})")
+            raise EngineError(f"engine sglang cannot sample request {self.job.index}: {message} ({code})")
         if not aborting:
-            raise NotAsked(
-                f"engine sglang aborted sample {self.job.sample} of request {self.job.index} ({said}), and "
-                "was not asked to: somebody else uses the server; let only one run use it"
+            raise UnrequestedAbort(
+                f"engine sglang aborted sample {self.job.sample} of request {self.job.index} ({message}), "
+                "and was not asked to: somebody else uses the server; let only one run use it"
             )
         return self.sample("abort", None)
 

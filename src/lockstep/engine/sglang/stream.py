@@ -9,7 +9,7 @@
           | HttpError  the connection broke
           | None       the server said that this was all
 
-Deadlines are the caller's, who knows what silence means.
+Deadlines are up to the caller, who knows what silence means.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_HEAD_BYTES = 64 * 1024
 
 
 class EventStreams:
-    """Not for several threads."""
+    """The open streams; not thread-safe."""
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
@@ -48,7 +48,7 @@ class EventStreams:
         self._selector.close()
 
     def open(self, key: Hashable, path: str, body: bytes) -> None:
-        """Sent by `poll`; that it cannot be connected is an event."""
+        """Queue a POST; `poll` sends it. A failure to connect is an event."""
         what = self._client.describe("POST", path)
         try:
             sock = self._client.connect()
@@ -60,25 +60,25 @@ class EventStreams:
         self._selector.register(sock, selectors.EVENT_WRITE, stream)
 
     def poll(self, seconds: float) -> list[tuple[Hashable, Event]]:
-        """What came by now, in order within each stream; waits up to `seconds` for the first."""
-        found, self._failed = self._failed, []
-        for key, mask in self._selector.select(0.0 if found else max(seconds, 0.0)):
+        """Return the events so far, in order within each stream; waits up to `seconds` for the first."""
+        events, self._failed = self._failed, []
+        for key, mask in self._selector.select(0.0 if events else max(seconds, 0.0)):
             stream: _Stream = key.data
             try:
                 if mask & selectors.EVENT_WRITE:
                     if stream.send():
                         self._selector.modify(stream.sock, selectors.EVENT_READ, stream)
                     continue
-                found += [(stream.key, event) for event in stream.receive()]
+                events += [(stream.key, event) for event in stream.receive()]
             except HttpError as error:
-                found.append((stream.key, error))
+                events.append((stream.key, error))
                 stream.ended = True
             except OSError as error:
-                found.append((stream.key, Unreachable(f"{stream.what}: the connection failed ({error})")))
+                events.append((stream.key, Unreachable(f"{stream.what}: the connection failed ({error})")))
                 stream.ended = True
             if stream.ended:
                 self._drop(stream)
-        return found
+        return events
 
     def _drop(self, stream: _Stream) -> None:
         self._open.discard(stream)
@@ -100,7 +100,7 @@ class _Stream:
         self._body = bytearray()
 
     def send(self) -> bool:
-        """True when all is sent."""
+        """Send what the socket takes; True when all is sent."""
         if not self._connected:
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
@@ -113,7 +113,7 @@ class _Stream:
         return not self._to_send
 
     def receive(self) -> Iterator[Event]:
-        """The events that one read brings. Raises HttpError and OSError."""
+        """Read once; returns the events. Raises HttpError and OSError."""
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
@@ -149,7 +149,7 @@ class _Stream:
         return True
 
     def _read_body(self) -> None:
-        """Moves complete chunks from the raw bytes to the body."""
+        """Move complete chunks from the raw bytes to the body."""
         if self._status is None:
             return
         raw, at = self._raw, 0

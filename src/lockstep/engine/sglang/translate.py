@@ -53,18 +53,18 @@ _REFUSED = {
 }
 
 
-def sglang_constructor(config: EngineConfig, place: EngineSpec) -> dict[str, Any]:
+def sglang_constructor(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
     """Fields of sglang's ServerArgs.
 
     Raises:
         ConfigError: SGLang cannot do this here, or an option overrides what is set here.
     """
-    own = _own_arguments(config, place) | {"disable_cuda_graph": config.eager}
+    own = _own_arguments(config, spec) | {"disable_cuda_graph": config.eager}
     return own | _options(config, own)
 
 
 def sglang_server_command(
-    config: EngineConfig, place: EngineSpec, *, port: int, flags: frozenset[str]
+    config: EngineConfig, spec: EngineSpec, *, port: int, flags: frozenset[str]
 ) -> list[str]:
     """What comes after the interpreter to start SGLang's own server on this machine only.
 
@@ -75,7 +75,7 @@ def sglang_server_command(
     Raises:
         ConfigError: as sglang_constructor, or a flag that this version does not know.
     """
-    own = _own_arguments(config, place) | {"host": "127.0.0.1", "port": port}
+    own = _own_arguments(config, spec) | {"host": "127.0.0.1", "port": port}
     eager = dict.fromkeys(_eager_flags(flags), True) if config.eager else {}
     off = [name for name, value in config.options.items() if value is False]
     if off:
@@ -97,29 +97,29 @@ def _eager_flags(flags: frozenset[str]) -> tuple[str, ...]:
     return new if f"--{new[0].replace('_', '-')}" in flags else old
 
 
-def _own_arguments(config: EngineConfig, place: EngineSpec) -> dict[str, Any]:
-    if place.device == "cpu" and config.batch_invariant:
+def _own_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
+    if spec.device == "cpu" and config.batch_invariant:
         raise ConfigError("engine.batch_invariant = true needs a GPU: SGLang's kernels for it are CUDA's")
-    if place.device == "cpu" and config.sleep:
+    if spec.device == "cpu" and config.sleep:
         raise ConfigError("engine.sleep = true needs a GPU: SGLang gives back CUDA memory only")
     arguments: dict[str, Any] = {
-        "model_path": str(place.folder),
+        "model_path": str(spec.folder),
         "skip_tokenizer_init": True,
-        "dtype": place.dtype,
-        "random_seed": place.seed,
-        "context_length": place.max_model_len + SPARE_CONTEXT,
+        "dtype": spec.dtype,
+        "random_seed": spec.seed,
+        "context_length": spec.max_model_len + SPARE_CONTEXT,
         "max_running_requests": config.max_batch,
         "tp_size": config.tp,
         "disable_radix_cache": not config.prefix_caching,
         "enable_memory_saver": config.sleep,
         "enable_deterministic_inference": config.batch_invariant,
         "sampling_defaults": "openai",
-        "load_format": "dummy" if place.weights == "pushed" else "auto",
+        "load_format": "dummy" if spec.weights == "pushed" else "auto",
         "trust_remote_code": False,
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
     }
-    fraction = memory_fraction(config, place)
+    fraction = memory_fraction(config, spec)
     if fraction is not None:
         arguments["mem_fraction_static"] = fraction
     return arguments
@@ -129,7 +129,7 @@ def _options(config: EngineConfig, own: dict[str, Any]) -> dict[str, Any]:
     return checked_options(config, own, aliases=_ALIASES, refused=_REFUSED)
 
 
-def sglang_environment(config: EngineConfig, place: EngineSpec) -> dict[str, str]:
+def sglang_environment(config: EngineConfig, spec: EngineSpec) -> dict[str, str]:
     """Variables of a started server. `config.env` is not among them."""
     return {
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # logprobs after temperature, as ours

@@ -1,4 +1,4 @@
-"""Weights in the forms that SGLang's server takes them in, and what it can be asked about them."""
+"""Weights in the forms that SGLang's server accepts, and the checks that it supports."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.errors import EngineError
 from lockstep.schema.weights import TensorSpec, WeightBucket
 
 LOAD_FORMAT = "flattened_bucket"
-"""Of both endpoints that take tensors: one flat uint8 tensor, and where in it each weight lies."""
+"""Load format of both tensor endpoints: one flat uint8 tensor, and the offset of each weight in it."""
 READ_VALUES = 64
-"""Of each weight that is read back."""
+"""Number of values of each weight that is read back."""
 _LARGEST_READ = 20_000_000
 _READ_BUDGET = 60_000_000
 """SGLang makes a Python list of a whole weight, and only then cuts it: about 30 ns and 32 bytes a value."""
@@ -27,12 +27,12 @@ _SMALL_READ = 100_000
 
 
 def tensor_payload(bucket: WeightBucket) -> str:
-    """What one rank's entry of `serialized_named_tensors` must be: base64 of a pickle.
+    """One rank's entry of `serialized_named_tensors`: base64 of a pickle.
 
-    The pickle is SGLang's format, and SGLang reads it: /update_weights_from_tensor knows no other, so the
-    rule that nothing of ours is pickled ends at this door. Nothing is unpickled here; what goes out is made
-    of our own handle. SGLang's unpickler lets few classes in (0.5.23 names each one), and these are all that
-    is used:
+    The pickle is SGLang's format, and SGLang reads it: /update_weights_from_tensor knows no other, so this
+    is the exception to the rule that nothing of ours is pickled. Nothing is unpickled here; the pickle is
+    made from our own handle. SGLang's unpickler lets few classes in (0.5.23 names each one), and these are
+    all that is used:
 
         {"flattened_tensor": torch.multiprocessing.reductions.rebuild_cuda_tensor(...),
          "metadata": [types.SimpleNamespace(name, shape, dtype, start_idx, end_idx, numel), ...]}
@@ -166,12 +166,12 @@ class Expected:
             )
 
     def smallest(self) -> str:
-        """The weight that is cheapest to ask for."""
+        """The weight that is cheapest to read."""
         name: str = min(self.shapes, key=lambda name: (math.prod(self.shapes[name]), name))
         return name
 
     def readable(self, names: Sequence[str]) -> list[str]:
-        """Those of `names` that the server can be asked for within seconds.
+        """Those of `names` that the server can return within seconds.
 
         SGLang cuts k and v out of their fused weight at hidden_size / heads, which is wrong for models that
         have another head_dim: they are left out then.
@@ -189,6 +189,6 @@ class Expected:
         return [name for name in names if name in chosen]
 
     def rows_to_read(self, name: str) -> int:
-        """`truncate_size`: it counts rows."""
+        """The value of `truncate_size`, which counts rows."""
         row = torch.Size(self.shapes[name][1:]).numel()
         return -(-READ_VALUES // max(row, 1))

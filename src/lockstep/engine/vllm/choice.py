@@ -8,19 +8,19 @@ from lockstep.protocols.engine import ReceivesWeights
 
 
 class VLLMFactory:
-    """Called as the engines are: picks one of two and imports only that."""
+    """Called like an engine class: picks one of two and imports only that."""
 
     external = True
 
-    def __call__(self, config: EngineConfig, *, place: EngineSpec) -> ReceivesWeights:
+    def __call__(self, config: EngineConfig, *, spec: EngineSpec) -> ReceivesWeights:
         """In process unless `python` starts a server or `url` names one."""
         if config.python is None and config.url is None:
             from lockstep.engine.vllm.engine import VLLMEngine
 
-            return VLLMEngine(config, place=place)
+            return VLLMEngine(config, spec=spec)
         from lockstep.engine.vllm.server import VLLMServer
 
-        return VLLMServer(config, place=place)
+        return VLLMServer(config, spec=spec)
 
 
 VLLM = VLLMFactory()

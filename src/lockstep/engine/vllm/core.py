@@ -25,19 +25,19 @@ _Key = tuple[int, int]
 
 
 class Core:
-    """vLLM's engine; made and used in one thread only."""
+    """vLLM's engine; constructed and used in one thread only."""
 
-    def __init__(self, config: EngineConfig, place: EngineSpec) -> None:
+    def __init__(self, config: EngineConfig, spec: EngineSpec) -> None:
         self.last_progress = time.monotonic()
-        """time.monotonic() of the last new token, looked at now and then."""
+        """time.monotonic() of the last new token, updated now and then."""
         self.seconds = 0.0
-        """Inside add_request and step."""
+        """Seconds inside add_request and step."""
         self._had_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._count = 0
         self._keys: dict[str, _Key] = {}
         self._computed: tuple[int, int] = (0, 0)
         self._looked = 0.0
-        arguments = vllm_constructor(config, place) | {"disable_log_stats": True}
+        arguments = vllm_constructor(config, spec) | {"disable_log_stats": True}
         from vllm import SamplingParams
         from vllm import __version__ as version
         from vllm.engine.arg_utils import EngineArgs
@@ -50,7 +50,7 @@ class Core:
             self._free_groups()
             hint = "; lower engine.memory_fraction" if isinstance(error, torch.OutOfMemoryError) else ""
             raise EngineError(
-                f"engine {NAME} {version} could not start with {place.folder}: {error}{hint}"
+                f"engine {NAME} {version} could not start with {spec.folder}: {error}{hint}"
             ) from error
         self._params = SamplingParams
         self._final_only = RequestOutputKind.FINAL_ONLY
@@ -73,7 +73,7 @@ class Core:
         self.seconds += time.perf_counter() - started
 
     def advance(self, abort: threading.Event) -> list[tuple[_Key, Any]]:
-        """Step until at least one sample has finished; nothing only when none is left."""
+        """Step until at least one sample has finished; returns nothing only when none is left."""
         engine, started = self._engine, time.perf_counter()
         try:
             while engine.has_unfinished_requests():
@@ -101,7 +101,8 @@ class Core:
         return outputs
 
     def _note_progress(self, finished: bool) -> None:
-        """Steps alone are no progress: a request that never fits would be scheduled for ever."""
+        """Note new tokens; steps alone are no progress: a request that never fits would be scheduled for
+        ever."""
         now = time.monotonic()
         if finished:
             self.last_progress = now
@@ -153,8 +154,8 @@ class Core:
 
 @contextlib.contextmanager
 def _kept_group(keep: bool) -> Iterator[None]:
-    """The trainer's process group stays if it was there first: vLLM takes it for its own, and destroys it
-    with its own whenever an engine shuts down."""
+    """Keep the trainer's process group if it existed first: vLLM takes it for its own, and destroys it
+    whenever an engine shuts down."""
     import vllm.distributed.parallel_state as state
 
     def destroy_own() -> None:
@@ -176,8 +177,8 @@ _import_environment: dict[str, str] | None = None
 
 
 def claim(owner: object, environment: dict[str, str]) -> None:
-    """Before vLLM is imported. Its process groups, memory pools and settings are global: one engine at a
-    time, all of them with the environment that vLLM was imported with.
+    """Claim vLLM for `owner`, before vLLM is imported. Its process groups, memory pools and settings are
+    global: one engine at a time, all of them with the environment that vLLM was imported with.
 
     Args:
         environment: of lockstep.engine.translate.vllm_environment.
@@ -209,7 +210,7 @@ def claim(owner: object, environment: dict[str, str]) -> None:
 
 
 def release(owner: object) -> None:
-    """The next engine may come; no effect when `owner` has no claim."""
+    """Release vLLM for the next engine; no effect when `owner` has no claim."""
     global _owner
     if _owner is owner:
         _owner = None
@@ -217,8 +218,8 @@ def release(owner: object) -> None:
 
 @contextlib.contextmanager
 def same_threads() -> Iterator[None]:
-    """vLLM replaces torch.set_num_threads on a CPU by one that does nothing, and sets the number of threads
-    and the default dtype."""
+    """Restore torch's threads and default dtype: on a CPU vLLM sets both, and replaces torch.set_num_threads
+    by a function that does nothing."""
     set_threads, threads, dtype = torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()
     try:
         yield

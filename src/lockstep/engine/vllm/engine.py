@@ -54,11 +54,11 @@ class VLLMEngine:
 
     external = True
 
-    def __init__(self, config: EngineConfig, *, place: EngineSpec) -> None:
-        _check_place(config, place)
-        self._config, self._place = config, place
-        self._device = torch.device(place.device)
-        self._logprobs_mode = vllm_logprobs_mode(place.temperatures)
+    def __init__(self, config: EngineConfig, *, spec: EngineSpec) -> None:
+        _check_spec(config, spec)
+        self._config, self._spec = config, spec
+        self._device = torch.device(spec.device)
+        self._logprobs_mode = vllm_logprobs_mode(spec.temperatures)
         self._turn = threading.Condition()
         self._working: str | None = None
         self._state = "awake"
@@ -69,14 +69,14 @@ class VLLMEngine:
         self._seconds = 0.0
         self._queued = 0
         self.transports: tuple[Transport, ...] = ("memory", "disk")
-        self.dirty = place.weights == "pushed"
-        """Whether its weights are none that it was given: it refuses to generate."""
+        self.dirty = spec.weights == "pushed"
+        """Whether the weights are not a complete update: the engine then refuses to generate."""
         self._thread = OwnThread(f"engine {NAME}")
-        claim(self, vllm_environment(config, place, in_process=True))
+        claim(self, vllm_environment(config, spec, in_process=True))
         try:
             with same_noise(self._device), same_threads():
                 self._core = self._thread.call(
-                    lambda: Core(config, place),
+                    lambda: Core(config, spec),
                     what="start",
                     deadline=time.monotonic() + config.start_seconds,
                 )
@@ -99,15 +99,15 @@ class VLLMEngine:
                 sample finishes; vLLM stands still meanwhile.
 
         Raises:
-            EngineError: a request is impossible or would be answered with other logprobs than asked for, the
+            EngineError: a request is impossible or would be answered with other logprobs than requested, the
                 engine sleeps, is dirty or closed, nothing came within request_seconds, or vLLM failed.
         """
-        config, place = self._config, self._place
+        config, spec = self._config, self._spec
         check_requests(
             requests,
-            vocab_size=place.vocab_size,
-            max_positions=place.max_model_len,
-            tokenizer=place.tokenizer,
+            vocab_size=spec.vocab_size,
+            max_positions=spec.max_model_len,
+            tokenizer=spec.tokenizer,
         )
         samples = self._samples(requests)
         results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
@@ -131,19 +131,19 @@ class VLLMEngine:
         return [[c for c in row if c is not None] for row in results]
 
     def abort(self) -> None:
-        """Running samples end before their next token, waiting ones without any; no effect when nothing
+        """End running samples before their next token, waiting ones without any; no effect when nothing
         runs."""
         self._abort.set()
 
     def _samples(self, requests: Sequence[GenerationRequest]) -> _Samples:
-        """vLLM's arguments of each sample, all made before the first one is submitted."""
+        """vLLM's arguments of each sample, all built before the first one is submitted."""
         return {
             (index, sample): (
                 request.prompt_token_ids,
                 vllm_sampling(
                     request.sampling,
                     seed=seed,
-                    eos_token_ids=self._place.eos_token_ids,
+                    eos_token_ids=self._spec.eos_token_ids,
                     logprobs_mode=self._logprobs_mode,
                 ),
             )
@@ -152,7 +152,8 @@ class VLLMEngine:
         }
 
     def _finished(self, samples: _Samples) -> Generator[tuple[_Key, Any], None, None]:
-        """Each sample's output of vLLM as it comes. When the caller stops early, nothing keeps running."""
+        """Yield each sample's output of vLLM as it comes. When the caller stops early, nothing keeps
+        running."""
         core, left = self._core, set(samples)
 
         def step(work: Callable[[], _Result]) -> _Result:
@@ -204,7 +205,7 @@ class VLLMEngine:
             finish_reason=_FINISH_REASONS[answer.finish_reason],
             stop_reason=stop,
             text=completion_text(
-                self._place.tokenizer,
+                self._spec.tokenizer,
                 token_ids,
                 stop=stop if isinstance(stop, str) else None,
                 keep=request.sampling.keep_stop,
@@ -287,8 +288,8 @@ class VLLMEngine:
             self.dirty = False
 
     def fail_update(self, reason: str) -> None:
-        """The session ended early: layers that are half loaded get their old weights back; the engine is
-        dirty until a whole session has come. Does not raise."""
+        """End a session early: layers that are half loaded get their old weights back; the engine is dirty
+        until a complete session. Does not raise."""
         self.dirty = True
         if self._session is None or self._state != "awake":
             return
@@ -307,16 +308,16 @@ class VLLMEngine:
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("read_back", until=until):
             self._check_open()
-            found = self._rpc("lockstep_read", list(names), until=until)
+            weights = self._rpc("lockstep_read", list(names), until=until)
         return {
             name: torch.frombuffer(bytearray.fromhex(entry["hex"]), dtype=named_dtype(entry["dtype"]))
-            for name, entry in found.items()
+            for name, entry in weights.items()
         }
 
     # life
 
     def sleep(self) -> None:
-        """Give memory back: weights to the host, the KV cache dropped, when engine.sleep is on. Otherwise
+        """Free memory: weights go to the host, the KV cache dropped, when engine.sleep is on. Otherwise
         only refuses to work until `wake`."""
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("sleep", until=until):
@@ -359,7 +360,7 @@ class VLLMEngine:
         return self._memory(seconds=self._config.update_seconds)
 
     def describe(self) -> dict[str, Any]:
-        """For the run's manifest: what runs, and with which arguments."""
+        """Describe the engine and its arguments for the run's manifest."""
         return {"engine": NAME, "where": "in process", **self._core.description}
 
     def close(self) -> None:
@@ -389,7 +390,7 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _turn_for(self, what: str, *, until: float) -> Iterator[None]:
-        """Wait until nothing else is at work; the others wait for us then."""
+        """Wait until no other call works; later calls wait for this one."""
         with self._turn:
             while self._working is not None:
                 left = until - time.monotonic()
@@ -433,7 +434,7 @@ class VLLMEngine:
     def _in_thread(
         self, work: Callable[[], _Result], *, what: str, until: float | Callable[[], float]
     ) -> _Result:
-        """Run a part of vLLM; whatever it raises but an EngineError leaves it in an unknown state."""
+        """Run a part of vLLM; any error but an EngineError leaves it in an unknown state."""
         try:
             with same_noise(self._device):
                 return self._thread.call(work, what=what, deadline=until)
@@ -465,8 +466,8 @@ class VLLMEngine:
         return answer
 
 
-def _check_place(config: EngineConfig, place: EngineSpec) -> None:
-    """Raises before anything of vLLM is imported."""
+def _check_spec(config: EngineConfig, spec: EngineSpec) -> None:
+    """Refuse what cannot work, before anything of vLLM is imported."""
     elsewhere = "set engine.python to an interpreter that has vLLM: its own server is started with it"
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"engine {NAME}: this environment has no vllm; {elsewhere}")
@@ -479,10 +480,10 @@ def _check_place(config: EngineConfig, place: EngineSpec) -> None:
                 f"engine {NAME} in this process would take the trainer's process group of {size} ranks for "
                 f"its own; {elsewhere}"
             )
-    device = torch.device(place.device)
+    device = torch.device(spec.device)
     if device.type == "cuda" and (device.index or 0) != 0:
         raise ConfigError(
-            f"engine {NAME} in this process runs on cuda:0 only, not on {place.device}; use "
+            f"engine {NAME} in this process runs on cuda:0 only, not on {spec.device}; use "
             f"CUDA_VISIBLE_DEVICES, or {elsewhere}"
         )
 

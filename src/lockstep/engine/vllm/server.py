@@ -38,7 +38,7 @@ from lockstep.engine.remote.server import (
     server_gpus,
 )
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.vllm.server_checks import check_served, served_name
+from lockstep.engine.vllm.server_checks import check_server, served_model_name
 from lockstep.engine.vllm.translate import (
     vllm_environment,
     vllm_logprobs_mode,
@@ -53,9 +53,9 @@ from lockstep.wire.server_token import TOKEN
 
 NAME = "vllm"
 OLDEST, BELOW = (0, 26), (0, 34)
-"""Versions whose interface this file was written against."""
+"""Versions whose interface this file supports."""
 _FINAL_ONLY = 2
-"""vllm.sampling_params.RequestOutputKind: nothing is made of a sample before its end."""
+"""vllm.sampling_params.RequestOutputKind: nothing is returned before the sample's end."""
 _NO_LOGPROB = -9999.0
 """vLLM's servers send it for NaN, minus infinity, and a token that has none."""
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -83,13 +83,13 @@ class Installed:
 
     version: str
     scale_out: bool
-    """Whether its token-in-token-out route has to be switched on."""
+    """Whether its token-in-token-out route must be enabled."""
 
 
 class VLLMServer(RemoteEngine):
     """Implements lockstep.protocols.ReceivesWeights. See RemoteEngine for what can be called when."""
 
-    def __init__(self, config: EngineConfig, *, place: EngineSpec) -> None:
+    def __init__(self, config: EngineConfig, *, spec: EngineSpec) -> None:
         """Starts a server, or connects to the one at engine.url.
 
         Raises:
@@ -97,13 +97,13 @@ class VLLMServer(RemoteEngine):
             EngineError: no vLLM there, or one of an unsupported version; it does not start in time; or the
                 server at engine.url is not the one that this run needs.
         """
-        server = None if config.url else make_server(config, place)
+        server = None if config.url else make_server(config, spec)
         client = server_client(config, server)
-        driver = VLLMDriver(config, place, client=client, server=server)
-        super().__init__(config, place=place, client=client, driver=driver, server=server)
+        driver = VLLMDriver(config, spec, client=client, server=server)
+        super().__init__(config, spec=spec, client=client, driver=driver, server=server)
 
 
-def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
+def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     """A server that is not started yet, and `path/lockstep` in the work folder for its workers."""
     python = Path(config.python or sys.executable)
     check_interpreter(python)
@@ -111,7 +111,7 @@ def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
     check_version(installed.version, where=f"engine.python = {python}")
     if "VLLM_API_KEY" in config.env:
         raise ConfigError("engine.env.VLLM_API_KEY: a started server gets a token of its own; leave it out")
-    path = place.work_dir.resolve() / "path"
+    path = spec.work_dir.resolve() / "path"
     path.mkdir(parents=True, exist_ok=True)
     link = path / "lockstep"
     if not (link.is_symlink() and link.resolve() == _PACKAGE):
@@ -120,16 +120,16 @@ def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
     port = free_port()
     extra = dict(config.env)
     gpus = server_gpus(
-        config.cuda_devices, device=place.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+        config.cuda_devices, device=spec.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
     )
-    needed = vllm_environment(config, place, in_process=False) | {
+    needed = vllm_environment(config, spec, in_process=False) | {
         "PYTHONPATH": ":".join([str(path), *filter(None, [extra.pop("PYTHONPATH", "")])]),
         "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
         "CUDA_VISIBLE_DEVICES": gpus,
     }
     token = new_token()
     secret = {"VLLM_API_KEY": token, TOKEN: token}  # vLLM's own check, and ours of every path
-    command = [str(python), *vllm_server_command(config, place, port=port), "--enable-prompt-tokens-details"]
+    command = [str(python), *vllm_server_command(config, spec, port=port), "--enable-prompt-tokens-details"]
     if installed.scale_out:
         command.append("--enable-scale-out")
     return ServerProcess(
@@ -138,7 +138,7 @@ def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
             command=tuple(command),
             environment=server_environment(needed=needed, extra=extra | secret),
             port=port,
-            log=place.work_dir / "vllm.log",
+            log=spec.work_dir / "vllm.log",
             start_seconds=config.start_seconds,
             token=token,
         )
@@ -146,24 +146,24 @@ def make_server(config: EngineConfig, place: EngineSpec) -> ServerProcess:
 
 
 def installed_vllm(python: Path) -> Installed:
-    """Raises EngineError when the environment of that interpreter has no vLLM."""
+    """Find the vLLM of an interpreter. Raises EngineError if its environment has none."""
     try:
         done = subprocess.run(
             [python, "-I", "-c", _PROBE], capture_output=True, text=True, timeout=60.0, check=False
         )
-        found = json.loads(done.stdout)
+        probed = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise EngineError(f"engine.python = {python} cannot be run: {error}") from error
-    if "version" not in found or "scale_out" not in found:
+    if "version" not in probed or "scale_out" not in probed:
         raise EngineError(
-            f"the environment of engine.python = {python} (Python {found.get('python')}) has no vLLM; give "
+            f"the environment of engine.python = {python} (Python {probed.get('python')}) has no vLLM; give "
             "the interpreter of one that has, or install it there"
         )
-    return Installed(version=str(found["version"]), scale_out=bool(found["scale_out"]))
+    return Installed(version=str(probed["version"]), scale_out=bool(probed["scale_out"]))
 
 
 def check_version(version: str, *, where: str) -> None:
-    """Raises EngineError for a vLLM that this file was not written against."""
+    """Raises EngineError for a vLLM version that this file does not support."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
         raise EngineError(
@@ -183,14 +183,14 @@ class VLLMDriver:
     generate_path = "/inference/v1/generate"
 
     def __init__(
-        self, config: EngineConfig, place: EngineSpec, *, client: HttpClient, server: ServerProcess | None
+        self, config: EngineConfig, spec: EngineSpec, *, client: HttpClient, server: ServerProcess | None
     ) -> None:
-        self._config, self._place = config, place
+        self._config, self._spec = config, spec
         self._client, self._server = client, server
-        self._mode = vllm_logprobs_mode(place.temperatures)
+        self._mode = vllm_logprobs_mode(spec.temperatures)
         self._version = self._model = ""
         self._can_update = True
-        shares = server is not None and place.shares_device and place.device != "cpu"
+        shares = server is not None and spec.shares_device and spec.device != "cpu"
         self.transports: tuple[Transport, ...] = ("ipc", "disk") if shares else ("collective", "disk")
 
     # start
@@ -207,28 +207,28 @@ class VLLMDriver:
         self._version = str(self._client.get("/version", seconds=SHORT_SECONDS).object().get("version"))
         check_version(self._version, where=where)
         if self._server is not None:  # started with our own arguments
-            self._model = served_name(self._client)
-            if self._model != str(self._place.folder):
+            self._model = served_model_name(self._client)
+            if self._model != str(self._spec.folder):
                 raise EngineError(
-                    f"{where} serves {self._model!r} and not {str(self._place.folder)!r}: another server "
+                    f"{where} serves {self._model!r} and not {str(self._spec.folder)!r}: another server "
                     "took the port; start again, another free port is taken"
                 )
             return
-        served = check_served(self._client, self._place)
-        self._model, self._can_update = served.model, served.can_update
-        self._mode = served.logprobs_mode
+        info = check_server(self._client, self._spec)
+        self._model, self._can_update = info.model, info.can_update
+        self._mode = info.logprobs_mode
 
     def describe(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
+        description: dict[str, Any] = {"engine": NAME, "version": self._version, "url": self._client.url}
         if self._server is not None:
             spec = self._server.spec
-            found |= {
+            description |= {
                 "command": list(spec.command),
                 "environment": masked(spec.environment),
                 "log": str(spec.log),
                 "pid": self._server.pid,
             }
-        return found
+        return description
 
     # samples
 
@@ -237,7 +237,7 @@ class VLLMDriver:
         sampling = vllm_sampling(
             request.sampling,
             seed=job.seed,
-            eos_token_ids=self._place.eos_token_ids,
+            eos_token_ids=self._spec.eos_token_ids,
             logprobs_mode=self._mode,
         )
         return {
@@ -249,7 +249,7 @@ class VLLMDriver:
         }
 
     def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
-        """Indexes logprobs by the sampled id: each entry says which token it is of."""
+        """Parse a sample; logprobs are matched by token id: each entry says which token it belongs to."""
         try:
             (choice,) = reply["choices"]
             ids = token_ids(choice["token_ids"], "token_ids")
@@ -295,14 +295,14 @@ class VLLMDriver:
         return read_load(tokens, totals.get("vllm:kv_cache_usage_perc"))
 
     def abort(self, ids: Sequence[str]) -> None:
-        """By id: a server at a url may have other clients."""
+        """Abort by id: a server at a url may have other clients."""
         names = [f"generate-tokens-{id}" for id in ids]
         self._post("/abort_requests", {"request_ids": names}, seconds=SHORT_SECONDS)
 
     # memory
 
     def sleep(self) -> None:
-        """Weights go to the host's memory, the KV cache is dropped."""
+        """Move the weights to host memory and drop the KV cache."""
         self._post("/sleep?level=1", seconds=self._config.update_seconds)
         self._check_sleeping(True)
 
@@ -311,14 +311,14 @@ class VLLMDriver:
         self._check_sleeping(False)
 
     def memory(self) -> dict[str, int]:
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for answer in self._call("lockstep_memory", {}, seconds=SHORT_SECONDS):
             for name, value in answer.items():
                 try:
-                    found[name] = found.get(name, 0) + whole(value, name)
+                    totals[name] = totals.get(name, 0) + whole(value, name)
                 except ValueError as error:
                     raise EngineError(f"the vLLM server does not say its use of memory: {error}") from error
-        return found
+        return totals
 
     # weights
 
@@ -376,7 +376,7 @@ class VLLMDriver:
         return reply
 
     def _call(self, method: str, argument: Any, *, seconds: float) -> list[dict[str, Any]]:
-        """A method of LockstepWorker in every worker; what each of them answered."""
+        """Call a method of LockstepWorker in every worker; returns each worker's answer."""
         body = {"method": method, "args": [json.dumps(argument)], "timeout": seconds}
         answers = self._post("/collective_rpc", body, seconds=seconds + 1.0).object().get("results")
         if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
@@ -403,7 +403,7 @@ def _left(session: UpdateSession) -> float:
 
 
 def _named(content: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The token that each logprob is of. 0.32: {"token_id": 7}; 0.26: {"token": "token_id:7"}."""
+    """The token id that a logprob belongs to. 0.32: {"token_id": 7}; 0.26: {"token": "token_id:7"}."""
     if content and "token_id" in content[0]:
         return [entry["token_id"] for entry in content]
     return [int(entry["token"].removeprefix("token_id:")) for entry in content]

@@ -1,4 +1,4 @@
-"""Is the vLLM server at a url the one that this run needs?"""
+"""Checks that the vLLM server at a url is the one that this run needs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "u
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """What a server says about itself."""
+class ServerInfo:
+    """What a server reports about itself."""
 
     model: str
     """Its name for the model, to be sent with each request."""
@@ -33,20 +33,20 @@ class Served:
     can_update: bool
 
 
-def served_name(client: HttpClient) -> str:
+def served_model_name(client: HttpClient) -> str:
     return str(_model_card(client)["id"])
 
 
-def check_served(client: HttpClient, place: EngineSpec) -> Served:
+def check_server(client: HttpClient, spec: EngineSpec) -> ServerInfo:
     """Raises EngineError naming what differs: model, length, dtype, vocabulary, kind of logprobs."""
     where = f"the vLLM server at engine.url = {client.url}"
     card = _model_card(client)
-    _check_model(card, place, where=where)
+    _check_model(card, spec, where=where)
     longest = card.get("max_model_len")
-    if type(longest) is not int or longest < place.max_model_len:
+    if type(longest) is not int or longest < spec.max_model_len:
         raise EngineError(
             f"{where} takes prompts and completions of {longest} tokens together, and this run has up to "
-            f"{place.max_model_len}; start it with --max-model-len {place.max_model_len}"
+            f"{spec.max_model_len}; start it with --max-model-len {spec.max_model_len}"
         )
     name = str(card["id"])
     info = _server_info(client)
@@ -54,30 +54,30 @@ def check_served(client: HttpClient, place: EngineSpec) -> Served:
         log.warning(
             "%s does not say its dtype (VLLM_SERVER_DEV_MODE is off there); this run computes in %s",
             where,
-            place.dtype,
+            spec.dtype,
         )
         info = {}
     else:
         dtype = str(info.get("dtype", "")).removeprefix("torch.")
-        if dtype != place.dtype:
+        if dtype != spec.dtype:
             raise EngineError(
-                f"{where} computes in {dtype}, and this run in {place.dtype}; start it with --dtype "
-                f"{place.dtype}"
+                f"{where} computes in {dtype}, and this run in {spec.dtype}; start it with --dtype "
+                f"{spec.dtype}"
             )
-    _check_vocabulary(client, name, place, where=where)
-    mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), place, where=where)
-    return Served(model=name, logprobs_mode=mode, can_update=info.get("worker_extension_cls") == WORKER)
+    _check_vocabulary(client, name, spec, where=where)
+    mode = _usable_mode(str(info.get("logprobs_mode") or _find_mode(client, name)), spec, where=where)
+    return ServerInfo(model=name, logprobs_mode=mode, can_update=info.get("worker_extension_cls") == WORKER)
 
 
-def _usable_mode(found: str, place: EngineSpec, *, where: str) -> LogprobsMode:
-    """Processed logprobs are right at every temperature, raw ones at 0 and 1."""
-    needed = vllm_logprobs_mode(place.temperatures)
-    if found == "processed_logprobs":
+def _usable_mode(mode: str, spec: EngineSpec, *, where: str) -> LogprobsMode:
+    """Check the mode: processed logprobs are right at every temperature, raw ones at 0 and 1."""
+    needed = vllm_logprobs_mode(spec.temperatures)
+    if mode == "processed_logprobs":
         return "processed_logprobs"
-    if found == needed:
+    if mode == needed:
         return needed
     raise EngineError(
-        f"{where} gives {found}, and temperatures {sorted(place.temperatures)} need {needed}; start it with "
+        f"{where} gives {mode}, and temperatures {sorted(spec.temperatures)} need {needed}; start it with "
         f"--logprobs-mode {needed}"
     )
 
@@ -89,14 +89,14 @@ def _model_card(client: HttpClient) -> Mapping[str, Any]:
     return cards[0]
 
 
-def _check_model(card: Mapping[str, Any], place: EngineSpec, *, where: str) -> None:
+def _check_model(card: Mapping[str, Any], spec: EngineSpec, *, where: str) -> None:
     root = str(card.get("root") or card["id"])
-    if root in (str(place.folder), place.model_name) or Path(root) == place.folder.resolve():
+    if root in (str(spec.folder), spec.model_name) or Path(root) == spec.folder.resolve():
         return
-    theirs, ours = _config(Path(root)), _config(place.folder)
+    theirs, ours = _config(Path(root)), _config(spec.folder)
     if theirs is None:
         raise EngineError(
-            f"{where} serves {root!r}, and this run's model is {place.model_name!r} ({place.folder}); start "
+            f"{where} serves {root!r}, and this run's model is {spec.model_name!r} ({spec.folder}); start "
             "one that serves it, or set model.name"
         )
     different = sorted(
@@ -104,13 +104,14 @@ def _check_model(card: Mapping[str, Any], place: EngineSpec, *, where: str) -> N
     )
     if different:
         raise EngineError(
-            f"{where} serves {root!r}, another model than this run's {place.model_name!r} ({place.folder}): "
+            f"{where} serves {root!r}, another model than this run's {spec.model_name!r} ({spec.folder}): "
             f"their config.json differ in {', '.join(different[:8])}"
         )
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """What a model is, without where and by what it was written; None: not a folder that we can read."""
+    """A model's config without its path and the version that wrote it; None: not a folder that we can
+    read."""
     try:
         value = read_json(folder / "config.json", EngineError)
     except EngineError:
@@ -119,7 +120,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 def _server_info(client: HttpClient) -> dict[str, Any] | None:
-    """None: the server has no such route, because it is not in dev mode."""
+    """The server's own info; None if the server has no such route because it is not in dev mode."""
     reply = client.get("/server_info?config_format=json", seconds=_INFO_SECONDS)
     if reply.status == 404:
         return None
@@ -131,10 +132,10 @@ def _server_info(client: HttpClient) -> dict[str, Any] | None:
     return dict(config["model_config"]) | {"worker_extension_cls": worker}
 
 
-def _check_vocabulary(client: HttpClient, name: str, place: EngineSpec, *, where: str) -> None:
-    """The largest id is accepted and the next one is not."""
-    size = max(place.vocab_size, len(place.tokenizer) if place.tokenizer is not None else 0)
-    last, beyond = _one_token(client, name, place.vocab_size - 1), _one_token(client, name, size)
+def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where: str) -> None:
+    """Check that the largest id is accepted and the next one is not."""
+    size = max(spec.vocab_size, len(spec.tokenizer) if spec.tokenizer is not None else 0)
+    last, beyond = _one_token(client, name, spec.vocab_size - 1), _one_token(client, name, size)
     if last.status == 403:
         raise EngineError(f"{where} has its token route switched off; start it with --enable-scale-out")
     if last.status == 404:
@@ -142,14 +143,14 @@ def _check_vocabulary(client: HttpClient, name: str, place: EngineSpec, *, where
     if last.status != 200 or beyond.status == 200:
         raise EngineError(
             f"{where} has {'a smaller' if last.status != 200 else 'a larger'} vocabulary than this run's "
-            f"model, {place.vocab_size} entries: it {'refuses' if last.status != 200 else 'takes'} token id "
-            f"{place.vocab_size - 1 if last.status != 200 else size}; it serves another model"
+            f"model, {spec.vocab_size} entries: it {'refuses' if last.status != 200 else 'takes'} token id "
+            f"{spec.vocab_size - 1 if last.status != 200 else size}; it serves another model"
             + (f" ({last.error_text()})" if last.status != 200 else "")
         )
 
 
 def _find_mode(client: HttpClient, name: str) -> str:
-    """With one candidate left, processed logprobs are 0 and raw ones are not."""
+    """Find the mode by a request with one candidate token: processed logprobs are 0, raw ones are not."""
     reply = _one_token(client, name, 0).object()
     try:
         value = float(reply["choices"][0]["logprobs"]["content"][0]["logprob"])

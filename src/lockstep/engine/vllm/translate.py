@@ -48,7 +48,7 @@ _REFUSED = {
 
 
 def vllm_logprobs_mode(temperatures: Iterable[float]) -> LogprobsMode:
-    """Which of vLLM's kinds, fixed at its start, is ours at these temperatures.
+    """The kind of vLLM logprobs, fixed at its start, that is ours at these temperatures.
 
     Its raw kind is log_softmax(logits): ours at temperatures 0 and 1. Its processed kind comes after
     temperature, penalties and truncation: ours at any temperature, as long as the other two are off.
@@ -56,23 +56,23 @@ def vllm_logprobs_mode(temperatures: Iterable[float]) -> LogprobsMode:
     return "raw_logprobs" if set(temperatures) <= {0.0, 1.0} else "processed_logprobs"
 
 
-def vllm_constructor(config: EngineConfig, place: EngineSpec) -> dict[str, Any]:
+def vllm_constructor(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
     """Keyword arguments of vllm.LLM.
 
     Raises:
         ConfigError: vLLM cannot do this here, or an option overrides what is set here.
     """
-    own = _shared_arguments(config, place) | {"disable_log_stats": False}
+    own = _shared_arguments(config, spec) | {"disable_log_stats": False}
     return own | _options(config, own)
 
 
-def vllm_server_command(config: EngineConfig, place: EngineSpec, *, port: int) -> list[str]:
-    """What comes after the interpreter to start vLLM's own server on this machine only.
+def vllm_server_command(config: EngineConfig, spec: EngineSpec, *, port: int) -> list[str]:
+    """Arguments of the interpreter that start vLLM's own server on this machine only.
 
     Raises:
         ConfigError: as vllm_constructor.
     """
-    own = _shared_arguments(config, place) | {
+    own = _shared_arguments(config, spec) | {
         "host": "127.0.0.1",
         "port": port,
         "disable_uvicorn_access_log": True,
@@ -82,8 +82,8 @@ def vllm_server_command(config: EngineConfig, place: EngineSpec, *, port: int) -
     return ["-m", "vllm.entrypoints.openai.api_server", *command_flags(arguments, no_flags=True)]
 
 
-def _shared_arguments(config: EngineConfig, place: EngineSpec) -> dict[str, Any]:
-    on_cpu = place.device == "cpu"
+def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
+    on_cpu = spec.device == "cpu"
     if on_cpu and config.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant = true is not available on a CPU: vLLM's batch-invariant kernels crash "
@@ -92,26 +92,26 @@ def _shared_arguments(config: EngineConfig, place: EngineSpec) -> dict[str, Any]
     if on_cpu and config.sleep:
         raise ConfigError("engine.sleep = true is not available on a CPU: vLLM has no sleep mode there")
     arguments: dict[str, Any] = {
-        "model": str(place.folder),
-        "tokenizer": str(place.folder),
-        "skip_tokenizer_init": place.tokenizer is None,
-        "dtype": place.dtype,
-        "seed": place.seed,
-        "max_model_len": place.max_model_len,
+        "model": str(spec.folder),
+        "tokenizer": str(spec.folder),
+        "skip_tokenizer_init": spec.tokenizer is None,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_len,
         "max_num_seqs": config.max_batch,
         "tensor_parallel_size": config.tp,
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": config.eager,
         "enable_sleep_mode": config.sleep,
         "generation_config": "vllm",
-        "logprobs_mode": vllm_logprobs_mode(place.temperatures),
-        "load_format": "dummy" if place.weights == "pushed" else "auto",
+        "logprobs_mode": vllm_logprobs_mode(spec.temperatures),
+        "load_format": "dummy" if spec.weights == "pushed" else "auto",
         "trust_remote_code": False,
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if config.tp == 1:
         arguments["distributed_executor_backend"] = "uni"  # on a CPU it would start one more process
-    fraction = memory_fraction(config, place)
+    fraction = memory_fraction(config, spec)
     if fraction is not None:
         arguments["gpu_memory_utilization"] = fraction
     elif on_cpu and not {"kv_cache_memory_bytes", "kv-cache-memory-bytes"} & set(config.options):
@@ -120,7 +120,7 @@ def _shared_arguments(config: EngineConfig, place: EngineSpec) -> dict[str, Any]
         # A prompt in two parts is sampled from twice, and vLLM takes the first draw back by a generator's
         # offset, which CPU generators do not have: every seeded request fails then (vLLM 0.32).
         arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(place.max_model_len, CPU_BATCHED_TOKENS)
+        arguments["max_num_batched_tokens"] = max(spec.max_model_len, CPU_BATCHED_TOKENS)
     return arguments
 
 
@@ -128,9 +128,9 @@ def _options(config: EngineConfig, own: dict[str, Any]) -> dict[str, Any]:
     return checked_options(config, own, aliases=_ALIASES, refused=_REFUSED)
 
 
-def vllm_environment(config: EngineConfig, place: EngineSpec, *, in_process: bool) -> dict[str, str]:
+def vllm_environment(config: EngineConfig, spec: EngineSpec, *, in_process: bool) -> dict[str, str]:
     """Variables that must be set before vLLM is imported. `config.env` is not among them."""
-    found = {
+    environment = {
         "VLLM_BATCH_INVARIANT": "1" if config.batch_invariant else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it has no seeds
         "VLLM_NO_USAGE_STATS": "1",
@@ -138,8 +138,8 @@ def vllm_environment(config: EngineConfig, place: EngineSpec, *, in_process: boo
         "HF_HUB_OFFLINE": "1",  # the model is a folder
     }
     if in_process:
-        return found | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return found | {"VLLM_SERVER_DEV_MODE": "1"}  # sleep, cache reset and calls to the worker extension
+        return environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return environment | {"VLLM_SERVER_DEV_MODE": "1"}  # sleep, cache reset and calls to the worker extension
 
 
 def vllm_sampling(

@@ -1,4 +1,4 @@
-"""One thread that all work of an in-process engine runs in, so that whoever waits for it has a deadline."""
+"""One thread for all work of an in-process engine, so that every wait for it has a deadline."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LOOK_SECONDS = 0.5
 
 
 class OwnThread:
-    """A daemon thread that runs what `call` hands it, one thing at a time.
+    """A daemon thread that runs the functions passed to `call`, one at a time.
 
-    An engine that hangs inside a kernel cannot be stopped, but the trainer can be told: after a deadline has
-    passed, every later call raises at once.
+    An engine that hangs inside a kernel cannot be stopped, but the trainer need not wait for it: once a
+    deadline has passed, every later call raises at once.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,16 +38,16 @@ class OwnThread:
 
     @property
     def stuck(self) -> bool:
-        """Whether a deadline passed: what runs then is not waited for any more."""
+        """Whether a deadline has passed: the running work is no longer waited for."""
         return self._stuck is not None
 
     def call(
         self, work: Callable[[], _Result], *, what: str, deadline: float | Callable[[], float]
     ) -> _Result:
-        """The result of `work`, or the exception it raised.
+        """Run `work`; returns its result or raises its exception.
 
         Args:
-            deadline: time.monotonic(); a function is asked again and again, so that progress can move it.
+            deadline: time.monotonic(); a function is called repeatedly, so that progress can move it.
 
         Raises:
             EngineError: the deadline passed, now or in an earlier call.
@@ -73,7 +73,7 @@ class OwnThread:
                     ) from None
 
     def end(self, *, seconds: float) -> bool:
-        """Let the thread end after what it runs; whether it did in time."""
+        """Let the thread end after its current work; True if it ended in time."""
         self._work.put(None)
         self._thread.join(timeout=seconds)
         return not self._thread.is_alive()
@@ -92,8 +92,8 @@ class OwnThread:
 
 @contextlib.contextmanager
 def same_noise(device: torch.device) -> Iterator[None]:
-    """The global generators of torch, numpy and random are afterwards what they were: an engine seeds and
-    draws from them, and the trainer's dropout and shuffling must not depend on the choice of an engine."""
+    """Restore the global generators of torch, numpy and random on exit: an engine seeds and draws from them,
+    and the trainer's dropout and shuffling must not depend on the choice of an engine."""
     cuda = device.type == "cuda" and torch.cuda.is_initialized()
     host, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     gpu = torch.cuda.get_rng_state(device) if cuda else None

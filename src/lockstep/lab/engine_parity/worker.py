@@ -106,7 +106,7 @@ class _Run:
         self.say(f"trainer: {job.model.name}, {self.found['attention']}, {self.found['dtype']}, {device}")
         place = make_place(job, model, device=device) if is_external(job.engine.name) else None
         started = time.perf_counter()
-        engine: InferenceEngine = make_engine(job.engine, model=model, place=place)
+        engine: InferenceEngine = make_engine(job.engine, model=model, spec=place)
         self.engine = engine
         self.found["start_seconds"] = time.perf_counter() - started
         self.say(f"engine {job.engine.name}: started in {self.found['start_seconds']:.1f} s")

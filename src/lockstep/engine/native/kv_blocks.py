@@ -1,4 +1,4 @@
-"""Which rows of the KV pool belong to whom: contiguous extents, first fit."""
+"""Allocation of KV cache rows to samples: contiguous blocks, first fit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Extent:
-    """Rows start to start + size of the pool."""
+class KVBlock:
+    """Rows start to start + size of the KV cache."""
 
     start: int
     size: int
@@ -18,58 +18,58 @@ class Extent:
         return self.start + self.size
 
 
-class Extents:
-    """The free rows of a pool, as gaps in rising order that do not touch."""
+class KVBlockAllocator:
+    """The free rows of a KV cache, as gaps in ascending order that do not touch."""
 
     def __init__(self, capacity: int, *, first: int = 0) -> None:
         self.capacity = capacity
         self.free = capacity
         self._first = first
-        self._gaps = [Extent(first, capacity)] if capacity else []
+        self._gaps = [KVBlock(first, capacity)] if capacity else []
 
-    def allocate(self, size: int) -> Extent | None:
-        """The first gap that is large enough, or None."""
+    def allocate(self, size: int) -> KVBlock | None:
+        """Allocate from the first gap that is large enough; None if there is none."""
         for index, gap in enumerate(self._gaps):
             if gap.size >= size:
                 return self._take(index, size)
         return None
 
-    def extend(self, extent: Extent, size: int) -> bool:
+    def extend(self, block: KVBlock, size: int) -> bool:
         """Grow in place to `size` rows; False when the rows behind it are taken."""
-        more = size - extent.size
-        index = self._behind(extent.stop)
-        if index == len(self._gaps) or self._gaps[index].start != extent.stop:
+        more = size - block.size
+        index = self._behind(block.stop)
+        if index == len(self._gaps) or self._gaps[index].start != block.stop:
             return False
         if self._gaps[index].size < more:
             return False
         self._take(index, more)
-        extent.size = size
+        block.size = size
         return True
 
-    def release(self, extent: Extent) -> None:
-        """Make its rows free; it touches no other gap afterwards."""
-        index = self._behind(extent.start)
-        gap = Extent(extent.start, extent.size)
+    def release(self, block: KVBlock) -> None:
+        """Free the rows of a block, and merge them with the gaps that they touch."""
+        index = self._behind(block.start)
+        gap = KVBlock(block.start, block.size)
         if index < len(self._gaps) and gap.stop == self._gaps[index].start:
             gap.size += self._gaps.pop(index).size
         if index and self._gaps[index - 1].stop == gap.start:
             self._gaps[index - 1].size += gap.size
         else:
             self._gaps.insert(index, gap)
-        self.free += extent.size
+        self.free += block.size
 
-    def pack(self, held: list[Extent]) -> None:
-        """Move `held`, all that is taken, to the beginning, in this order; all the rest is one gap."""
+    def pack(self, held: list[KVBlock]) -> None:
+        """Move `held`, all allocated blocks, to the beginning, in this order; the rest becomes one gap."""
         start = self._first
-        for extent in held:
-            extent.start = start
-            start = extent.stop
+        for block in held:
+            block.start = start
+            start = block.stop
         self.free = self.capacity - (start - self._first)
-        self._gaps = [Extent(start, self.free)] if self.free else []
+        self._gaps = [KVBlock(start, self.free)] if self.free else []
 
-    def _take(self, index: int, size: int) -> Extent:
+    def _take(self, index: int, size: int) -> KVBlock:
         gap = self._gaps[index]
-        taken = Extent(gap.start, size)
+        taken = KVBlock(gap.start, size)
         gap.start += size
         gap.size -= size
         if not gap.size:

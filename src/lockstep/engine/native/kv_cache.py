@@ -1,4 +1,4 @@
-"""The KV pool: keys and values of all running samples, one pair of tensors per layer."""
+"""The KV cache: keys and values of all running samples, one pair of tensors per layer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from lockstep.models.memory import available_bytes, total_bytes
 
 SCRATCH = 0
-"""The pool row that rows without a sample write to: they fill a batch up to a static size."""
+"""The cache row that rows without a sample write to: they fill a batch up to a static size."""
 _FRACTION = {"cuda": 0.45, "cpu": 0.25}
-"""engine.memory_fraction when it is not set: on a GPU the trainer's optimizer and activations need theirs."""
+"""Default of engine.memory_fraction: on a GPU the trainer's optimizer and activations need the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVShape:
-    """What a token's keys and values are."""
+    """Shape, dtype and device of the keys and values of a token."""
 
     layers: int
     heads: int
@@ -37,21 +37,21 @@ class KVShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """`count` rows from `source` on are copied to `target` on."""
+    """A copy of `count` rows, from `source` on to `target` on."""
 
     source: int
     target: int
     count: int
 
 
-class KVPool:
+class KVCache:
     """keys[layer] and values[layer] are [P, K, H]; P - 1 tokens of samples and the scratch row."""
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         def rows() -> Tensor:  # a tensor each: views of one storage would be aliased inputs of a graph
             size = (capacity + 1, shape.heads, shape.head_dim)
             tensor = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-            torch._dynamo.mark_dynamic(tensor, 0)  # a larger pool is no reason to compile again
+            torch._dynamo.mark_dynamic(tensor, 0)  # a larger cache is no reason to compile again
             return tensor
 
         self.capacity = capacity
@@ -61,7 +61,7 @@ class KVPool:
         self._device = shape.device
 
     def move(self, moves: Sequence[Move]) -> None:
-        """All at once: a source may overlap any target."""
+        """Do all moves at once: a source may overlap any target."""
         if not moves:
             return
         sources = [np.arange(move.source, move.source + move.count) for move in moves]
@@ -74,7 +74,7 @@ class KVPool:
 
 
 def upload(array: npt.NDArray[Any], to: Tensor) -> Tensor:
-    """Copy the entries, in order, over those of `to`; a GPU is not waited for."""
+    """Copy the entries, in order, over those of `to`, without waiting for a GPU."""
     entries = torch.from_numpy(array).view(-1)
     return to.copy_(entries.pin_memory() if to.is_cuda else entries, non_blocking=True)
 
@@ -84,7 +84,7 @@ def most_tokens(shape: KVShape, fraction: float | None, *, held: int = 0) -> int
     a CPU, of the host's memory within its cgroup.
 
     Args:
-        held: bytes of a pool that the new one takes the place of.
+        held: bytes of the cache that the new one replaces.
     """
     share = _FRACTION[shape.device.type] if fraction is None else fraction
     if shape.device.type == "cuda":
