@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.arguments import above_zero, count, default_out, positive, steps
+from lockstep.cli.arguments import above_zero, count, default_out, path, positive, ranks, seconds, seed, steps
 
 
 def test_numbers_are_read() -> None:
     assert (steps("10:20"), steps("10:"), steps(":20")) == ((10, 20), (10, None), (None, 20))
     assert (positive("1"), count("0"), count(" 12 "), above_zero("2.5e-3")) == (1, 0, 12, 0.0025)
+    assert (seed(str(2**63 - 1)), seconds("1e9"), path("a/b")) == (2**63 - 1, 1e9, Path("a/b"))
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,12 @@ def test_numbers_are_read() -> None:
         (above_zero, "inf", "'inf' is no number above 0"),
         (steps, "3-9", "'3-9' is no range of steps; write it like 10:20, 10: or :20"),
         (above_zero, "soon", "'soon' is no number above 0"),
+        (above_zero, "1e308", "'1e308' is not between 1e-30 and 1e+30"),
+        (positive, "2147483648", "'2147483648' is more than 2,147,483,647, which no use of it could be"),
+        (ranks, "65537", "'65537' is more than 65,536, which no use of it could be"),
+        (seed, str(2**63), "'9223372036854775808': Input should be less than 9223372036854775808"),
+        (seconds, "1e10", "'1e10': Input should be less than or equal to 1000000000"),
+        (path, "", "'' is no name of a file or folder"),
     ],
 )
 def test_what_is_no_such_number_is_named(read: Callable[[str], object], text: str, message: str) -> None:

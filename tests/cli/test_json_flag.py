@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,14 @@ def test_a_place_that_cannot_be_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for path, said in (("no/x.json", "no such folder"), ("folder", "is a folder; name a file in it")):
+    os.mkfifo(tmp_path / "pipe")
+    for path, said in (
+        ("no/x.json", "no such folder"),
+        ("folder", "is a folder; name a file in it"),
+        ("pipe", "is a device or a pipe, no plain file"),
+    ):
         assert main([*COMMANDS[name], "--json", path]) == 2
         seen = capsys.readouterr()
         assert said in seen.err and path in seen.err, (seen.out, seen.err)
-    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()

@@ -6,6 +6,23 @@ import argparse
 import math
 import time
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from lockstep.config.base import FilePath, Seconds, Seed
+from lockstep.config.run import MAX_RANKS
+
+MOST = 2**31 - 1
+"""Of what counts something."""
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Of a number that is no time; as those of settings."""
+_DIGITS = 400
+"""Python refuses to read many more."""
+_Value = TypeVar("_Value", int, float, Path)
+_SEED: TypeAdapter[int] = TypeAdapter(Seed)
+_SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
+_PATH: TypeAdapter[Path] = TypeAdapter(FilePath)
 
 
 def positive(text: str) -> int:
@@ -18,15 +35,39 @@ def count(text: str) -> int:
     return _whole(text, least=0)
 
 
+def seed(text: str) -> int:
+    """A whole number from 0 on, of at most 63 bits. Raises ArgumentTypeError."""
+    return _bounded(_SEED, _whole(text, least=0, most=None), text)
+
+
+def ranks(text: str) -> int:
+    """A number of processes. Raises ArgumentTypeError."""
+    return _whole(text, least=1, most=MAX_RANKS)
+
+
 def above_zero(text: str) -> float:
-    """A number above 0, not infinite. Raises ArgumentTypeError."""
+    """A number above 0, not infinite, that no use of it overflows. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no number above 0")
+    if not SMALLEST <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not between {SMALLEST:g} and {LARGEST:g}")
     return value
+
+
+def seconds(text: str) -> float:
+    """A time to wait. Raises ArgumentTypeError."""
+    return _bounded(_SECONDS, above_zero(text), text)
+
+
+def path(text: str) -> Path:
+    """A file or folder, which need not exist. Raises ArgumentTypeError: no file can have this name."""
+    if text == "":
+        raise argparse.ArgumentTypeError("'' is no name of a file or folder")
+    return _bounded(_PATH, Path(text), text)
 
 
 def steps(text: str) -> tuple[int | None, int | None]:
@@ -48,7 +89,20 @@ def nothing(_: str) -> None:
     """Says nothing, for --quiet."""
 
 
-def _whole(text: str, *, least: int) -> int:
-    if not text.strip().lstrip("+").isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-    return int(text)
+def _whole(text: str, *, least: int, most: int | None = MOST) -> int:
+    digits = text.strip().lstrip("+")
+    if not digits.isdecimal() or (len(digits) <= _DIGITS and int(digits) < least):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no whole number of at least {least}")
+    if len(digits) > _DIGITS or (most is not None and int(digits) > most):
+        above = "" if most is None else f" than {most:,}"
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is more{above}, which no use of it could be")
+    return int(digits)
+
+
+def _bounded(kind: TypeAdapter[_Value], value: _Value, text: str) -> _Value:
+    """`value`, if a setting of this type may have it."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: {message}") from None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
@@ -86,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
             f"--{axis}", metavar="LIST", help=f"of {', '.join(values)}; every combination ({values[0]})"
         )
     cells.add_argument(
-        "--ranks", type=arguments.positive, metavar="N", help="of backends with ranks (all GPUs, or 2)"
+        "--ranks", type=arguments.ranks, metavar="N", help="of backends with ranks (all GPUs, or 2)"
     )
     cells.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
     _work_flags(made.add_argument_group("of what work"))
@@ -124,7 +123,7 @@ def _work_flags(group: Any) -> None:
         metavar="N",
         help="of a micro-batch (all of a step, up to 8192, or --longest)",
     )
-    group.add_argument("--seed", type=arguments.count, default=0, metavar="N", help="(0)")
+    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help="(0)")
     group.add_argument(
         "--set",
         action="append",
@@ -153,13 +152,13 @@ def _output_flags(group: Any) -> None:
     )
     group.add_argument(
         "--timeout",
-        type=arguments.above_zero,
+        type=arguments.seconds,
         default=600.0,
         metavar="S",
         help="seconds of a cell's start, and of each of its steps (600)",
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/bench-TIME)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="the result once more")
+    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/bench-TIME)")
+    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the result once more")
     group.add_argument("--quiet", action="store_true", help="print the verdict only")
 
 

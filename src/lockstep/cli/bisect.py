@@ -95,16 +95,18 @@ def _parser() -> argparse.ArgumentParser:
         "documents does in cell a, with a floor for the dtype)",
     )
     parser.add_argument("--crash", action="store_true", help="find the smallest input on which b crashes")
-    parser.add_argument("--max-trials", type=int, default=200, metavar="N", help="of --crash (200)")
+    parser.add_argument(
+        "--max-trials", type=arguments.positive, default=200, metavar="N", help="of --crash (200)"
+    )
     parser.add_argument(
         "--trial-timeout",
-        type=arguments.above_zero,
+        type=arguments.seconds,
         default=300.0,
         metavar="SECONDS",
         help="a trial of --crash that takes longer hangs, which is a crash too (300)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="new directory (runs/bisect-TIME)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the result, machine-readable")
+    parser.add_argument("--out", type=arguments.path, metavar="DIR", help="new directory (runs/bisect-TIME)")
+    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="the result, machine-readable")
     parser.add_argument("--quiet", action="store_true", help="print the verdict only")
     return parser
 

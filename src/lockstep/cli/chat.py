@@ -51,13 +51,14 @@ def main(argv: Sequence[str]) -> int:
     """
     args = tyro.cli(ChatArguments, args=list(argv), prog="lockstep chat", description=__doc__)
     from lockstep.cli.common_model import open_model
-    from lockstep.cli.sample import override
+    from lockstep.cli.sample import check_model_flags, override
     from lockstep.rollout.sampler import sampling_params
 
-    opened = open_model(args.model, checkpoint=args.checkpoint, max_batch=1)
     values: dict[str, float | int] = {"max_tokens": args.max_tokens}
     if args.temperature is not None:
         values["temperature"] = args.temperature
+    check_model_flags(args.model, seed=args.seed, sampling=values)
+    opened = open_model(args.model, checkpoint=args.checkpoint, max_batch=1)
     chat = Chat(opened, sampling_params(override(opened.sampling, values)), seed=args.seed)
     terminal = sys.stdin.isatty()
     if terminal:

@@ -103,9 +103,15 @@ def _check_arguments(words: Sequence[str]) -> None:
     """Parsers of arguments print them as they are, and a file's name may be somebody else's.
 
     Raises:
-        ConfigError: an argument holds a control character.
+        ConfigError: an argument holds a control character, or bytes that are no text.
     """
     for number, word in enumerate(words, start=1):
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:  # it would fail where it is written to a file or a report
+            raise ConfigError(
+                f"argument {number}, {word[:80]!a}, is not UTF-8; rename the file, or write the text in UTF-8"
+            ) from error
         if _CONTROL.search(word):
             raise ConfigError(
                 f"argument {number}, {word[:80]!r}, holds a control character; rename the file, or write the "

@@ -89,7 +89,7 @@ def _cell_flags(group: Any) -> None:
 
 def _work_flags(group: Any) -> None:
     group.add_argument(
-        "--timeout", type=arguments.above_zero, default=600.0, metavar="S", help="seconds per cell (600)"
+        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="seconds per cell (600)"
     )
     group.add_argument(
         "--jobs",
@@ -98,7 +98,7 @@ def _work_flags(group: Any) -> None:
         metavar="N",
         help="N cells at a time, without comparable times (1)",
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/matrix-TIME)")
+    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/matrix-TIME)")
     group.add_argument("--resume", action="store_true", help="go on in --out: what is done is not run again")
     group.add_argument("--retry", action="store_true", help="with --resume: run again what did not work")
     group.add_argument("--keep-outputs", action="store_true", help="keep every cell's logprobs and gradients")
@@ -114,7 +114,7 @@ def _work_flags(group: Any) -> None:
         metavar="X",
         help="relative error (1e-4 in float32)",
     )
-    group.add_argument("--json", type=Path, metavar="FILE", help="everything, once more")
+    group.add_argument("--json", type=arguments.path, metavar="FILE", help="everything, once more")
     group.add_argument("--quiet", action="store_true", help="print the verdict only")
 
 
@@ -210,16 +210,16 @@ def _list_axes() -> int:
     return 0
 
 
-def _diff(argv: Sequence[str]) -> int:
-    """`lockstep matrix diff A B`: exit status 1 when a cell of B is worse."""
+def diff_parser() -> argparse.ArgumentParser:
+    """Every flag of `lockstep matrix diff`."""
     made = argparse.ArgumentParser(
         prog="lockstep matrix diff",
         description="What changed from matrix A to matrix B. Exit status 1: a cell that worked does not, or "
         "one that agreed with its reference does not.",
         allow_abbrev=False,
     )
-    made.add_argument("a", type=Path, metavar="A", help="folder or matrix.json, the older one")
-    made.add_argument("b", type=Path, metavar="B", help="the newer one")
+    made.add_argument("a", type=arguments.path, metavar="A", help="folder or matrix.json, the older one")
+    made.add_argument("b", type=arguments.path, metavar="B", help="the newer one")
     made.add_argument(
         "--threshold",
         type=arguments.above_zero,
@@ -235,8 +235,13 @@ def _diff(argv: Sequence[str]) -> int:
         help="tell differences X times as large (2)",
     )
     made.add_argument("--all", action="store_true", help="show cells that are as they were, too")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the changes to this file")
-    args = made.parse_args(list(argv))
+    made.add_argument("--json", type=arguments.path, metavar="FILE", help="write the changes to this file")
+    return made
+
+
+def _diff(argv: Sequence[str]) -> int:
+    """`lockstep matrix diff A B`: exit status 1 when a cell of B is worse."""
+    args = diff_parser().parse_args(list(argv))
     check_writable(args.json)
     from lockstep.lab.matrix.diff import diff_matrices, show_diff
     from lockstep.lab.matrix.result import read_matrix

@@ -97,7 +97,7 @@ def _stack_flags(group: Any) -> None:
     group.add_argument("--reference", default="local", metavar="STACK", help="to compare with (local)")
     group.add_argument(
         "--gpus",
-        type=arguments.positive,
+        type=arguments.ranks,
         metavar="N",
         help="ranks of each stack, on a CPU too (all GPUs, or 2; as many as tp * ring needs)",
     )
@@ -125,7 +125,7 @@ def _work_flags(group: Any) -> None:
         help="another setting of data; repeatable",
     )
     group.add_argument(
-        "--recording", type=Path, metavar="PATH", help="of --algorithm grpo (the shipped corpus)"
+        "--recording", type=arguments.path, metavar="PATH", help="of --algorithm grpo (the shipped corpus)"
     )
     group.add_argument("--max-samples", type=arguments.positive, metavar="N", help="documents (160)")
     group.add_argument(
@@ -142,7 +142,7 @@ def _work_flags(group: Any) -> None:
     )
     group.add_argument("--lr", type=arguments.above_zero, help="(1e-3 for shape: models, else 2e-5)")
     group.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="(adamw)")
-    group.add_argument("--seed", type=arguments.count, default=0, metavar="N", help="(0)")
+    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help="(0)")
 
 
 def _output_flags(group: Any) -> None:
@@ -158,11 +158,11 @@ def _output_flags(group: Any) -> None:
         "--gradients", action="store_true", help="compare gradients of the first and last step"
     )
     group.add_argument(
-        "--timeout", type=arguments.above_zero, default=600.0, metavar="S", help="seconds per stack (600)"
+        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="seconds per stack (600)"
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/parity-TIME)")
-    group.add_argument("--log-dir", type=Path, metavar="DIR", help="of NAME_test.log (OUT/logs)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="the result once more")
+    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/parity-TIME)")
+    group.add_argument("--log-dir", type=arguments.path, metavar="DIR", help="of NAME_test.log (OUT/logs)")
+    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the result once more")
     group.add_argument("--quiet", action="store_true", help="print the verdict only")
 
 
@@ -196,6 +196,7 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     Raises:
         ConfigError: a value that cannot be right, named with its flag or variable.
     """
+    from lockstep.config.load import check
     from lockstep.config.model import ModelConfig
     from lockstep.lab.train_parity.run import ParityOptions
 
@@ -215,7 +216,7 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
         log_dir=args.log_dir,
         skip=skip,
         algorithm=args.algorithm,
-        model=ModelConfig.model_validate(settings),
+        model=check(settings, ModelConfig, origin="--model, --num-layers, --seed"),
         train=_train(args, model),
         device=device,  # type: ignore[arg-type]
         gpus=args.gpus,
@@ -316,10 +317,12 @@ def device_of(name: str) -> tuple[str, int]:
 
 
 def _train(args: argparse.Namespace, model: str) -> Any:
+    from lockstep.config.load import check
     from lockstep.config.train import TrainConfig
 
     lr = args.lr or (1e-3 if model.startswith("shape:") else 2e-5)
-    return TrainConfig(lr=lr, optimizer=args.optimizer, token_budget=args.token_budget)
+    settings = {"lr": lr, "optimizer": args.optimizer, "token_budget": args.token_budget}
+    return check(settings, TrainConfig, origin="--lr, --token-budget")
 
 
 def _data(args: argparse.Namespace) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
 from lockstep.cli.parity import console
+from lockstep.config.load import check
+from lockstep.config.model import ModelConfig
 from lockstep.lab.train_parity.stacks import DEFAULT_STACKS, parse_stacks
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
@@ -33,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
         "--model", default="bundled:smollm2-135m", metavar="NAME", help="(bundled:smollm2-135m)"
     )
     made.add_argument("--stacks", metavar="LIST", help=f"({','.join(USUAL)})")
-    made.add_argument("--gpus", type=arguments.positive, metavar="N", help="ranks of each stack")
-    made.add_argument("--json", type=Path, metavar="FILE", help="the findings, machine-readable")
+    made.add_argument("--gpus", type=arguments.ranks, metavar="N", help="ranks of each stack")
+    made.add_argument("--json", type=arguments.path, metavar="FILE", help="the findings, machine-readable")
     made.add_argument("--quiet", action="store_true", help="print the verdict only")
     return made
 
@@ -44,13 +45,13 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     check_writable(args.json)
     stacks = parse_stacks(args.stacks or ",".join(USUAL))
+    model = check({"name": args.model}, ModelConfig, origin="--model")
     import torch
 
-    from lockstep.config.model import ModelConfig
     from lockstep.lab.train_parity.check import check_all
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = check_all(stacks, model=ModelConfig(name=args.model), gpus=args.gpus, device_count=count)
+    found = check_all(stacks, model=model, gpus=args.gpus, device_count=count)
     if not args.quiet:
         _show(found)
     wrong = [f for f in found if f.status == "problem" or (args.stacks and f.status == "refused")]

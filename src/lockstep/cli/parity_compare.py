@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from lockstep.cli import arguments
 from lockstep.cli.parity import console
@@ -21,8 +20,8 @@ def parser() -> argparse.ArgumentParser:
         "threshold, or is not finite.",
         allow_abbrev=False,
     )
-    made.add_argument("a", type=Path, metavar="A", help="the run that differences are relative to")
-    made.add_argument("b", type=Path, metavar="B", help="the other one")
+    made.add_argument("a", type=arguments.path, metavar="A", help="the run that differences are relative to")
+    made.add_argument("b", type=arguments.path, metavar="B", help="the other one")
     made.add_argument(
         "--threshold",
         type=arguments.above_zero,
@@ -33,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--key", metavar="NAME", help="the key or tag to take from both (a loss is looked for)")
     made.add_argument("--key-b", metavar="NAME", help="that of B, where it is another")
     made.add_argument("--common", action="store_true", help="compare the steps that both have")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="draw both curves into this PNG")
-    made.add_argument("--json", type=Path, metavar="FILE", help="the result, machine-readable")
+    made.add_argument("--plot", type=arguments.path, metavar="FILE", help="draw both curves into this PNG")
+    made.add_argument("--json", type=arguments.path, metavar="FILE", help="the result, machine-readable")
     made.add_argument("--quiet", action="store_true", help="print the verdict only")
     return made
 

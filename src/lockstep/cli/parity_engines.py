@@ -6,7 +6,6 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
@@ -118,7 +117,7 @@ def _work_flags(group: Any) -> None:
         metavar="X",
         help="of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
     )
-    group.add_argument("--seed", type=arguments.count, default=0, metavar="N", help="(0)")
+    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help="(0)")
 
 
 def _output_flags(group: Any) -> None:
@@ -130,10 +129,10 @@ def _output_flags(group: Any) -> None:
         "float16 0.02, bfloat16 0.05, divided by a temperature below 1)",
     )
     group.add_argument(
-        "--timeout", type=arguments.above_zero, default=900.0, metavar="S", help="seconds per engine (900)"
+        "--timeout", type=arguments.seconds, default=900.0, metavar="S", help="seconds per engine (900)"
     )
-    group.add_argument("--out", type=Path, metavar="DIR", help="new folder (runs/engines-TIME)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="the result once more")
+    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/engines-TIME)")
+    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the result once more")
     group.add_argument("--quiet", action="store_true", help="print the verdict only")
 
 
@@ -144,8 +143,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a wrong setting, before anything is started.
     """
     args = parser().parse_args(list(argv))
-    options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
     check_writable(args.json)
+    options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
     from lockstep.lab.engine_parity.report import brief, show, write_reports
     from lockstep.lab.engine_parity.run import run_engines
 
@@ -168,7 +167,10 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     Raises:
         ConfigError, DataError, ModelError: a value that cannot be right.
     """
+    from lockstep.config.load import check
     from lockstep.config.model import ModelConfig
+    from lockstep.config.rollout import SamplingConfig
+    from lockstep.config.train import TrainConfig
     from lockstep.lab.engine_parity.judge import default_threshold
     from lockstep.lab.engine_parity.prompts import make_prompts, read_data
     from lockstep.lab.engine_parity.run import EnginesOptions
@@ -179,7 +181,9 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     device = device_of(args.device)[0]
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if args.dtype == "auto" else args.dtype
     settings = {"name": args.model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
-    model = ModelConfig.model_validate(settings)
+    model = check(settings, ModelConfig, origin="--model, --num-layers, --seed")
+    train = check({"attention": args.attention}, TrainConfig, origin="--attention")
+    check({"temperature": args.temperature}, SamplingConfig, origin="--temperature")
     prompts = make_prompts(
         model,
         read_data(args.data, model=args.model),
@@ -193,7 +197,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
         model=model,
         out=args.out or arguments.default_out("engines"),
         device=device,  # type: ignore[arg-type]
-        attention=args.attention,
+        attention=train.attention,
         temperature=args.temperature,
         max_tokens=args.max_tokens,
         num_samples=args.samples,

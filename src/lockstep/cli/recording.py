@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 from collections import Counter
@@ -27,7 +28,7 @@ import tyro
 
 from lockstep.cli import arguments
 from lockstep.errors import ConfigError, LockstepError, RecordingError, unknown_name
-from lockstep.observe.files import check_writable
+from lockstep.observe.files import check_above, check_writable
 from lockstep.observe.text import echo, printable
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ def main(argv: Sequence[str]) -> int:
     kind, run = COMMANDS[name]
     args = tyro.cli(kind, args=rest, prog=f"lockstep recording {name}")
     check_writable(args.json)
+    if getattr(args, "out", None) is not None:
+        _check_new(args.out)
     result, status, verdict = run(args)
     if args.json is not None:
         from lockstep.observe.files import jsonable
@@ -167,6 +170,14 @@ def main(argv: Sequence[str]) -> int:
         args.json.write_text(text + "\n", encoding="utf-8")
     echo(verdict)
     return status
+
+
+def _check_new(out: Path) -> None:
+    """Raises ConfigError: a recording cannot be made there."""
+    _as_argument("--out", arguments.path, str(out))
+    if os.path.lexists(out):
+        raise ConfigError(f"--out {str(out)!r} exists already; name a directory that does not")
+    check_above(out)
 
 
 Result = tuple[dict[str, Any], int, str]
@@ -407,11 +418,12 @@ def find_decoder(header: RecordingHeader) -> tuple[Decoder | None, str]:
 def slice_inputs(args: Slice) -> Result:
     """Some inputs as a recording of its own."""
     from lockstep.recording import Recording
-    from lockstep.recording.edit import parse_numbers, slice_recording
+    from lockstep.recording.edit import slice_recording
 
-    recording = Recording.open(args.path)
-    indices = None if args.inputs is None else parse_numbers(args.inputs, what="--inputs")
+    _as_argument("--every", arguments.positive, str(args.every))
+    indices = None if args.inputs is None else _numbers("--inputs", args.inputs)
     selection = _selection(args.steps, args.rank, indices=indices, every=args.every)
+    recording = Recording.open(args.path)
     edited = slice_recording(recording, args.out, selection, weights=args.weights)
     return _edited("slice", edited, f" of {len(recording)}")
 
@@ -438,15 +450,29 @@ def _edited(name: str, edited: Edited, of: str) -> Result:
     return asdict(edited), 0, verdict
 
 
-def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:
-    from lockstep.recording.edit import Selection, parse_numbers
+def _as_argument(flag: str, read: Callable[[str], Any], text: str) -> Any:
+    """What `read`, a type of argparse's, makes of the flag's text. Raises ConfigError."""
+    try:
+        return read(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:  # the latter: thousands of digits
+        raise ConfigError(f"{flag} {error}") from None
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    from lockstep.recording.edit import parse_numbers
 
     try:
-        first, end = (None, None) if steps is None else arguments.steps(steps)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--steps {error}") from None
+        return parse_numbers(text, what=flag)
+    except RecordingError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _selection(steps: str | None, rank: str | None, **more: Any) -> Any:
+    from lockstep.recording.edit import Selection
+
+    first, end = (None, None) if steps is None else _as_argument("--steps", arguments.steps, steps)
     last = None if end is None else end - 1
-    ranks = None if rank is None else parse_numbers(rank, what="--rank")
+    ranks = None if rank is None else _numbers("--rank", rank)
     return Selection(first_step=first, last_step=last, ranks=ranks, **more)
 
 
@@ -455,8 +481,12 @@ def import_inputs(args: Import) -> Result:
     from lockstep.recording import Recording
     from lockstep.recording.importers.dumps import Pace, import_dump
 
-    if not args.timeout > 0:
-        raise ConfigError(f"--timeout {args.timeout} must be above 0 seconds")
+    _as_argument("--timeout", arguments.seconds, str(args.timeout))
+    if args.model is not None:
+        from lockstep.config.load import check
+        from lockstep.config.model import ModelConfig
+
+        check({"name": args.model}, ModelConfig, origin="--model")
     pace = Pace(seconds=args.timeout, say=lambda line: echo(printable(line), file=sys.stderr, flush=True))
     report = import_dump(args.source, args.out, model=args.model, pace=pace)
     echo("\n".join(report.lines()))

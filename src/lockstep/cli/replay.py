@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments, replay_ranks
@@ -53,7 +52,7 @@ def _input_flags(group: Any) -> None:
         help="in random order; several ranks get inputs of different lengths in the same step (2 simulated "
         "ones unless --ranks says how many)",
     )
-    group.add_argument("--random-seed", type=int, default=0, metavar="S", help="of that order (0)")
+    group.add_argument("--random-seed", type=arguments.seed, default=0, metavar="S", help="of that order (0)")
 
 
 def _cell_flags(group: Any) -> None:
@@ -83,7 +82,7 @@ def _cell_flags(group: Any) -> None:
         "--trust-remote-code", action="store_true", help="run Python code that comes with a hub model"
     )
     group.add_argument(
-        "--ranks", type=arguments.positive, metavar="N", help="so many processes, started here (1)"
+        "--ranks", type=arguments.ranks, metavar="N", help="so many processes, started here (1)"
     )
     group.add_argument("--simulate", action="store_true", help="the ranks of --ranks in this one process")
     group.add_argument(
@@ -93,7 +92,7 @@ def _cell_flags(group: Any) -> None:
     )
     group.add_argument(
         "--rank-timeout",
-        type=arguments.above_zero,
+        type=arguments.seconds,
         metavar="SECONDS",
         help="how long a rank waits for another (300; 20)",
     )
@@ -113,7 +112,7 @@ def _work_flags(group: Any) -> None:
     )
     group.add_argument(
         "--timeout",
-        type=arguments.above_zero,
+        type=arguments.seconds,
         metavar="SECONDS",
         help="end the replay when one input takes longer, in the warm-up too",
     )
@@ -126,8 +125,8 @@ def _work_flags(group: Any) -> None:
 
 
 def _output_flags(group: Any) -> None:
-    group.add_argument("--out", type=Path, metavar="DIR", help="new directory (runs/replay-TIME)")
-    group.add_argument("--json", type=Path, metavar="FILE", help="the summary, once more")
+    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new directory (runs/replay-TIME)")
+    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the summary, once more")
     group.add_argument("--quiet", action="store_true", help="print the verdict only")
     group.add_argument(
         "--keep-outputs", action="store_true", help="write logprobs and gradients to DIR/outputs.safetensors"

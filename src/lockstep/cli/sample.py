@@ -8,13 +8,16 @@ lockstep sample bundled:smollm2-135m --prompt "What is 2 + 3?" --temperature 0
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from lockstep.cli import arguments
+from lockstep.config.load import check
+from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
@@ -62,15 +65,18 @@ def main(argv: Sequence[str]) -> int:
     """
     args = tyro.cli(SampleArguments, args=list(argv), prog="lockstep sample", description=__doc__)
     for name in ("n", "num_prompts"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+        if not 1 <= getattr(args, name) <= arguments.MOST:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise ConfigError(f"{flag} must be at least 1, and at most {arguments.MOST:,}")
     check_writable(args.json)
+    given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    given = {name: value for name, value in given.items() if value is not None}
+    check_model_flags(args.model, seed=args.seed, sampling=given)
     from lockstep.cli.common_model import open_model
 
     opened = open_model(args.model, checkpoint=args.checkpoint)
     prompts = read_prompts(opened, args)
-    given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    sampling = override(opened.sampling, {k: v for k, v in given.items() if v is not None})
+    sampling = override(opened.sampling, given)
     completions = generate(opened, prompts, sampling, args)
     for prompt, group in zip(prompts, completions, strict=True):
         show(prompt, group)
@@ -86,15 +92,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def override(sampling: SamplingConfig, values: dict[str, Any]) -> SamplingConfig:
+def check_model_flags(model: str, *, seed: int, sampling: Mapping[str, Any]) -> None:
+    """What is wrong whatever the model is, before it is loaded. Raises ConfigError."""
+    check({"name": model, "seed": seed}, ModelConfig, origin="the model's name and --seed")
+    override(SamplingConfig(), sampling)
+
+
+def override(sampling: SamplingConfig, values: Mapping[str, Any]) -> SamplingConfig:
     """The same settings with some replaced; raises ConfigError for impossible ones."""
     from pydantic import ValidationError
 
     try:
-        return SamplingConfig.model_validate(sampling.model_dump() | values)
+        return SamplingConfig.model_validate(sampling.model_dump() | dict(values))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"cannot sample with {values}: {problems}") from error
+        raise ConfigError(f"cannot sample with {dict(values)}: {problems}") from error
 
 
 def read_prompts(opened: OpenModel, args: SampleArguments) -> list[Prompt]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.cli import arguments
 from lockstep.cli.arguments import positive
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, json_lines, write_atomic, write_json
@@ -75,8 +76,12 @@ def parser() -> argparse.ArgumentParser:
         description="Best-of-n and rejection sampling: from scored samples to a set for SFT.",
         allow_abbrev=False,
     )
-    result.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows of `lockstep score`")
-    result.add_argument("--out", type=Path, required=True, metavar="FILE", help=".jsonl or .parquet")
+    result.add_argument(
+        "--data", type=arguments.path, required=True, metavar="FILE", help="rows of `lockstep score`"
+    )
+    result.add_argument(
+        "--out", type=arguments.path, required=True, metavar="FILE", help=".jsonl or .parquet"
+    )
     best = result.add_mutually_exclusive_group()
     best.add_argument("--best-of-n", action="store_true", help="keep the best sample of each prompt")
     best.add_argument("--top-k", type=positive, metavar="K", help="keep the best K samples of each prompt")
@@ -84,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--finished", action="store_true", help="leave out samples that were cut off")
     result.add_argument("--unique", action="store_true", help="leave out repeated answers to a prompt")
     result.add_argument("--overwrite", action="store_true", help="replace the file")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    result.add_argument("--json", type=arguments.path, metavar="FILE", help="write the result to this file")
     return result
 
 

@@ -15,8 +15,8 @@ import json
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from lockstep.cli import arguments as values
 from lockstep.config.support import AXES, BATCH_INVARIANT, lookup, support_rows
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_writable
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     for axis, known in AXES.items():
         parser.add_argument(f"--{axis}", metavar="NAME", help=", ".join(known))
     parser.add_argument("--status", choices=STATUSES)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    parser.add_argument("--json", type=values.path, metavar="FILE", help="write the rows to this file")
     return parser
 
 

@@ -31,13 +31,26 @@ def check_writable(path: Path | None, *, flag: str = "--json") -> None:
     """
     if path is None:
         return
+    if problem := path_problem(str(path)):
+        raise ConfigError(
+            f"{flag} {str(path)[:40]!r} cannot be the name of a file: {problem}; choose another"
+        )
     if path.is_dir():
         raise ConfigError(f"{flag} {str(path)!r} is a folder; name a file in it")
+    if path.exists() and not path.is_file():  # the result would take the place of the device
+        raise ConfigError(f"{flag} {str(path)!r} is a device or a pipe, no plain file; choose another file")
     if not path.parent.is_dir():
         raise ConfigError(f"{flag} {str(path)!r}: no such folder: {str(path.parent)!r}; create it first")
     # Asked of the system, not of mode bits: they are not all there is to it.
     if not os.access(path.parent, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise ConfigError(f"{flag} {str(path)!r} cannot be written (permission denied); choose another file")
+
+
+def check_above(path: Path, *, flag: str = "--out") -> None:
+    """Raises ConfigError: `path` cannot be made, as it would lie in a file."""
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{flag} {str(path)!r}: {str(above)!r} is no folder; name another place")
 
 
 def path_problem(text: str) -> str | None:

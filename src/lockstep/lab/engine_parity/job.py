@@ -23,9 +23,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
-from lockstep.config.base import Record
+from lockstep.config.base import PositiveInt, Record, Seconds, Seed
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_lines
@@ -55,7 +55,7 @@ class EnginesJob(Record):
     num_samples: PositiveInt
     """Of each prompt."""
     ignore_eos: bool = False
-    seed: int = 0
+    seed: Seed = 0
     weights: Weights = "pushed"
     """Where the engine's first weights come from."""
     update: bool = True
@@ -66,7 +66,7 @@ class EnginesJob(Record):
     """Of the trainer's micro-batches; a longer document gets one of its own."""
     out: Path
     """A folder that is there."""
-    timeout: PositiveFloat
+    timeout: Seconds
     """Seconds of the whole job."""
     threads: PositiveInt | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.data import DataConfig
-from lockstep.config.load import find, load_run, recipes
+from lockstep.config.load import check, find, load_run, recipes
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError
 from lockstep.lab.engine_parity.phase import CACHE_BLOCK
@@ -46,7 +46,7 @@ def read_data(name: str | None, *, model: str) -> DataConfig:
         if not isinstance(data, DataConfig):
             raise ConfigError(f"--data {name}: the recipe has no [data]; name one that has, or a file")
         return data
-    return DataConfig(source=name)
+    return check({"source": name}, DataConfig, origin="--data")
 
 
 def make_prompts(

@@ -31,6 +31,7 @@ from lockstep.lab.engine_parity.judge import Limits, Problem, judge
 from lockstep.lab.engine_parity.phase import PhaseReport, report
 from lockstep.lab.engine_parity.prompts import Prompts
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult, Status
+from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.process import (
     Ending,
     ProcessRunner,
@@ -80,6 +81,9 @@ class EnginesOptions:
     threshold: float = 1e-4
     timeout: float = 900.0
     command: str = ""
+
+    def __post_init__(self) -> None:
+        check_seconds(self.timeout, "timeout")
 
 
 @dataclass

@@ -38,6 +38,7 @@ from lockstep.lab.matrix.outcome import compare_cells, ended, read_cell
 from lockstep.lab.matrix.report import write_reports
 from lockstep.lab.matrix.result import CellResult, MatrixResult, judge, read_matrix, verdict
 from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell
+from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.machine import machine
 from lockstep.lab.suite.process import ProcessRunner
 from lockstep.loop.interrupt import Interrupt, Interrupted
@@ -78,6 +79,9 @@ class MatrixOptions:
     """Keep every cell's outputs.safetensors; else only the reference cells'."""
     command: str = ""
     """What the reports say the matrix was made with."""
+
+    def __post_init__(self) -> None:
+        check_seconds(self.timeout, "timeout")
 
 
 def run_matrix(

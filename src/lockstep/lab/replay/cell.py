@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
+from lockstep.config.load import check
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import RunConfig
 from lockstep.config.train import Execution, Layout, TrainConfig
@@ -185,7 +186,9 @@ def check_cell(cell: Cell) -> Axes:
         )
     execution = "compile" if cell.execution == "deepcompile" else cell.execution
     train = train_config(cell, static_capacity=False).model_copy(update={"execution": execution})
-    model = ModelConfig(dtype=cast(Any, cell.dtype))
+    named = {"name": cell.model, "num_layers": cell.num_layers, "dtype": cell.dtype}
+    given = {name: value for name, value in named.items() if value is not None}
+    model = check(given, ModelConfig, origin="the model of the cell")
     run = RunConfig.model_construct(kind="replay", model=model, train=train)
     try:
         return resolve_axes(run, engine=None)
@@ -197,15 +200,16 @@ def check_cell(cell: Cell) -> Axes:
 
 
 def train_config(cell: Cell, *, static_capacity: bool, token_budget: int = 4096) -> TrainConfig:
-    """The settings of a train backend that runs the cell."""
-    return TrainConfig(
-        attention=cell.attention,
-        execution=cell.execution,
-        layout=cell.layout,
-        padding_side=cell.padding_side,
-        device=cell.device,
-        token_budget=token_budget,
-        static_capacity=static_capacity,
-        activation_checkpointing=cell.activation_checkpointing,
-        batch_invariant=cell.batch_invariant,
-    )
+    """The settings of a train backend that runs the cell. Raises ConfigError."""
+    settings = {
+        "attention": cell.attention,
+        "execution": cell.execution,
+        "layout": cell.layout,
+        "padding_side": cell.padding_side,
+        "device": cell.device,
+        "token_budget": token_budget,
+        "static_capacity": static_capacity,
+        "activation_checkpointing": cell.activation_checkpointing,
+        "batch_invariant": cell.batch_invariant,
+    }
+    return check(settings, TrainConfig, origin=f"cell {cell.label()[:80]}")

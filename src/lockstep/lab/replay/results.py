@@ -15,7 +15,7 @@ from typing import Any, Literal, TextIO
 
 from lockstep.errors import ConfigError
 from lockstep.observe import memory
-from lockstep.observe.files import jsonable, write_atomic, write_json
+from lockstep.observe.files import check_above, jsonable, write_atomic, write_json
 from lockstep.observe.text import printable_lines
 
 Status = Literal["ok", "failed", "oom", "skipped", "desync"]
@@ -161,6 +161,7 @@ def check_fresh(out: Path) -> None:
     """Raises ConfigError when OUT holds a replay, or is no directory."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; name a directory that is not there yet")
+    check_above(out)
     found = [n for n in ("results.jsonl", "summary.json", "replay.log") if (out / n).exists()]
     if found:
         raise ConfigError(

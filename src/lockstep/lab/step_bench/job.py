@@ -16,9 +16,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
-from lockstep.config.base import Record
+from lockstep.config.base import PositiveInt, Record, Seconds
 from lockstep.config.run import GRPORun
 from lockstep.lab.step_bench.work import BenchWork
 from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_lines
@@ -44,10 +44,10 @@ class BenchJob(Record):
     """Whole steps before anything is measured; the first one compiles."""
     out: Path
     """A folder that is there."""
-    timeout: PositiveFloat = 600.0
+    timeout: Seconds = 600.0
     """Seconds of the start and of one turn, after which the suite ends it; as long waits one rank for
     another."""
-    patience: PositiveFloat = 600.0
+    patience: Seconds = 600.0
     """Seconds without a turn, while other cells take theirs, after which it gives up."""
 
     def write(self) -> Path:

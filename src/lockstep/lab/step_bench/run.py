@@ -33,6 +33,7 @@ from lockstep.lab.step_bench.job import (
 )
 from lockstep.lab.step_bench.result import BenchResult, CellResult
 from lockstep.lab.step_bench.work import BenchWork
+from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.process import (
     Ending,
     ProcessRunner,
@@ -47,6 +48,7 @@ from lockstep.ranks.launch import in_launcher
 WORKER = ("-m", "lockstep.lab.step_bench.worker")
 """What runs a job file: arguments of the interpreter."""
 _POLL_SECONDS = 0.01
+_MOST_SECONDS = 1e9
 _FOREVER = 7 * 24 * 3600.0
 """Deadline of a cell's process; the suite itself looks at each turn's."""
 
@@ -75,6 +77,9 @@ class BenchOptions:
     """Seconds of a cell's start and of one turn."""
     notes: Sequence[str] = ()
     command: str = ""
+
+    def __post_init__(self) -> None:
+        check_seconds(self.timeout, "timeout")
 
 
 class _Running:
@@ -347,7 +352,7 @@ def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
         warmup=options.warmup,
         out=options.out.resolve() / cell.slug,
         timeout=options.timeout,
-        patience=options.timeout * (len(options.cells) + 1),
+        patience=min(options.timeout * (len(options.cells) + 1), _MOST_SECONDS),
     )
 
 

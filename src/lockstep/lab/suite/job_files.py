@@ -5,12 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from lockstep.config.base import Record
+from lockstep.config.base import Record, Seconds
 from lockstep.errors import ConfigError
 
 _Kind = TypeVar("_Kind", bound=Record)
+
+
+_SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
+
+
+def check_seconds(value: float, setting: str) -> None:
+    """Raises ConfigError: `value` is no time that can be waited for."""
+    try:
+        _SECONDS.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{setting} = {value!r}: {error.errors()[0]['msg']}; set seconds") from None
 
 
 def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from lockstep.config.base import Record
+from lockstep.config.base import PositiveInt, Record, Seconds, Seed
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
@@ -48,7 +48,7 @@ class InputsSpec(Record):
     max_length: PositiveInt = 1024
     """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO)."""
     static_capacity: bool = False
-    seed: int = 0
+    seed: Seed = 0
     device: str = "cpu"
     out: Path
 
@@ -89,9 +89,9 @@ class ParityJob(Record):
     """Which inputs of the recording each optimizer step is given, on every rank."""
     out: Path
     """A folder that is there."""
-    timeout: PositiveFloat = 600.0
+    timeout: Seconds = 600.0
     """Seconds of the whole job."""
-    wait: PositiveFloat = 120.0
+    wait: Seconds = 120.0
     """Seconds that one rank waits for another."""
     keep_logprobs: bool = True
     gradients_at: tuple[int, ...] = ()

@@ -20,6 +20,7 @@ from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
+from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.process import (
     Ending,
     ProcessRunner,
@@ -85,6 +86,9 @@ class ParityOptions:
     gradients: bool = False
     notes: Sequence[str] = ()
     command: str = ""
+
+    def __post_init__(self) -> None:
+        check_seconds(self.timeout, "timeout")
 
 
 @dataclass
