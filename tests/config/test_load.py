@@ -15,6 +15,7 @@ from lockstep.config.load import (
     load_resumed,
     load_run,
     override,
+    parse_value,
     recipes,
     to_values,
 )
@@ -271,3 +272,68 @@ def test_loading_a_config_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("-0.5", -0.5),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("true", True),
+        ("True", "True"),  # Python's, not TOML's
+        ("none", "none"),
+        ("", ""),
+        ("   ", "   "),
+        ("cosine", "cosine"),
+        ("two words", "two words"),
+        ('"3"', "3"),
+        ("'a # b'", "a # b"),
+        ('"open', '"open'),
+        ("[1, 2.5, 'x']", [1, 2.5, "x"]),
+        ("[1,", "[1,"),
+        ("{a = 1, b.c = true}", {"a": 1, "b": {"c": True}}),
+        ("{a = 1", "{a = 1"),
+        ("openai/gsm8k", "openai/gsm8k"),
+        ("reasoning_gym:chain_sum", "reasoning_gym:chain_sum"),
+        ("a=b", "a=b"),
+        ("05", "05"),  # no TOML number has a zero in front
+        ("2024-05-01", "2024-05-01"),
+        ("07:32:00", "07:32:00"),
+        ("2024-05-01T07:32:00Z", "2024-05-01T07:32:00Z"),
+        ("1 # one", "1 # one"),
+        ("1 #", "1 #"),
+        ("1 # one\n", "1 # one\n"),
+        ("[1, # one\n2]", [1, 2]),
+        ("1\nother = 2", "1\nother = 2"),  # one value, not a second setting
+        ("1\n[table]", "1\n[table]"),
+        ("1\nvalue = 2", "1\nvalue = 2"),
+        ("\u00e9", "\u00e9"),
+    ],
+)
+def test_a_word_of_the_command_line_is_a_toml_value_or_itself(text: str, value: Any) -> None:
+    found = parse_value(text, origin="--set x")
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["inf", "-inf", "nan", "1e400"])
+def test_numbers_that_are_none_are_left_to_the_setting(text: str) -> None:
+    assert isinstance(parse_value(text, origin="--set x"), float)
+    with pytest.raises(ConfigError, match=r"train\.lr"):
+        load_run(kind="grpo", overrides={"train.lr": parse_value(text, origin="--set train.lr")})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("9" * 5000, "digits"),
+        ("1\n" + ".".join("a" * 100) + " = 1", "more than 64 parts"),
+    ],
+    ids=["deep", "digits", "a long key"],
+)
+def test_a_word_that_no_setting_can_have_is_refused_by_name(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        parse_value(text, origin="--set x")
+    assert str(caught.value).startswith("--set x: ") and len(str(caught.value)) < 300

@@ -5,6 +5,7 @@ Every problem of a file is reported at once, by its dotted path, before any mode
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -198,7 +199,21 @@ def parse_value(text: str, *, origin: str) -> Any:
         return text
     except ValueError as error:  # a number of thousands of digits
         raise ConfigError(f"{origin}: {printable(str(error))}") from error
-    return values["value"] if values.keys() == {"value"} else text
+    value = values.get("value")
+    # No setting takes a date; and what follows a # would be lost.
+    plain = values.keys() != {"value"} or isinstance(value, datetime.date | datetime.time)
+    return text if plain or _ends_in_comment(text, origin) else value
+
+
+def _ends_in_comment(text: str, origin: str) -> bool:
+    """Whether a # begins a comment in the last line of a TOML value: more may then follow it."""
+    if "#" not in text:
+        return False
+    try:
+        _parse(f'value = {text.rstrip()} "', origin)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
 
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
