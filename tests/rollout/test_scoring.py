@@ -77,7 +77,7 @@ def test_rows_of_other_files_are_numbered_by_their_prompts():
     rows = [{"prompt": p, "completion": c, "answer": 1} for p, c in (("a", "x"), ("b", "y"), ("a", "z"))]
     found = list(samples(rows, "rows"))
     assert [(s.row["index"], s.row["sample"]) for s in found] == [(0, 0), (1, 0), (0, 1)]
-    assert found[0].given.row["answer"] == 1 and found[0].given.prompt == "a"
+    assert found[0].reward_input.row["answer"] == 1 and found[0].reward_input.prompt == "a"
 
 
 @pytest.mark.parametrize(

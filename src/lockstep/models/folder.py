@@ -1,7 +1,7 @@
-"""What a model folder may hold, checked before anything is built from it: plain files that do not lead out,
-and sizes in config.json that its weights have.
+"""Checks of a model folder before anything is built from it: it holds plain files that do not lead out, and
+the sizes in config.json are those of its weights.
 
-A folder is data of others. With num_hidden_layers = 1,000,000,000 transformers would build for ever.
+A folder is untrusted. With num_hidden_layers = 1,000,000,000 transformers would build for ever.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def check_folder(folder: Path) -> Path:
-    """The same folder, if it may be read: transformers' tokenizers and models alike begin with config.json.
+    """Check a folder and return it: transformers' tokenizers and models alike begin with config.json.
 
     Raises:
         ModelError: see `check_files` and `check_limits`.
@@ -70,8 +70,8 @@ def check_folder(folder: Path) -> Path:
 
 
 def check_files(folder: Path) -> None:
-    """Every file that is read from a model folder is a plain file inside of it. The Hugging Face hub keeps
-    links in snapshots/REVISION to blobs beside it: those are inside too.
+    """Raise unless every file that is read from a model folder is a plain file inside it. The Hugging Face
+    hub keeps links in snapshots/REVISION to blobs beside it: those count as inside.
 
     Raises:
         ModelError: names the file.
@@ -115,9 +115,8 @@ def check_limits(folder: Path) -> None:
 
 
 def check_sizes(folder: Path, config: Any, *, name: str) -> None:
-    """The sizes of a supported config are those of the tensors in the folder's weight files; reads their
-    headers only. Without weight files there is nothing to compare, and quantised ones have other names and
-    shapes.
+    """Compare the sizes of a supported config with the tensors in the folder's weight files; reads only their
+    headers. Without weight files there is nothing to compare, and quantised ones have other names and shapes.
 
     Args:
         name: ModelConfig.name, for errors.
@@ -156,8 +155,8 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether there is a weight file, or an index that leads astray; an index alone may have been fetched
-    with the config."""
+    """Whether there is a weight file, or an index with a name outside the folder; an index alone may have
+    been fetched with the config."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return (folder / WEIGHTS).is_file()
     names = _weight_map(folder / INDEX).values()
@@ -165,8 +164,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def check_total(folder: Path, module: nn.Module, *, name: str) -> None:
-    """The same for a module of any architecture on the meta device: it has not many more weights than the
-    files.
+    """Raise if a module of any architecture, on the meta device, has many more weights than the files.
 
     Raises:
         ModelError: both numbers; or a weight file is damaged or missing.
@@ -207,7 +205,8 @@ def _expected(config: Any) -> dict[str, tuple[tuple[str, ...], tuple[int, int]]]
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Name of every stored tensor -> its file: one file, or several with an index, as transformers looks.
+    """Return name of every stored tensor -> its file: one file, or several with an index, as transformers
+    reads.
 
     Raises:
         FileNotFoundError, SafetensorError, ModelError: no weights, or damaged ones.
@@ -218,13 +217,13 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), single)
     if not index.is_file():
         raise FileNotFoundError(f"neither {single.name} nor {index.name}")
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for name in dict.fromkeys(_weight_map(index).values()):
         if Path(name).name != name:
             raise FileNotFoundError(f"{index.name} names {name!r}, which is not a file of the folder")
         with safe_open(folder / name, framework="pt") as file:
-            found |= dict.fromkeys(file.keys(), folder / name)
-    return found
+            files |= dict.fromkeys(file.keys(), folder / name)
+    return files
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
@@ -239,7 +238,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def weight_errors(folder: Path, name: str) -> Iterator[None]:
-    """Errors of weight files as ModelErrors; `name` is ModelConfig.name."""
+    """Turn errors of weight files into ModelErrors; `name` is ModelConfig.name."""
     try:
         yield
     except OSError as error:

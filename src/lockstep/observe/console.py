@@ -1,4 +1,4 @@
-"""rich's console for text from files, servers and models: it shows the text, whatever it says."""
+"""rich's console for untrusted text from files, servers and models: it shows the text literally."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.observe.text import printable_text
 
 
 class PlainConsole(Console):
-    """Escapes what a terminal could obey, and takes [red] and :smile: for text. Styles are those of the code.
+    """Escapes control characters, and shows [red] and :smile: as text. Only the code sets styles.
 
     Args:
         file: None: stdout.
@@ -30,7 +30,7 @@ class PlainConsole(Console):
         )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The pieces of `renderable`; rich's own control codes are no text and stay."""
+        """Yield the segments of `renderable`, escaped; rich's own control codes stay."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment

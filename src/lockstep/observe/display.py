@@ -1,4 +1,4 @@
-"""What a run shows while it works: live in a terminal, one plain line per step elsewhere.
+"""The display of a run: live in a terminal, one plain line per step elsewhere.
 
 A thread redraws (or, in plain mode, reports a slow phase), so that a phase of minutes still ticks.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "live", "plain", "off"]
 
 COMPILED_SPANS = frozenset({"logprobs", "forward", "backward", "forward_backward"})
-"""What a compiled execution mode compiles when it runs for the first time."""
+"""Spans that a compiled execution mode compiles on their first run."""
 
 SLOW_SECONDS = 30.0
 """Plain mode reports a phase that has run this long, and again each time as much has passed."""
@@ -31,7 +31,7 @@ SLOW_SECONDS = 30.0
 
 @dataclass
 class Status:
-    """What a display knows. The loop's thread writes, the drawing one reads: fields are replaced whole."""
+    """The state of a display. The loop's thread writes, the drawing one reads: fields are replaced whole."""
 
     title: str
     total_steps: int
@@ -44,10 +44,10 @@ class Status:
     progress: tuple[int, int] | None = None
     seen: frozenset[str] = frozenset()
     durations: tuple[float, ...] = ()
-    shown: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def activity(self, now: float) -> str:
-        """Such as "generate 12 s, 40/64 completions" or "compiling, 14 s"."""
+        """Return, for example, "generate 12 s, 40/64 completions" or "compiling, 14 s"."""
         seconds = f"{max(0.0, now - self.phase_since):.0f} s"
         if self.compiled and self.phase in COMPILED_SPANS and self.phase not in self.seen:
             return f"compiling, {seconds} ({self.phase})"
@@ -56,7 +56,7 @@ class Status:
         return f"{self.phase} {seconds}, {self.progress[0]}/{self.progress[1]} completions"
 
     def eta_seconds(self) -> float | None:
-        """Seconds to the end at the median pace of recent steps, without the first; None: unknown."""
+        """Return seconds to the end at the median pace of recent steps, without the first; None: unknown."""
         recent = sorted(self.durations[1:][-20:] or self.durations)
         if not recent:
             return None
@@ -77,7 +77,7 @@ class Display:
     Args:
         mode: auto is live in a terminal and plain elsewhere.
         compiled: the execution mode compiles, so the first forward or backward is shown as "compiling".
-        stream: where plain lines go and what auto looks at; None: stdout.
+        stream: for plain lines, and for auto to test; None: stdout.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Display:
         }
         self._view = views[mode]()
         self.log: RunLog | None = None
-        """Gets every note and step too, whatever the mode."""
+        """Also gets every note and step, in any mode."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -125,13 +125,13 @@ class Display:
             self._view.stop()
 
     def begin(self, step: int) -> None:
-        """Steps before `step` are done: the first of a resumed run, or the next one."""
+        """Begin step `step`: the first of a resumed run, or the next one."""
         if not self.status.durations:
             self.status.first_step = step
         self.status.step = step
 
     def phase(self, spans: tuple[str, ...]) -> None:
-        """The open spans, outermost first: pass this as `Spans(on_change=display.phase)`."""
+        """Show the innermost of the open spans: pass this as `Spans(on_change=display.phase)`."""
         name = spans[-1] if spans else "loop"
         if name != self.status.phase:
             if self.status.phase in COMPILED_SPANS:
@@ -141,13 +141,13 @@ class Display:
             self.status.phase = name
 
     def progress(self, done: int, total: int) -> None:
-        """Completions finished in the current generation."""
+        """Show the number of completions finished in the current generation."""
         self.status.progress = (done, total)
 
     def step(self, step: int, metrics: Mapping[str, float], *, seconds: float) -> None:
-        """Step `step` (0-based) is done: what it gave and how long it took."""
+        """Show the metrics and the duration of step `step` (0-based), which is done."""
         self.status.durations = (*self.status.durations[-50:], seconds)
-        self.status.shown = dict(metrics)
+        self.status.metrics = dict(metrics)
         self.status.step = step + 1
         line = step_line(self.status, seconds)
         self._view.step(line)
@@ -155,7 +155,7 @@ class Display:
             self.log.line(line)
 
     def note(self, text: str) -> None:
-        """A line of its own above the display: an evaluation, a sample, where a checkpoint went."""
+        """Show a line above the display: an evaluation, a sample, the path of a checkpoint."""
         self._view.line(text)
         if self.log is not None:
             self.log.line(text)
@@ -172,19 +172,20 @@ SHOWN = {
     "grad_norm": "grad {:.3g}",
     "throughput/tokens_per_second": "{:,.0f} tok/s",
 }
-"""What a step's line says, in this order, of the metrics that a step has."""
+"""The metrics of a step's line, in this order, as far as the step has them."""
 
 
 def step_line(status: Status, seconds: float) -> str:
-    """Such as "step 12/100  reward 0.412  length 31  grad 0.83  1,204 tok/s  9.8 s  ETA 14:22"."""
-    shown = [text.format(status.shown[name]) for name, text in SHOWN.items() if name in status.shown]
+    """Return, for example, "step 12/100  reward 0.412  length 31  grad 0.83  1,204 tok/s  9.8 s  ETA
+    14:22"."""
+    values = [text.format(status.metrics[name]) for name, text in SHOWN.items() if name in status.metrics]
     eta = status.eta_seconds()
     ending = [f"{seconds:.1f} s"] + ([f"ETA {clock(eta)}"] if eta is not None and eta > 0 else [])
-    return "  ".join([f"step {status.step}/{status.total_steps}", *shown, *ending])
+    return "  ".join([f"step {status.step}/{status.total_steps}", *values, *ending])
 
 
 def clock(seconds: float) -> str:
-    """Minutes:seconds, with hours when there are any."""
+    """Format as minutes:seconds, with hours when there are any."""
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, files of others read with care, and JSON without bare NaN."""
+"""Atomic writes, safe reads of untrusted files, and JSON without bare NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATH_BYTES, _NAME_BYTES = 4096, 255
 
 
 def check_writable(path: Path | None, *, flag: str = "--json") -> None:
-    """Before the work whose result goes there; leaves no trace. None: nothing is written.
+    """Check, before the work, that its result can be written; leaves no trace. None: nothing is written.
 
     Raises:
         ConfigError: no file can be made or replaced at `path`.
@@ -54,9 +54,9 @@ def check_above(path: Path, *, flag: str = "--out") -> None:
 
 
 def path_problem(text: str) -> str | None:
-    """Why no file can have this name, in words; None: one can.
+    """Return why no file can have this name; None: a file can.
 
-    The system refuses such names with an error of its own, also where it is only asked whether they exist.
+    The system raises an error of its own for such names, even for a test whether they exist.
     """
     if "\0" in text:
         return "it holds the character NUL"
@@ -73,7 +73,7 @@ def path_problem(text: str) -> str | None:
 def file_errors(
     path: Path, error: type[LockstepError], doing: str = "read", *, advice: str = ""
 ) -> Iterator[None]:
-    """Turn what the system says of a file (missing, no space left, not UTF-8, ...) into one `error`.
+    """Turn the system's errors about a file (missing, no space left, not UTF-8, ...) into one `error`.
 
     Args:
         advice: what to do about it; ends the message.
@@ -99,7 +99,7 @@ _PAST = {"write": "written", "remove": "removed"}
 
 
 def check_inside(path: Path, error: type[LockstepError], *, root: Path) -> None:
-    """Links may lead from one place in `root` to another, but not out of it.
+    """Raise if `path` is a link out of `root`; links within `root` are allowed.
 
     Raises:
         LockstepError: of type `error`: `path`, links followed, lies outside of `root`.
@@ -140,7 +140,7 @@ def open_plain(
 def read_plain(
     path: Path, error: type[LockstepError], *, root: Path | None = None, limit: int = JSON_BYTES
 ) -> bytes:
-    """All bytes of a plain file (see `open_plain`) of at most `limit` bytes.
+    """Read all bytes of a plain file (see `open_plain`) of at most `limit` bytes.
 
     Raises:
         LockstepError: of type `error`.
@@ -155,7 +155,7 @@ def read_plain(
 def read_json(
     path: Path, error: type[LockstepError], *, root: Path | None = None, limit: int = JSON_BYTES
 ) -> Any:
-    """The value of a JSON file, within the limits of `parse_json`.
+    """Read the value of a JSON file, within the limits of `parse_json`.
 
     Raises:
         LockstepError: of type `error`, with the file's name.
@@ -164,8 +164,8 @@ def read_json(
 
 
 def parse_json(raw: bytes, where: str, error: type[LockstepError], *, limit: int = JSON_BYTES) -> Any:
-    """JSON without NaN, infinities, duplicate keys, or more than `limit` bytes; the number of values is
-    bounded in proportion (JSON_VALUES in JSON_BYTES).
+    """Parse JSON; refuses NaN, infinities, duplicate keys and more than `limit` bytes. The number of values
+    is bounded in proportion (JSON_VALUES in JSON_BYTES).
 
     Raises:
         LockstepError: of type `error`; names `where`.
@@ -232,17 +232,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Atomically, indented, with `jsonable` values."""
+    """Write a value as indented JSON, atomically, with `jsonable` values."""
     write_atomic(path, json.dumps(jsonable(value), indent=2, allow_nan=False) + "\n")
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object per line."""
+    """Return the rows as JSON lines: one object per line."""
     return "".join(json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
 def jsonable(value: Any) -> Any:
-    """Plain JSON values. NaN and infinities become strings float() reads: "NaN", "Infinity", "-Infinity".
+    """Convert to plain JSON values. NaN and infinities become strings that float() reads: "NaN", "Infinity",
+    "-Infinity".
 
     Raises:
         TypeError: for what is neither plain, a path, nor a number-like scalar with `item()` (numpy, torch).

@@ -1,4 +1,4 @@
-"""At most one process writes a run: a lock file with the owner's pid and start time."""
+"""The lock of a run directory, so that one process writes it: a file with the owner's pid and start time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunLock:
                 self._write(file, json.dumps(self._me))
 
     def release(self) -> None:
-        """Give it up. Safe to call twice, and after someone else took over."""
+        """Release the lock. Safe to call twice, and after another process took over."""
         if not self.path.exists():
             return
         with _locked(self.path) as file:
@@ -61,7 +61,7 @@ class RunLock:
 
     @staticmethod
     def _write(file: BinaryIO, text: str) -> None:
-        """Over what is there: a full disk has room for it."""
+        """Overwrite the file in place, which works on a full disk."""
         data = text.encode()
         file.seek(0)
         file.write(data)
@@ -96,7 +96,7 @@ def _flock(handle: int, path: Path) -> None:
 
 
 def process_start(pid: int) -> str | None:
-    """When process `pid` started, in the system's own notation; None when there is no such process."""
+    """Return when process `pid` started, in the system's notation; None when there is no such process."""
     if os.path.exists("/proc/self/stat"):
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
@@ -105,14 +105,14 @@ def process_start(pid: int) -> str | None:
         # The name (field 2) is in parentheses and may hold spaces; state is field 3, start time field 22.
         fields = stat.rpartition(")")[2].split()
         return None if fields[0] == "Z" else fields[19]
-    shown = subprocess.run(
+    listing = subprocess.run(
         ["ps", "-p", str(pid), "-o", "lstart="], capture_output=True, text=True, check=False
     )
-    return shown.stdout.strip() or None
+    return listing.stdout.strip() or None
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    """The owner in a lock file; None when it is free, or cut off by a crash in the middle of a write."""
+    """The owner in a lock file; None when it is free, or truncated by a crash in the middle of a write."""
     try:
         owner = parse_json(raw, "lock", ConfigError)
     except ConfigError:

@@ -10,8 +10,8 @@ GIB = 1024**3
 
 
 def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, float]:
-    """memory/rss_peak_gib, since the process started; on CUDA also memory/cuda_peak_gib, allocated since the
-    last call with `reset`, and memory/cuda_reserved_gib.
+    """Return memory/rss_peak_gib, since the process started; on CUDA also memory/cuda_peak_gib, allocated
+    since the last call with `reset`, and memory/cuda_reserved_gib.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
@@ -28,22 +28,22 @@ def memory_metrics(device: str = "cpu", *, reset: bool = True) -> dict[str, floa
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says so itself: a GPU's allocator has an exception of its own, the CPU's raises a
-    plain RuntimeError."""
+    """Return whether the error is an out-of-memory error: a GPU's allocator has its own exception, the CPU's
+    raises a plain RuntimeError."""
     import torch
 
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def peak_rss_bytes() -> int:
-    """Highest resident size of this process.
+    """Return the highest resident size of this process.
 
     Linux keeps ru_maxrss across exec, so a process that a larger one started would report the larger one's;
     VmHWM is the process's own.
     """
     status = Path("/proc/self/status")
     if status.exists():
-        found = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(found.split()[1]) * 1024
+        peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
     # macOS reports bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Writers of a step's metrics: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lockstep.observe.run_history import EVALUATION
 
 
 class Writer(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None) -> None:
-        """A step counted from 0, or an evaluation of the weights after `step` steps."""
+        """Write a step, counted from 0, or an evaluation of the weights after `step` steps."""
         ...
 
     def close(self) -> None: ...
 
 
 class JsonlWriter:
-    """metrics.jsonl: an object per line, which survives a killed process, and from `sync` on a power cut. A
+    """metrics.jsonl: an object per line, which survives a killed process, and after `sync` a power cut. A
     line that does not fit on the disk leaves no trace."""
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases; a resumed run goes on under the same id.
+    """Weights & Biases; a resumed run continues under the same id.
 
     Raises:
         ConfigError: the package is not installed.
@@ -108,7 +108,7 @@ class WandbWriter:
 
 
 def check_wandb() -> None:
-    """Raises ConfigError: the package wandb is not installed."""
+    """Raise ConfigError if the package wandb is not installed."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # wandb makes folders of that name, which Python takes for it
         raise ConfigError(
@@ -136,18 +136,18 @@ class MetricsLog:
         wandb: Mapping[str, Any] | None = None,
         first_step: int = 0,
     ) -> MetricsLog:
-        """metrics.jsonl, and what is asked for.
+        """Open metrics.jsonl and the configured writers.
 
         Args:
             wandb: project, name and config; None: no wandb.
             first_step: of this process; above 0 the run was resumed.
         """
-        with run_dir.writing(run_dir.metrics), contextlib.ExitStack() as made:
+        with run_dir.writing(run_dir.metrics), contextlib.ExitStack() as opened:
             writers: list[Writer] = []
 
             def add(writer: Writer) -> None:
                 writers.append(writer)
-                made.callback(writer.close)
+                opened.callback(writer.close)
 
             if wandb is not None:  # first: it is the one that may be missing
                 add(WandbWriter(run_dir.logs, resumed=first_step > 0, **wandb))
@@ -155,11 +155,11 @@ class MetricsLog:
             if tensorboard:
                 purge = first_step if first_step > 0 else None
                 add(TensorBoardWriter(run_dir.logs / "tensorboard", purge_step=purge))
-            made.pop_all()
+            opened.pop_all()
         return cls(writers, run_dir=run_dir)
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None = None) -> None:
-        """To every writer. `evaluation`: "before", "during" or "after"; None for a training step.
+        """Write to every writer. `evaluation`: "before", "during" or "after"; None for a training step.
 
         Raises:
             TrainError: the disk is full or fails.
@@ -169,7 +169,7 @@ class MetricsLog:
                 writer.write(step, metrics, evaluation=evaluation)
 
     def sync(self) -> None:
-        """Wait until metrics.jsonl is on the disk: a checkpoint counts on its lines. Raises as `write`."""
+        """Wait until metrics.jsonl is on the disk: a checkpoint relies on its lines. Raises as `write`."""
         with self._run_dir.writing(self._run_dir.metrics):
             for writer in self._writers:
                 if isinstance(writer, JsonlWriter):

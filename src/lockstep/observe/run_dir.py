@@ -35,7 +35,7 @@ from lockstep.observe.run_history import (
     is_step,
     metric_lines,
     read_summary,
-    steps_told,
+    recorded_steps,
 )
 
 _UNFINISHED = re.compile(
@@ -43,7 +43,7 @@ _UNFINISHED = re.compile(
     r"|\.(evaluation-\w+(-\d+)?|step-\d+)\.jsonl\.[a-z0-9_]{8}"
     r"|\.export\.(tmp|old)-[a-z0-9_]{8}"
 )
-"""What a process leaves that is killed inside of `write_atomic`, or while it exports."""
+"""Names of files that a process leaves when it is killed inside `write_atomic`, or while it exports."""
 
 
 class RunDir:
@@ -76,7 +76,7 @@ class RunDir:
         self.logs = path / "logs"
 
     def _remove_unfinished(self) -> None:
-        """What a killed process left half-written."""
+        """Remove what a killed process left half-written."""
         for path in [*self.path.iterdir(), *self.rollouts.iterdir()]:
             if not _UNFINISHED.fullmatch(path.name):
                 continue
@@ -90,7 +90,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Around what writes the file `path` of the run.
+        """Turn errors of writing the run's file `path` into TrainError.
 
         Raises:
             TrainError: the disk is full or fails.
@@ -101,7 +101,7 @@ class RunDir:
 
     @classmethod
     def create(cls, path: Path, *, config_toml: str, manifest: Mapping[str, Any]) -> RunDir:
-        """A new run in `path`, which must not hold one that got anywhere (see `check_free`).
+        """Create a new run in `path`, which must hold no run with any progress (see `check_free`).
 
         Raises:
             ConfigError: `path` holds a run, or is a file, or cannot be written, or another process is
@@ -128,7 +128,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """An existing run, to go on with; call `rewind` before writing.
+        """Open an existing run, to resume it; call `rewind` before writing.
 
         Raises:
             ConfigError: `path` holds no run, or another process is writing it.
@@ -142,7 +142,7 @@ class RunDir:
         return cls(path, RunLock(path / "lock"))
 
     def rewind(self, steps_done: int, *, evaluated: Collection[str] = EVALUATIONS) -> None:
-        """Forget what was written after the first `steps_done` steps, so that a resumed run writes it again.
+        """Remove what was written after the first `steps_done` steps, so that a resumed run writes it again.
 
         Keeps lines of steps below `steps_done` and of evaluations up to it; drops a half-written last line.
 
@@ -172,17 +172,18 @@ class RunDir:
     def check_history(
         self, steps_done: int, *, evaluations: Collection[tuple[int, str]]
     ) -> set[tuple[int, str]]:
-        """Whether metrics.jsonl has what a checkpoint of `steps_done` steps knows of: see `check_lines`."""
+        """Check that metrics.jsonl has every line that a checkpoint of `steps_done` steps has: see
+        `check_lines`."""
         lines = metric_lines(self.metrics)
         return check_lines(self.metrics, lines, done=steps_done, evaluations=evaluations)
 
     def check_nothing_done(self) -> None:
-        """Whether the run may begin again at its first step, as there is no checkpoint.
+        """Check that a run without a checkpoint may begin again at its first step.
 
         Raises:
             CheckpointError: steps are done, which would be lost.
         """
-        done, file = steps_told(self.path)
+        done, file = recorded_steps(self.path)
         if done:
             raise CheckpointError(
                 f"{self.checkpoints} holds no checkpoint, but {file} tells of {done} steps that are done: "
@@ -191,7 +192,7 @@ class RunDir:
             )
 
     def read_manifest(self) -> dict[str, Any]:
-        """The values of manifest.json.
+        """Read the values of manifest.json.
 
         Raises:
             CheckpointError: it is missing or damaged.
@@ -218,26 +219,27 @@ class RunDir:
             write_json(self.manifest, updated)
 
     def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """All rollouts of one step, whole or not at all."""
+        """Write all rollouts of one step, atomically."""
         path = self.rollouts / f"step-{step:06d}.jsonl"
         with self.writing(path):
             write_atomic(path, json_lines(rows))
         return path
 
     def write_evaluation(self, name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """All rollouts of one evaluation. `name`: before, after, or step-000012 for one after 12 steps."""
+        """Write all rollouts of one evaluation. `name`: before, after, or step-000012 for one after 12
+        steps."""
         path = self.rollouts / f"evaluation-{name}.jsonl"
         with self.writing(path):
             write_atomic(path, json_lines(rows))
         return path
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """The run's last word."""
+        """Write summary.json, at the end of the run."""
         with self.writing(self.summary):
             write_json(self.summary, values)
 
     def close(self) -> None:
-        """Let other processes write the run."""
+        """Release the lock, so that other processes can write the run."""
         self._lock.release()
 
     def __enter__(self) -> RunDir:
@@ -248,8 +250,7 @@ class RunDir:
 
 
 class FollowedRunDir(RunDir):
-    """The folder of a run that another process writes, rank 0 of the same run: what would write does
-    nothing."""
+    """The folder of a run that rank 0, another process, writes: methods that would write do nothing."""
 
     def __init__(self, path: Path) -> None:
         self._name_files(path)
@@ -284,17 +285,17 @@ def _keep(path: Path, kept: bytes) -> None:
 
 
 def new_path(name: str) -> Path:
-    """Where a run without a folder of its own is written."""
+    """Return the folder of a run whose config names none."""
     return Path("runs") / f"{name}-{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def check_free(path: Path) -> None:
-    """Whether a run can start in `path`. One that failed before its first evaluation or step has left nothing
-    there that counts.
+    """Check that a run can start in `path`. What a run leaves that failed before its first evaluation or step
+    does not matter.
 
     Raises:
         ConfigError: `path` is a file, or holds metrics, rollouts, checkpoints or the summary of a run that
-            got anywhere.
+            made any progress.
         CheckpointError: something in it leads out of it, or is no file or folder.
     """
     with file_errors(path, ConfigError, "used", advice="give another --run-dir"):
@@ -315,8 +316,8 @@ def check_free(path: Path) -> None:
 
 
 def finished(path: Path, *, steps: int) -> dict[str, Any] | None:
-    """The summary of the run in `path` when it has finished with just `steps` steps, else None; also None
-    where it is damaged: the run writes it again.
+    """Return the summary of the run in `path` if it has finished with exactly `steps` steps, else None; also
+    None where it is damaged: the run writes it again.
 
     Raises:
         CheckpointError: something in `path` leads out of it, or is no file or folder.
@@ -335,7 +336,7 @@ def finished(path: Path, *, steps: int) -> dict[str, Any] | None:
 
 
 def is_evaluation(value: Any) -> bool:
-    """Whether a value of JSON is what an evaluation measured, with the number of steps before it."""
+    """Return whether a JSON value is the result of an evaluation, with the number of steps before it."""
     return (
         isinstance(value, dict)
         and is_step(value.get("step"))

@@ -1,4 +1,4 @@
-"""What the files of a run tell about it: which steps are done, and whether metrics.jsonl has all of them."""
+"""The history in a run's files: which steps are done, and whether metrics.jsonl has all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.errors import CheckpointError
 from lockstep.observe.files import JSON_BYTES, check_inside, open_plain, parse_json
 
 EVALUATION = "evaluation"
-"""The key that tells an evaluation's line in metrics.jsonl from a step's."""
+"""The key that marks an evaluation's line in metrics.jsonl."""
 EVALUATIONS = ("before", "during", "after")
 """Its values."""
 
@@ -37,7 +37,7 @@ class Line:
 
 
 def check_layout(run: Path) -> None:
-    """Look at what a run directory consists of: plain files and folders, none of which leads out of it.
+    """Check that a run directory consists of plain files and folders, and of no link that leads out of it.
 
     Raises:
         CheckpointError: one of them is of another kind (a fifo, a device), or a link out of the directory.
@@ -56,7 +56,7 @@ def check_layout(run: Path) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that a crash cut off is left out.
+    """Read the objects of a JSONL file; a last line that a crash truncated is left out.
 
     Raises:
         CheckpointError: any other line is not a JSON object, or the file cannot be read.
@@ -66,7 +66,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metric_lines(path: Path) -> list[Line]:
-    """The lines of metrics.jsonl, a cut-off last one left out; none if there is no such file.
+    """Read the lines of metrics.jsonl, except a truncated last one; none if there is no such file.
 
     Raises:
         CheckpointError: a line is no JSON object with a step, and maybe an evaluation.
@@ -110,37 +110,38 @@ def _line(number: int, raw: bytes, row: dict[str, Any], path: Path) -> Line:
 
 
 def is_step(value: Any) -> TypeGuard[int]:
-    """Whether a value of JSON can be a number of steps."""
+    """Return whether a JSON value can be a number of steps."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**18
 
 
-def steps_told(run: Path) -> tuple[int, Path]:
-    """How many steps the files of a run say are done, and the file that says so; checkpoints left aside.
+def recorded_steps(run: Path) -> tuple[int, Path]:
+    """Return the largest number of done steps in a run's files, except checkpoints, and the file with it.
 
-    The rollouts of a step are written before its line of metrics: they tell of the steps before it only.
+    The rollouts of a step are written before its line of metrics: they only show that the steps before are
+        done.
 
     Raises:
         CheckpointError: metrics.jsonl is damaged, or a file cannot be read.
     """
     metrics, summary, rollouts = run / "metrics.jsonl", run / "summary.json", run / "rollouts"
-    told = [(line.step + (line.evaluation is None), metrics) for line in metric_lines(metrics)]
+    counts = [(line.step + (line.evaluation is None), metrics) for line in metric_lines(metrics)]
     if summary.exists():
-        told.append((_steps_of_summary(summary), summary))
+        counts.append((_steps_of_summary(summary), summary))
     for file in rollouts.iterdir() if rollouts.is_dir() else ():
         if match := STEP_FILE.fullmatch(file.name):
-            told.append((int(match[2]), file))
-    return max(told, default=(0, metrics), key=lambda each: each[0])
+            counts.append((int(match[2]), file))
+    return max(counts, default=(0, metrics), key=lambda each: each[0])
 
 
 def _steps_of_summary(path: Path) -> int:
-    """0 where it says nothing of steps: a summary is written again by every run."""
+    """The steps in a summary; 0 if it has none: every run writes its summary again."""
     value = read_summary(path)
     steps = value.get("steps") if value is not None else None
     return steps if is_step(steps) else 0
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """summary.json; None: there is none, or its text is damaged (a resumed run writes it again).
+    """Read summary.json; None: there is none, or its text is damaged (a resumed run writes it again).
 
     Raises:
         CheckpointError: it cannot be read, or is no plain file.

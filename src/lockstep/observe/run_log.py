@@ -1,11 +1,11 @@
-"""The text log of one rank of a run, logs/rank-0.log: what it says, its warnings, and the error that ends it.
+"""The text log of one rank of a run, logs/rank-0.log: its notes, its warnings, and the error that ends it.
 
     log = RunLog(run_dir.logs / "rank-0.log")
     with log.records():            # warnings and log records of libraries too, as they come
         log.line("step 1/10 ...")
 
-Each line is written when it is said, with its time, and without what a terminal would act on. A resumed run
-appends. What is shown in the terminal is the same with and without it.
+Each line is written at once, with its time, and with control characters escaped. A resumed run appends. The
+log does not change what the terminal shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.observe.files import file_errors
 from lockstep.observe.text import echo, printable
 
 _MAX_CHARS = 20_000
-"""Of one text: of a longer one its end is written."""
+"""Longest text: of a longer one only the end is written."""
 
 
 class RunLog:
@@ -51,10 +51,9 @@ class RunLog:
             raise ConfigError(f"{path}: is no plain file; remove it")
 
     def line(self, text: str) -> None:
-        """One text, of one line or several.
+        """Write a text of one line or several.
 
-        A disk that is full does not end the run here: that is said once on stderr, and later lines are
-        dropped.
+        A full disk does not end the run here: it is reported once on stderr, and later lines are dropped.
         """
         time = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
         lines = [f"{time} {printable(line)}\n" for line in text[-_MAX_CHARS:].splitlines() or [""]]
@@ -69,11 +68,11 @@ class RunLog:
                 self._file = None
 
     def error(self, error: BaseException) -> None:
-        """Its traceback."""
+        """Write the traceback of an error."""
         self.line("".join(traceback.format_exception(error)))
 
     def close(self) -> None:
-        """Lines that come later are dropped."""
+        """Close the file; later lines are dropped."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -81,22 +80,23 @@ class RunLog:
 
     @contextlib.contextmanager
     def records(self) -> Iterator[None]:
-        """Inside, Python's warnings and log records from WARNING on are written too; both are shown as they
-        would have been."""
+        """Write Python's warnings and log records from WARNING on too; both are still shown as before."""
         handler = _Records(self)
         root, show = logging.getLogger(), warnings.showwarning
 
-        def shown(message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+        def log_and_show(
+            message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any
+        ) -> None:
             self.line(f"{filename}:{lineno}: {category.__name__}: {message}")
             show(message, category, filename, lineno, *rest, **more)
 
         root.addHandler(handler)
-        warnings.showwarning = shown
+        warnings.showwarning = log_and_show
         try:
             yield
         finally:
             root.removeHandler(handler)
-            if warnings.showwarning is shown:  # nobody has replaced it since
+            if warnings.showwarning is log_and_show:  # nobody has replaced it since
                 warnings.showwarning = show
 
 
@@ -111,7 +111,7 @@ class _Records(logging.Handler):
             logging.lastResort.handle(record)  # as without this handler
 
     def _others(self, logger: logging.Logger | None) -> bool:
-        """Whether another handler has the logger's records."""
+        """Whether another handler gets the logger's records."""
         while logger is not None:
             if any(handler is not self for handler in logger.handlers):
                 return True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 WORK = frozenset({"generate", "reward", "logprobs", "forward", "backward", "forward_backward", "optimizer"})
-"""Spans that are the step's work; everything else of a step is host overhead."""
+"""Spans that count as the step's work; the rest of a step is host overhead."""
 
 
 @dataclass(slots=True)
@@ -58,13 +58,13 @@ class Spans:
             self._changed()
 
     def start(self) -> None:
-        """The step begins now; without this it begins with its first span, or at the last flush."""
+        """Begin the step now; without this it begins with its first span, or at the last flush."""
         self._self_time.clear()
         self._work_time = 0.0
         self._since = self.clock()
 
     def flush(self) -> dict[str, float]:
-        """Seconds since the step began, and start the next one.
+        """Return the seconds since the step began, and start the next one.
 
         Returns:
             time/NAME (self-time) per span; time/step (wall); time/host (wall less the outermost `work` spans

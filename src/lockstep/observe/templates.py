@@ -23,10 +23,10 @@ from lockstep.observe.text import printable
 
 _CHILD = Path(__file__).with_name("template_child.py")
 _SECONDS = 120.0
-"""For a job and its reply; the child's own limit is CPU time, which other work does not use up."""
+"""Deadline of a job and its reply; the child's own limit is CPU time, which other work does not use up."""
 _END_SECONDS = 10.0
 _KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
-"""Variables that the child gets: what finds Python's packages, and what strftime_now writes."""
+"""Environment variables that the child gets: for finding Python's packages, and for strftime_now."""
 _NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 _NAME = re.compile(r"[A-Za-z]\w*")
 
@@ -49,7 +49,7 @@ def render_chat(
     options: Mapping[str, Any] | None = None,
     where: str,
 ) -> Rendered:
-    """What `tokenizer.apply_chat_template` makes of the messages, within the child's budgets.
+    """Render the messages as `tokenizer.apply_chat_template` does, within the child's budgets.
 
     Args:
         generate: add the header of the assistant's turn.
@@ -73,7 +73,8 @@ def _variables(
     options: Mapping[str, Any],
     where: str,
 ) -> dict[str, Any]:
-    """What transformers passes to a template, read back from a template of ours that writes it as JSON."""
+    """The variables that transformers passes to a template, read by a template of ours that writes them as
+    JSON."""
     names = {
         "messages",
         "tools",
@@ -111,7 +112,7 @@ class Renderer:
         self._stop: weakref.finalize[Any, Any] | None = None
 
     def run(self, job: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The child's reply to one job.
+        """Send one job to the child, and return its reply.
 
         Raises:
             DataError: it ended, or did not take the job and reply in time.
@@ -140,7 +141,7 @@ class Renderer:
         self._process, self._stop = None, None
 
     def after_fork(self) -> None:
-        """For the copy of this object in a fork: leave the process to its owner; start another when needed.
+        """Give up the process in a fork: it stays its owner's, and another is started when needed.
 
         Two that write jobs to one process would get each other's replies, and the copy's end would end it.
         """

@@ -22,17 +22,18 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same, but line ends stay."""
+    """Escape as `printable`, except line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_text(text: str) -> str:
-    """The same, but line ends and tabs stay: for completions and other text that has them on purpose."""
+    """Escape as `printable`, except line ends and tabs: for completions and other text that has them on
+    purpose."""
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
 
 
 def echo(text: object = "", *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """`print`, with what a terminal could obey escaped. All output for people goes through here.
+    """Print, with control characters escaped. All output for users goes through here.
 
     Args:
         file: None: stdout.

@@ -1,13 +1,12 @@
-"""Samples of many prompts into a file, a rollout batch at a time.
+"""Sample many prompts into a file, a rollout batch at a time.
 
 prompts ──► batches ──► engine.generate ──► a row as soon as its sample is finished ──► RowFile
                ▲                                                                            │
-               └── a batch of which rows are missing is sampled again, as a whole ◄── crash ┘
+               └── a batch with missing rows is sampled again, as a whole ◄────────── crash ┘
 
-A sample's noise depends on its seed alone, but its rounding may depend on what is sampled beside it. So a
-batch that a crash cut short is sampled again in full, and only rows that are missing are added: the file is
-that of an uninterrupted run. An engine whose samples do not depend on their batch is asked for the missing
-ones only.
+A sample's noise depends on its seed alone, but its rounding may depend on the rest of its batch. So a batch
+that a crash cut short is sampled again in full, and only missing rows are added: the file is that of an
+uninterrupted run. An engine whose samples do not depend on their batch only samples the missing ones.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from lockstep.rollout.seeds import sample_seed
 from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, SamplingParams
 
 ALL_PROMPTS_STEP = -4
-"""Stands in for the step in seeds, less i + 1 for iteration i: no rollout of a run is repeated."""
+"""Used in place of the step in seeds, less i + 1 for iteration i, so that no rollout of a run is repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleWork:
-    """What is sampled of each prompt, and what of it is kept."""
+    """How each prompt is sampled, and which columns are kept."""
 
     sampling: SamplingParams
     n: int
@@ -41,24 +40,24 @@ class SampleWork:
     step: int
     columns: tuple[Column, ...]
     conversation: Callable[[Prompt], Any]
-    """The prompt before its chat template: what SFT renders again."""
+    """The prompt before its chat template, which SFT renders again."""
     whole_batches: bool
     """Whether a sample's rounding depends on its batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hooks:
-    """How a caller watches and stops it."""
+    """Callbacks by which a caller follows and stops the work."""
 
     on_row: Callable[[int, int], None] = lambda done, expected: None
     """Called with (rows in the file, rows of the whole file)."""
     cancelled: Callable[[], bool] = lambda: False
-    """Asked before every batch; an engine's abort ends only what is running."""
+    """Called before every batch; an engine's abort ends only what is running."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Totals:
-    """Of the rows that this call added."""
+    """Totals of the rows that this call added."""
 
     rows: int = 0
     tokens: int = 0
@@ -66,7 +65,7 @@ class Totals:
 
 
 def prompt_batches(prompts: PromptSet, config: GenerateConfig) -> list[list[Prompt]]:
-    """The prompts that are to be sampled, rollout_batch_size at a time: all, or batch number `iteration`.
+    """Return the prompts to sample in batches of rollout_batch_size: all, or batch number `iteration`.
 
     Raises:
         ConfigError: a rollout batch is larger than the data.
@@ -79,18 +78,18 @@ def prompt_batches(prompts: PromptSet, config: GenerateConfig) -> list[list[Prom
                 f"{prompts.size} prompts; set rollout_batch_size to at most that"
             )
         return [prompts.batch(config.iteration, size, config.seed)]
-    wanted = [number for number in (config.max_samples, prompts.size) if number is not None]
+    limits = [number for number in (config.max_samples, prompts.size) if number is not None]
     if prompts.size is None:
-        first = prompts.batch(0, min(wanted), config.seed)
+        first = prompts.batch(0, min(limits), config.seed)
     else:
-        first = prompts.batch(0, prompts.size, config.seed)[: min(wanted)]
+        first = prompts.batch(0, prompts.size, config.seed)[: min(limits)]
     return [first[start : start + size] for start in range(0, len(first), size)]
 
 
 def check_prompts(
     batches: Sequence[Sequence[Prompt]], *, vocab_size: int, context: int, max_tokens: int
 ) -> int:
-    """The longest prompt and completion together, in tokens.
+    """Check the prompts, and return the longest prompt and completion together, in tokens.
 
     Raises:
         DataError: a prompt is blank, has ids that the model does not know, or does not fit its context.
@@ -127,24 +126,26 @@ def generate_rows(
     sink: RowFile,
     hooks: Hooks,
 ) -> Totals:
-    """Sample what `sink` does not have yet. Returns early, with rows missing, when `hooks.cancelled` or when
-    the engine was aborted.
+    """Sample the rows that `sink` lacks. Returns early, with rows missing, when `hooks.cancelled` or when the
+    engine was aborted.
 
     Raises:
-        EngineError: from the engine, or when it returns something else than was asked for.
+        EngineError: from the engine, or when it returns other samples than requested.
         DataError: a row cannot be written. What was written before stays, in either case.
     """
     totals = Totals()
     for batch in batches:
         missing = {(p.index, i) for p in batch for i in range(work.n)} - sink.done
         if missing and not hooks.cancelled():
-            asked = [(p, tuple(i for i in range(work.n) if (p.index, i) in missing)) for p in batch]
+            prompts_and_samples = [
+                (p, tuple(i for i in range(work.n) if (p.index, i) in missing)) for p in batch
+            ]
             if work.whole_batches:
-                asked = [(p, tuple(range(work.n))) for p in batch]
+                prompts_and_samples = [(p, tuple(range(work.n))) for p in batch]
             call = _BatchCall(
                 engine=engine,
                 work=work,
-                asked=[(prompt, samples) for prompt, samples in asked if samples],
+                prompts_and_samples=[(prompt, samples) for prompt, samples in prompts_and_samples if samples],
                 missing=missing,
                 sink=sink,
                 totals=totals,
@@ -163,10 +164,10 @@ class _BatchCall:
 
     engine: InferenceEngine
     work: SampleWork
-    asked: Sequence[tuple[Prompt, tuple[int, ...]]]
+    prompts_and_samples: Sequence[tuple[Prompt, tuple[int, ...]]]
     """Prompts with the numbers of their samples."""
     missing: set[Key]
-    """What is to be written; what else is sampled is only company."""
+    """Rows to write; other samples only fill the batch."""
     sink: RowFile
     totals: Totals
     hooks: Hooks
@@ -180,11 +181,11 @@ class _BatchCall:
                 sampling=self.work.sampling,
                 seeds=tuple(sample_seed(self.work.seed, self.work.step, prompt.index, i) for i in samples),
             )
-            for prompt, samples in self.asked
+            for prompt, samples in self.prompts_and_samples
         ]
 
     def run(self) -> bool:
-        """Whether it was aborted before all samples were there."""
+        """Sample the batch; returns whether it was aborted before all samples were finished."""
         requests = self._requests
         groups = self.engine.generate(requests, on_completion=self._finished)
         if self._failure is not None:
@@ -202,8 +203,8 @@ class _BatchCall:
         return bool(self.missing)
 
     def _finished(self, number: int, position: int, completion: Completion) -> None:
-        """Write the row. What goes wrong must not be lost in an engine's thread, so it ends the batch."""
-        prompt, samples = self.asked[number]
+        """Write the row. An error must not be lost in an engine's thread, so it ends the batch."""
+        prompt, samples = self.prompts_and_samples[number]
         with self._lock:
             if self._failure is not None or completion.finish_reason == "abort":
                 return
@@ -224,7 +225,7 @@ class _BatchCall:
             self.hooks.on_row(len(self.sink.done), self.sink.expected)
 
     def _check(self, number: int, position: int, completion: Completion) -> None:
-        """A mix-up here would put an answer under another question."""
+        """Check a completion: a mix-up would put an answer under another question."""
         request = self._requests[number]
         if completion.prompt_token_ids != request.prompt_token_ids:
             raise EngineError(f"request {number}: the engine returned a completion of another prompt")
@@ -238,13 +239,13 @@ class _BatchCall:
 
 
 def sample_row(prompt: Prompt, sample: int, completion: Completion, work: SampleWork) -> dict[str, Any]:
-    """What is kept of a sample.
+    """Return the row of a sample.
 
     index, sample      name the row
     prompt             before the chat template: text, or messages; SFT trains on prompt and completion
     completion         text; null for a model without a tokenizer
     finish_reason, stop_reason, seed
-    prompt_text        as the model read it
+    prompt_text        the rendered prompt
     row                all columns of the data, for rewards
     and work.columns
     """

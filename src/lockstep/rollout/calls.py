@@ -1,8 +1,8 @@
 """Calling a Python callable as a reward with a time limit, sync or async, without ever hanging the caller.
 
-A reward that is named has a process of its own, see reward_worker; this is for callables, which cannot be
-sent to one. Sync functions run one after another in a thread of their own; async ones run together in an
-event loop in a thread of its own, so it does not matter whether the caller (a notebook) has a running loop.
+A named reward has its own process, see reward_worker; this is for callables, which cannot be sent to one.
+Sync functions run one after another in their own thread; async ones run together in an event loop in its own
+thread, so it does not matter whether the caller (a notebook) has a running loop.
 The caller waits in small steps that Ctrl-C interrupts. Python cannot end a thread: one that overran is left
 behind and replaced. Code that holds the interpreter lock for ever (a runaway regular expression) cannot be
 timed out this way.
@@ -24,11 +24,11 @@ T = TypeVar("T")
 Call = Callable[[], Any]
 
 LOOP_GRACE_SECONDS = 5.0
-"""What a batch of async calls may take beyond its calls' own limits before the loop counts as blocked."""
+"""Time of a batch of async calls beyond its calls' own limits before the loop counts as blocked."""
 
 
 STEP_SECONDS = 0.5
-"""A signal that comes right before a wait begins is only seen at its end."""
+"""Longest single wait: a signal that comes right before a wait begins is only seen at its end."""
 
 
 def _in_steps(
@@ -37,8 +37,8 @@ def _in_steps(
     seconds: float,
     done: Callable[[], bool] = lambda: False,
 ) -> T:
-    """What `wait(timeout)` gives within `seconds`, asked in steps, so that Ctrl-C is heard. Raises `expired`
-    after them. done: there is an outcome, so that what `wait` raises is that."""
+    """Return what `wait(timeout)` gives within `seconds`, waiting in steps, so that Ctrl-C works. Raises
+    `expired` after them. done: whether there is an outcome; an `expired` that `wait` raises is then that."""
     until = time.monotonic() + seconds
     while True:
         left = until - time.monotonic()
@@ -57,7 +57,7 @@ class CallFailure(RuntimeError):
 
 
 def _contained(error: BaseException) -> Exception:
-    """The error, as one that ends no thread."""
+    """Return the error as an Exception, which ends no thread."""
     return error if isinstance(error, Exception) else CallFailure(f"{type(error).__name__}: {text_of(error)}")
 
 
@@ -68,7 +68,7 @@ class CallThread:
         self._calls: queue.Queue[tuple[Call, queue.Queue[tuple[bool, Any]]]] | None = None
 
     def run(self, call: Call, *, timeout: float) -> Any:
-        """What the call returns; what it raises is raised here. TimeoutError after `timeout` seconds."""
+        """Return the call's value, or raise its error. TimeoutError after `timeout` seconds."""
         if self._calls is None:
             self._calls = queue.Queue()
             threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True).start()
@@ -108,7 +108,7 @@ class LoopThread:
     def run(
         self, calls: Sequence[Callable[[], Awaitable[Any]]], *, timeout: float, concurrency: int
     ) -> list[Any]:
-        """One outcome per call, in order: its value, or the exception it raised.
+        """Return one outcome per call, in order: its value, or the exception that it raised.
 
         At most `concurrency` calls run at a time; each may take `timeout` seconds (then a TimeoutError is
         its outcome).
@@ -132,12 +132,12 @@ class LoopThread:
 
 
 def seconds_together(count: int, timeout: float, concurrency: int) -> float:
-    """How long `count` async calls may take."""
+    """Return how long `count` async calls may take."""
     return -(-count // concurrency) * timeout + LOOP_GRACE_SECONDS
 
 
 def blocked(count: int, limit: float) -> TimeoutError:
-    """The error of calls that were not done by then, although each is timed out."""
+    """Return the error for calls that were not done after `limit` seconds, although each has a timeout."""
     return TimeoutError(
         f"blocks the event loop: {count} calls were not done after {limit:g} s; await inside it, or make it "
         "a plain function"
@@ -147,7 +147,7 @@ def blocked(count: int, limit: float) -> TimeoutError:
 async def gather(
     calls: Sequence[Callable[[], Awaitable[Any]]], timeout: float, concurrency: int
 ) -> list[Any]:
-    """One outcome per call, in order, see LoopThread.run."""
+    """Return one outcome per call, in order, see LoopThread.run."""
     slots = asyncio.Semaphore(concurrency)
 
     async def one(call: Callable[[], Awaitable[Any]]) -> Any:

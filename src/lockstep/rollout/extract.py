@@ -1,4 +1,4 @@
-"""The part of a completion that is its answer."""
+"""Extract the answer from a completion."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def numbers(text: str) -> list[str]:
-    """Every number in the text, in order, as plain text: no thousands separators, no plus sign, an ASCII
-    minus.
+    """Return every number in the text, in order, as plain text: no thousands separators, no plus sign, an
+    ASCII minus.
 
     Example:
         >>> numbers("5 - 9 = -4, or about 1,234.50.")
         ['5', '9', '-4', '1234.50']
     """
-    found = (match.group() for match in _NUMBER.finditer(text))
-    return [n.replace(",", "").replace("\u2212", "-").lstrip("+") for n in found]
+    matches = (match.group() for match in _NUMBER.finditer(text))
+    return [n.replace(",", "").replace("\u2212", "-").lstrip("+") for n in matches]
 
 
 def first_number(text: str) -> str | None:
-    """The first number in the text, see `numbers`; None: there is none."""
-    found = numbers(text)
-    return found[0] if found else None
+    """Return the first number in the text, see `numbers`; None: there is none."""
+    values = numbers(text)
+    return values[0] if values else None
 
 
 def last_number(text: str) -> str | None:
-    """The last number in the text, see `numbers`; None: there is none."""
-    found = numbers(text)
-    return found[-1] if found else None
+    """Return the last number in the text, see `numbers`; None: there is none."""
+    values = numbers(text)
+    return values[-1] if values else None
 
 
 def last_line(text: str) -> str | None:
-    """The last line that is not blank, stripped."""
+    """Return the last line that is not blank, stripped."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else None
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last complete \boxed{...}, braces balanced."""
+    r"""Return the content of the last complete \boxed{...}, braces balanced."""
     for start in reversed([m.end() for m in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for end in range(start, len(text)):
@@ -59,13 +59,13 @@ def boxed(text: str) -> str | None:
 
 
 def tags(text: str) -> str | None:
-    """What stands in the last <answer>...</answer>, stripped."""
-    found = _TAGS.findall(text)
-    return found[-1].strip() if found else None
+    """Return the content of the last <answer>...</answer>, stripped."""
+    contents = _TAGS.findall(text)
+    return contents[-1].strip() if contents else None
 
 
 def whole(text: str) -> str | None:
-    """The whole text, stripped; None when nothing is left."""
+    """Return the whole text, stripped; None when nothing is left."""
     return text.strip() or None
 
 
@@ -80,7 +80,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 
 
 def answer_number(answer: object) -> Decimal | None:
-    """The number that a dataset's answer is; None when it is not one number. GSM8K's "... #### 42" is 42."""
+    """Parse a dataset's answer as a number; None when it is not one number. GSM8K's "... #### 42" is 42."""
     text = str(answer).rpartition("####")[2].strip().lstrip("$")
-    found = _NUMBER.fullmatch(text)
-    return Decimal(numbers(text)[0]) if found else None
+    match = _NUMBER.fullmatch(text)
+    return Decimal(numbers(text)[0]) if match else None

@@ -1,4 +1,5 @@
-"""What may reach an `eval` in a verifier: literals and arithmetic, checked before anything is evaluated.
+"""The grammar of text that may reach an `eval` in a verifier: literals and arithmetic, checked before
+evaluation.
 
 reasoning_gym gives answers, and some texts of rows, to Python's `eval` and to sympy's `parse_expr`, which is
 an `eval` too. `guard` puts a check before both, for every module of the package, so that a task of a later
@@ -27,7 +28,7 @@ MAX_LITERAL, MAX_FORMULA = 100_000, 10_000
 """Characters. reasoning_gym's curricula go up to 30,200 (a matrix of 100 x 100), and 4,600 (a product of ten
 polynomials)."""
 MAX_BITS = 100_000
-"""Largest number that arithmetic on constants may come to, in binary digits: 9**9**9**9 has no place."""
+"""Largest result of arithmetic on constants, in binary digits: 9**9**9**9 would fit into no memory."""
 MAX_EXPONENT = 100
 """Of what holds a variable: the highest degree in reasoning_gym's curricula, ten polynomials of degree 10."""
 MAX_TERMS = 1000
@@ -140,16 +141,16 @@ _Number = int | float | complex | Fraction
 
 @dataclass(frozen=True, slots=True)
 class _Symbolic:
-    """What is known of an expression that holds a variable or a function."""
+    """Bounds of an expression that holds a variable or a function."""
 
     reach: float = 1.0
     """At least its absolute value if every variable were 1: x**(1000*y/y) has an exponent of 1000."""
     terms: int = 1
-    """At most so many summands when it is expanded."""
+    """Upper bound of the number of summands when it is expanded."""
 
 
 def _size(node: ast.expr, *, formula: bool) -> _Number | _Symbolic:
-    """The number that constants come to, or the bounds of an expression with variables."""
+    """The value of constants, or the bounds of an expression with variables."""
     match node:
         case ast.Constant(value=bool() | int() | float() | complex() as value):
             return value

@@ -1,7 +1,7 @@
 """Jobs to child processes: JSON behind a 4-byte length, one reply for each job, with the job's id.
 
-`receive` and `send` are for the child, which waits as long as it takes. JobProcess is for the parent, which
-waits for nothing without a deadline.
+`receive` and `send` are for the child, which waits without a limit. JobProcess is for the parent, which never
+waits without a deadline.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Message = dict[str, Any]
 
 REPLY_BYTES = 64 << 20
 END_SECONDS = 10.0
-"""For all processes together that are ended at once; whoever is left is killed."""
+"""Deadline of ending processes, for all together; those that are left are killed."""
 _LONGEST_POLL = 2**31 - 1
 """Milliseconds: 24 days."""
 
 
 def receive(fd: int) -> Message:
-    """The next message; ends the process when there will be none."""
+    """Read the next message; ends the process when there will be none."""
     size = struct.unpack("<I", _read(fd, 4))[0]
     message: Message = json.loads(_read(fd, size))
     return message
@@ -57,13 +57,13 @@ def send(fd: int, message: Message) -> None:
 
 
 def packed(message: Message) -> bytes:
-    """The message as it is sent."""
+    """Return the bytes of a message."""
     text = json.dumps(message).encode()
     return struct.pack("<I", len(text)) + text
 
 
 class ProcessEnded(RuntimeError):
-    """The process died, or said something that is no reply."""
+    """The process died, or sent something that is no reply."""
 
 
 class JobProcess:
@@ -115,7 +115,7 @@ class JobProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that stands for the whole tree."""
+        """The pid of the supervisor, which stands for the whole tree."""
         return self._process.pid
 
     @property
@@ -124,7 +124,7 @@ class JobProcess:
         return not self._finalizer.alive
 
     def exchange(self, job: Message, *, seconds: float) -> Message:
-        """The reply to `job`.
+        """Send a job and return its reply.
 
         Raises:
             TimeoutError: there was none within `seconds`.
@@ -192,7 +192,7 @@ class JobProcess:
 
 
 def _ready(deadline: float, *, read: int | None = None, write: int | None = None) -> None:
-    """Wait until the descriptor is ready, in Python's own steps, so that Ctrl-C is heard."""
+    """Wait in Python until the descriptor is ready, so that Ctrl-C works."""
     poll = select.poll()
     if read is not None:
         poll.register(read, select.POLLIN)
@@ -206,8 +206,8 @@ def end(processes: Iterable[JobProcess], *, last: Message | None = None, seconds
     """End the processes and everything that they started; all are waited for together, END_SECONDS long.
 
     Args:
-        last: a job that is given to each before, on which they end by themselves.
-        seconds: for that, also for all of them together.
+        last: a job that is first sent to each, on which they end by themselves.
+        seconds: deadline of that, also for all of them together.
     """
     open_ones = [process for process in processes if not process.closed]
     if last is not None:
@@ -218,13 +218,13 @@ def end(processes: Iterable[JobProcess], *, last: Message | None = None, seconds
         for process in open_ones:
             with contextlib.suppress(TimeoutError):  # the pipe closes, or there is a reply that nobody needs
                 _ready(deadline, read=process._replies)
-    found = [process._finalizer.detach() for process in open_ones]
-    _end([part for _, _, (parts,), _ in filter(None, found) for part in parts])
+    finalized = [process._finalizer.detach() for process in open_ones]
+    _end([part for _, _, (parts,), _ in filter(None, finalized) for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What is to be ended of a JobProcess, which may be gone."""
+    """The process and the pipes of a JobProcess that is to be ended, and may be gone."""
 
     process: subprocess.Popen[bytes]
     pipes: tuple[int, int]

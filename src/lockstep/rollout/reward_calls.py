@@ -1,4 +1,4 @@
-"""How a user's function or class is called, in the run's process or in one of its own.
+"""Call a user's function or class, in the run's process or in one of its own.
 
 Imports nothing large: every reward's process loads it.
 """
@@ -24,15 +24,15 @@ MATCHES = f"{__name__}:matches"
 
 
 def matches(*, prompt: str, completion: str, row: Mapping[str, Any], pattern: str) -> float:
-    """The reward `format`: 1 where the regular expression is found."""
+    """The reward `format`: 1 where the regular expression matches."""
     return float(re.search(pattern, completion, re.DOTALL) is not None)
 
 
 def bind(name: str, kwargs: Mapping[str, Any], value: Any) -> Callable[[RewardInput], Any]:
-    """One argument in: the record for a class's instance, keyword arguments for a function.
+    """Return a callable of one RewardInput: a class's instance gets the record, a function keyword arguments.
 
     Raises:
-        ConfigError: the value cannot be called so.
+        ConfigError: the value cannot be called like this.
     """
     if inspect.isclass(value):
         try:
@@ -66,14 +66,14 @@ class KeywordCall:
     kwargs: Mapping[str, Any]
 
     def __call__(self, sample: RewardInput) -> Any:
-        """What the function returns for the sample."""
+        """Call the function for a sample."""
         return self.function(
             prompt=sample.prompt, completion=sample.completion, row=sample.row, **self.kwargs
         )
 
 
 def is_async(call: Callable[[RewardInput], Any]) -> bool:
-    """Whether every call gives an awaitable."""
+    """Return whether every call returns an awaitable."""
     function = call.function if isinstance(call, KeywordCall) else call
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  (an instance with an async __call__)
@@ -81,7 +81,7 @@ def is_async(call: Callable[[RewardInput], Any]) -> bool:
 
 
 class ReadOnlyRow(dict[str, Any]):
-    """A copy of a row for one call of a reward: writing to it is an error, and what lies within is a copy."""
+    """A deep copy of a row for one call of a reward; writing to it is an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("a reward's row is read-only, as other rewards and steps see it; copy it: dict(row)")
@@ -94,12 +94,12 @@ class ReadOnlyRow(dict[str, Any]):
 
 
 def own_row(sample: RewardInput) -> RewardInput:
-    """The sample with a row of its own."""
+    """Return the sample with its own copy of the row."""
     return dataclasses.replace(sample, row=ReadOnlyRow(copy.deepcopy(dict(sample.row))))
 
 
 def as_float(value: Any) -> float | None:
-    """A number (bool, int, float, numpy or torch scalar) as a float; None for anything else."""
+    """Convert a number (bool, int, float, numpy or torch scalar) to a float; None for anything else."""
     try:
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             value = value.item()
@@ -109,20 +109,20 @@ def as_float(value: Any) -> float | None:
 
 
 def score_of(value: Any) -> float | str:
-    """The value as a finite float, or what is wrong with it."""
+    """Return the value as a finite float, or a message about what is wrong with it."""
     number = as_float(value)
     if number is not None and math.isfinite(number):
         return number
-    return f"returned {shown(value)} ({printable(type(value).__name__)}), not a finite number"
+    return f"returned {short_repr(value)} ({printable(type(value).__name__)}), not a finite number"
 
 
 def raised(error: BaseException) -> str:
-    """Say what was raised."""
+    """Return a message about an exception."""
     return f"raised {printable(type(error).__name__)}: {text_of(error)}"
 
 
-def shown(value: Any) -> str:
-    """The value's repr, short, whatever its class does."""
+def short_repr(value: Any) -> str:
+    """Return the value's repr, shortened, whatever its class does."""
     try:
         return printable(repr(value)[:200])
     except Exception as error:

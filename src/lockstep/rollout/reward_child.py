@@ -1,4 +1,4 @@
-"""What runs in the process of a user's reward: samples in, scores out.
+"""The process of a user's reward: samples in, scores out.
 
     supervisor   ends the whole tree when the run is gone, see sandbox.supervise
       worker     imports the user's module and calls its function; trusted code, with the run's own rights
@@ -46,7 +46,7 @@ class Worker:
         self.asynchronous = is_async(self._call)
 
     def outcomes(self, job: Message) -> list[Message]:
-        """{score} or {problem, traceback} of each sample."""
+        """Return {score} or {problem, traceback} for each sample."""
         samples = [_sample(values) for values in job["samples"]]
         if self.asynchronous:
             return self._together(samples, job)

@@ -1,4 +1,4 @@
-"""A user's reward in a process of its own: its crash, exit or endless loop is one error, and no more.
+"""A user's reward in its own process: a crash, exit or endless loop is only an error.
 
 The process is trusted: it has the run's environment, rights and working directory. It ends, with everything
 that it started, when a call takes too long, when the rewards are closed and when the run is gone.
@@ -25,16 +25,15 @@ from lockstep.rollout.messages import JobProcess, Message, ProcessEnded, end
 from lockstep.rollout.row_values import encoded
 
 START_SECONDS = 600.0
-"""For the user's imports, and for a class that loads a model."""
+"""Deadline of the user's imports, and of a class that loads a model."""
 END_SECONDS = 5.0
-"""For the module's exit handlers when the rewards are closed."""
+"""Deadline of the module's exit handlers when the rewards are closed."""
 _LAST_WORDS_SECONDS = 1.0
 _LINE_BYTES = 1 << 16
 
 
 class RewardFailure(RuntimeError):
-    """What went wrong in a reward's process, in words that follow the reward's name. Its note is the
-    traceback from there."""
+    """An error in a reward's process; its text follows the reward's name, its note is the traceback."""
 
 
 class RewardWorker:
@@ -58,7 +57,7 @@ class RewardWorker:
         self._running()
 
     def one(self, sample: RewardInput) -> Any:
-        """The score of one sample.
+        """Score one sample.
 
         Raises:
             TimeoutError: it took longer than `timeout_seconds`; the process was ended.
@@ -70,8 +69,8 @@ class RewardWorker:
         return outcome
 
     def together(self, inputs: Sequence[RewardInput]) -> list[Any]:
-        """A score or an exception for each sample of an async reward. If the process dies or has to be ended,
-        that is the outcome of all of them."""
+        """Return a score or an exception for each sample of an async reward. If the process dies or has to be
+        ended, that is the outcome of all."""
         timeout, concurrency = self._config.timeout_seconds, self._config.max_concurrency
         limit = calls.seconds_together(len(inputs), timeout, concurrency)
         try:
@@ -82,8 +81,8 @@ class RewardWorker:
             return [error] * len(inputs)
 
     def close(self) -> None:
-        """Let the process run its exit handlers and end, with all that it started. A later call starts
-        another."""
+        """Let the process run its exit handlers and end, with every process that it started. A later call
+        starts another."""
         close_all([self])
 
     def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
@@ -132,7 +131,7 @@ class RewardWorker:
         return process
 
     def _ended(self, seconds: float = _LAST_WORDS_SECONDS) -> None:
-        """End the process, and wait until its last words are shown."""
+        """End the process, and wait until its last output is shown."""
         if self._process is not None:
             self._process.close()
         if self._output is not None:
@@ -141,7 +140,7 @@ class RewardWorker:
 
 
 def close_all(workers: Sequence[RewardWorker]) -> None:
-    """Close them together: the waits are those of one."""
+    """Close all workers together, which takes no longer than closing one."""
     with contextlib.ExitStack() as locks:
         for worker in workers:
             locks.enter_context(worker._lock)
@@ -177,7 +176,7 @@ def _received(outcome: Any) -> float | RewardFailure:
 
 
 def _show(reader: int) -> None:
-    """Write what the process prints to our standard error, escaped, until it closes its end."""
+    """Copy the process's output to our standard error, escaped, until it closes its end."""
     with open(reader, "rb") as lines:
         while line := lines.readline(_LINE_BYTES):
             text = line.decode(errors="replace").rstrip("\n")

@@ -1,9 +1,9 @@
-"""Rewards: from completions to finite numbers, with nothing turned into 0 in silence.
+"""Rewards: map completions to finite numbers, with nothing silently turned into 0.
 
-What counts as an error, and so follows `on_error`: a reward that raises, times out, or returns anything but
-a finite number (bool, int, float and 0-d arrays are numbers). What scores 0 and is counted instead: a
-completion without the configured part (`no_answer`), and an answer that a verifier cannot parse (`junk`),
-see VerifierProcess.reasoning_gym.
+An error, which `on_error` handles, is a reward that raises, times out, or returns anything but a finite
+number (bool, int, float and 0-d arrays are numbers). A completion without the configured part (`no_answer`)
+and an answer that a verifier cannot parse (`junk`) score 0 and are counted, see
+VerifierProcess.reasoning_gym.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, require_package
 
 CORRECT = 1.0 - 1e-6
-"""A verifier's score from which an answer counts as right; many give partial credit below."""
+"""The verifier's score from which an answer counts as correct; many give partial credit below."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """What one completion earned."""
+    """The rewards of one completion."""
 
     total: float
     """Sum of weight * reward."""
@@ -43,7 +43,7 @@ class Scored:
 
 
 class Scorer(Protocol):
-    """One reward over many completions: a value or an exception for each."""
+    """Scores many completions by one reward: a value or an exception for each."""
 
     def __call__(self, inputs: Sequence[RewardInput]) -> list[Any]: ...
 
@@ -92,7 +92,7 @@ class RewardSet:
             raise
 
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored | None]:
-        """One entry per input, in order; None where a reward failed under on_error = drop.
+        """Return one entry per input, in order; None where a reward failed under on_error = drop.
 
         Raises:
             RewardError: a reward failed under on_error = fail; names reward and row. Its __cause__ is the
@@ -111,7 +111,7 @@ class RewardSet:
         return [self._combine(values) for values in zip(*columns, strict=True)]
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
-        """Whether the first `verifier` or `math` reward gives full marks on its configured part of the
+        """Return whether the first `verifier` or `math` reward gives full marks to its configured part of the
         completion.
 
         None: no such reward in the set, or it failed under on_error = drop (counted).
@@ -124,23 +124,24 @@ class RewardSet:
         return None
 
     def take_counts(self) -> dict[str, int]:
-        """Counts since the last call: NAME/no_answer, NAME/junk, NAME/timeout (of the
-        junk), NAME/failed and dropped (rollouts)."""
+        """Return and reset the counts: NAME/no_answer, NAME/junk, NAME/timeout (of the junk), NAME/failed and
+        dropped (rollouts)."""
         counts = dict(+self.counts)
         self.counts.clear()
         return counts
 
     def notes(self) -> list[str]:
-        """Say, for the start of a run, which layers of the verifiers' sandbox are missing."""
+        """Return notes for the start of a run: which layers of the verifiers' sandbox are missing."""
         if not any(config.name in ("verifier", "math") for config in self._configs):
             return []
-        given = probe()
-        if given.warning is not None:
-            return [f"warning: verifiers' sandbox: {given.describe()}: {given.warning}"]
-        return [f"verifiers' sandbox: {given.describe()}"] if given.missing else []
+        isolation = probe()
+        if isolation.warning is not None:
+            return [f"warning: verifiers' sandbox: {isolation.describe()}: {isolation.warning}"]
+        return [f"verifiers' sandbox: {isolation.describe()}"] if isolation.missing else []
 
     def close(self) -> None:
-        """End the processes of verifiers and rewards. The set stays usable: it starts others when needed."""
+        """End the processes of verifiers and rewards. The set stays usable: it starts new ones when
+        needed."""
         self._process.close()
         close_all(self._workers)
 
@@ -233,25 +234,25 @@ class RewardSet:
 
 
 def lenient_correct(row: Mapping[str, Any], completion: str) -> tuple[bool, bool] | None:
-    """(first number right, last number right) over the whole completion, compared as numbers with the row's
-    answer.
+    """Return (first number correct, last number correct) of the whole completion, compared as numbers with
+    the row's answer.
 
-    None: the row's answer is not a number, so this measure says nothing about it. The lenient accuracy of a
-    set is the larger of the two means, see `lenient_accuracy`.
+    None: the row's answer is not a number, so this measure does not apply. The lenient accuracy of a set is
+    the larger of the two means, see `lenient_accuracy`.
 
     Example:
         >>> lenient_correct({"answer": "#### 1,042"}, "1042 is 1000 + 42")
         (True, False)
     """
-    wanted = answer_number(row.get("answer"))
-    if wanted is None:
+    expected = answer_number(row.get("answer"))
+    if expected is None:
         return None
-    first, last = (answer_number(found) for found in (first_number(completion), last_number(completion)))
-    return first == wanted, last == wanted
+    first, last = (answer_number(number) for number in (first_number(completion), last_number(completion)))
+    return first == expected, last == expected
 
 
 def lenient_accuracy(marks: Sequence[tuple[bool, bool]]) -> float:
-    """The larger of first-number and last-number accuracy over the set.
+    """Return the larger of first-number and last-number accuracy over the set.
 
     Example:
         >>> lenient_accuracy([(True, False), (True, True), (False, False), (False, True)])
@@ -265,8 +266,8 @@ def lenient_accuracy(marks: Sequence[tuple[bool, bool]]) -> float:
 def _each(
     score: Callable[[RewardInput], Any], stop_at_failure: bool, inputs: Sequence[RewardInput]
 ) -> list[Any]:
-    """Outcomes one by one; after a failure that ends the run anyway, the rest is not computed (and not
-    looked at)."""
+    """Return outcomes one by one; after a failure that ends the run anyway, the rest is not computed (and not
+    read)."""
     outcomes: list[Any] = []
     for sample in inputs:
         try:
@@ -320,7 +321,7 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 
 def _named_scorer(worker: RewardWorker, config: RewardConfig) -> Scorer:
-    """The scorer of a reward in a process of its own."""
+    """The scorer of a reward in its own process."""
     return worker.together if worker.asynchronous else partial(_each, worker.one, config.on_error == "fail")
 
 

@@ -1,5 +1,5 @@
-"""Data rows as JSON and back, unchanged: verifiers look at tuples and at integer keys, rewards at dates and
-bytes, which JSON has not."""
+"""Lossless conversion of data rows to JSON and back: verifiers use tuples and integer keys, rewards dates and
+bytes, which JSON lacks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _AS_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "$time": (time, time.isoformat, time.fromisoformat),
     "$decimal": (Decimal, str, Decimal),
 }
-"""What columns of a parquet file hold besides. A datetime is a date too, so it comes first."""
+"""Further types of parquet columns. A datetime is a date too, so it comes first."""
 _TAGS = {_TUPLE, _ITEMS, *_AS_TEXT}
 
 
 def encoded(value: Any, where: str) -> Any:
-    """The value in JSON's types; `decoded` gives it back.
+    """Convert a value to JSON's types; `decoded` restores it.
 
     Raises:
-        DataError: it holds something else than numbers, texts, lists, tuples, mappings, bytes, dates and
-            times.
+        DataError: it holds anything but numbers, texts, lists, tuples, mappings, bytes, dates and times.
 
     Example:
         >>> encoded({"edges": [(0, 1)], "colours": {3: "red"}}, "row 0")
@@ -60,10 +59,10 @@ def encoded(value: Any, where: str) -> Any:
 
 
 def decoded(value: Any, where: str) -> Any:
-    """What `encoded` was given.
+    """Restore a value that `encoded` converted.
 
     Raises:
-        DataError: no call of `encoded` gives this, as in a file that was edited.
+        DataError: `encoded` never returns this, as in a file that was edited.
     """
     if isinstance(value, list):
         return [decoded(item, where) for item in value]

@@ -1,7 +1,7 @@
-"""Files of samples: rows that are appended whole or not at all, and that a later command goes on with.
+"""Files of samples: rows are appended atomically, and a later command can continue the file.
 
     F               the rows, one JSON object per line, in the order in which they were finished
-    F.meta.json     what the rows were made from, and whether all are there; written before the first row
+    F.meta.json     the settings that made the rows, and whether all are there; written before the first row
     F.part.jsonl    of a Parquet F: its rows until all are there; then F is written from it, sorted, at once
 
 A row is named by (index, sample): the number of its prompt in the data, and of the sample among the prompt's.
@@ -30,12 +30,12 @@ FORMAT = 1
 
 
 def meta_path(path: Path) -> Path:
-    """The file beside `path` that says what is in it."""
+    """Return the file beside `path` that describes its rows."""
     return path.with_name(path.name + ".meta.json")
 
 
 def check_out(path: Path, *, flag: str = "--out") -> None:
-    """Raises ConfigError when rows cannot be written to `path`; leaves no trace."""
+    """Raise ConfigError if rows cannot be written to `path`; leaves no trace."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{flag} {str(path)!r}: rows are written as {' or '.join(SUFFIXES)}; choose one")
     check_writable(path, flag=flag)
@@ -47,18 +47,18 @@ def check_out(path: Path, *, flag: str = "--out") -> None:
 
 
 class RowFile:
-    """Appends rows to `path`, or to what is there of an earlier, equal command. One process at a time.
+    """Appends rows to `path`, also to a file of an earlier, equal command. One process at a time.
 
     Args:
-        command: who writes it, for messages: "generate".
-        identity: JSON values that decide every row; an earlier file's must be equal, but for `may_differ`.
+        command: the writing command, for messages: "generate".
+        identity: JSON values that decide every row; an earlier file's must be equal, except `may_differ`.
         expected: rows of the whole file.
-        overwrite: begin anew, whatever is there.
-        may_differ: dotted names in `identity` that do not change what a row is.
+        overwrite: begin anew, even if there is a file.
+        may_differ: dotted names in `identity` that do not change the rows.
 
     Raises:
-        ConfigError: `path` cannot be written, another process writes it, it was made from something else
-            (every difference is named), or it is no file of ours.
+        ConfigError: `path` cannot be written, another process writes it, it was made with other settings or
+            data (every difference is named), or it is no file of ours.
         DataError: a row in it is damaged.
     """
 
@@ -77,14 +77,14 @@ class RowFile:
         self.command = command
         self.expected = expected
         self.done: set[Key] = set()
-        """Rows that are there."""
+        """Rows in the file."""
         self.complete = False
-        """All rows are there, and `path` is in its last form."""
+        """Whether all rows are there, and `path` is in its final form."""
         self._identity = _plain(identity)
         self._journal = path if path.suffix == ".jsonl" else path.with_name(path.name + ".part.jsonl")
         self._writing = threading.Lock()
         self._offsets: dict[Key, int] = {}
-        # Opened before anything is looked at: the lock is on it.
+        # Opened before anything is read: the lock is on it.
         self._fd = _open_locked(self._journal)
         try:
             if overwrite:
@@ -98,11 +98,11 @@ class RowFile:
 
     @property
     def resumed(self) -> bool:
-        """Whether rows of an earlier command are there."""
+        """Whether the file has rows of an earlier command."""
         return bool(self.done)
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Write rows, each whole; may be called from several threads.
+        """Append rows, each atomically; may be called from several threads.
 
         Raises:
             DataError: the disk is full, or the file cannot be written; what was there stays.
@@ -125,11 +125,11 @@ class RowFile:
                 size += len(line)
 
     def sync(self) -> None:
-        """What was appended survives a power cut."""
+        """Make what was appended survive a power cut."""
         os.fsync(self._fd)
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
-        """All rows are there: a Parquet file is written now.
+        """Finish the file, which has all its rows; writes a Parquet file now.
 
         Raises:
             DataError: rows are missing (a mistake of the caller), or the file cannot be written.
@@ -146,7 +146,7 @@ class RowFile:
         self.complete = True
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. Safe to call twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -158,7 +158,7 @@ class RowFile:
         self.close()
 
     def _clear(self) -> None:
-        """Make it as if nothing had been there."""
+        """Remove what an earlier command wrote."""
         os.ftruncate(self._fd, 0)
         meta_path(self.path).unlink(missing_ok=True)
         if self._journal != self.path:
@@ -219,7 +219,7 @@ class RowFile:
 
 
 def read_meta(path: Path) -> dict[str, Any] | None:
-    """What is said beside `path`; None: nothing.
+    """Read the description beside `path`; None: there is none.
 
     Raises:
         ConfigError: it is damaged, or of a later version.
@@ -245,10 +245,10 @@ def read_meta(path: Path) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .jsonl or .parquet file of ours or of anybody's.
+    """Read the rows of a .jsonl or .parquet file, ours or not.
 
     Raises:
-        ConfigError: of another kind.
+        ConfigError: a file of another kind.
         DataError: there is no such file, it is damaged, or a command has not finished it.
     """
     if path.suffix not in SUFFIXES:
@@ -272,7 +272,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _scan(fd: int, path: Path) -> dict[Key, int]:
-    """Where each row of the journal begins. A last line that was cut off is removed."""
+    """The offset of each row in the journal. A truncated last line is removed."""
     offsets: dict[Key, int] = {}
     end = 0
     with path.open("rb") as lines:
@@ -323,23 +323,23 @@ def _open_locked(path: Path) -> int:
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """As it will be read again from JSON."""
+    """The value as it will be read again from JSON."""
     plain: dict[str, Any] = json.loads(json.dumps(value, default=str))
     return plain
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings by dotted name."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, item in value.items():
         if isinstance(item, Mapping) and item:
-            found |= _flat(item, f"{prefix}{name}.")
+            flattened |= _flat(item, f"{prefix}{name}.")
         elif isinstance(item, list) and item and isinstance(item[0], Mapping):
             for number, entry in enumerate(item):
-                found |= _flat(entry, f"{prefix}{name}[{number}].")
+                flattened |= _flat(entry, f"{prefix}{name}[{number}].")
         else:
-            found[f"{prefix}{name}"] = item
-    return found
+            flattened[f"{prefix}{name}"] = item
+    return flattened
 
 
 def _covers(names: Sequence[str], name: str) -> bool:

@@ -54,7 +54,7 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file, ours or not.
+    """Read the rows of a Parquet file, ours or not.
 
     Raises:
         ConfigError: pyarrow is missing.

@@ -1,4 +1,4 @@
-"""From prompts to scored groups of rollouts, in prompt order."""
+"""Sample prompts into scored groups of rollouts, in prompt order."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lockstep.schema.rollout import (
 )
 
 OnProgress = Callable[[int, int], None]
-"""Called with (samples finished, samples wanted)."""
+"""Called with (samples finished, samples in all)."""
 Keep = Callable[[RolloutGroup], bool]
 _ROUND_PROMPTS = -1
-"""Stands in for the prompt index when a resampling round's prompt order is seeded."""
+"""Used in place of the prompt index to seed the prompt order of a resampling round."""
 
 
 class PromptSource(Protocol):
-    """What `GroupSampler.step` needs of a prompt set."""
+    """The part of a prompt set that `GroupSampler.step` uses."""
 
     def batch(self, step: int, n: int, seed: int) -> list[Prompt]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledStep:
-    """What one step sampled."""
+    """The groups and counts of one step."""
 
     groups: tuple[RolloutGroup, ...]
     """In prompt order; empty when generation was aborted."""
@@ -52,7 +52,7 @@ class SampledStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleKey:
-    """Where samples stand in a run: all that their seeds depend on, beside the prompt and the number."""
+    """The key of a run's samples: what their seeds depend on, besides the prompt and the sample's number."""
 
     run_seed: int
     step: int
@@ -60,7 +60,7 @@ class SampleKey:
     """Rounds after the first are dynamic sampling's."""
 
     def seeds(self, prompt_index: int, group_size: int) -> tuple[int, ...]:
-        """Of one group; a later round goes on counting where the earlier one stopped."""
+        """Return the seeds of one group; a later round continues the count of the earlier one."""
         first = self.sampling_round * group_size
         return tuple(
             sample_seed(self.run_seed, self.step, prompt_index, first + i) for i in range(group_size)
@@ -78,7 +78,7 @@ class Resampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Share:
-    """What one rank sampled of the prompts of a call."""
+    """One rank's share of the prompts of a call."""
 
     rollouts: tuple[tuple[Rollout, ...] | None, ...] = ()
     """By prompt of the share; None: the group was dropped."""
@@ -90,8 +90,8 @@ class _Share:
 class GroupSampler:
     """Samples with `engine` and scores with `rewards`.
 
-    On several ranks, all of which make the same calls, each samples and scores a share of the prompts, and
-    all get the groups of all. A sample's seed does not depend on who draws it.
+    With several ranks, all of which make the same calls, each samples and scores a share of the prompts, and
+    every rank gets all groups. A sample's seed does not depend on the rank.
     """
 
     engine: InferenceEngine
@@ -100,8 +100,8 @@ class GroupSampler:
     spans: Spans | None = None
     """Times the rewards under the name "reward"."""
     cancelled: Callable[[], bool] | None = None
-    """Asked before every generation: True counts as aborted. An engine's `abort` ends only what is running,
-    so by itself it would be lost while rewards are computed between the rounds of dynamic sampling."""
+    """Called before every generation: True counts as aborted. An engine's `abort` ends only what is running,
+    so it alone would have no effect while rewards are computed between the rounds of dynamic sampling."""
     ranks: RankContext = field(default_factory=RankContext.alone)
 
     def groups(
@@ -110,7 +110,7 @@ class GroupSampler:
         """Sample `group_size` completions of every prompt and score them. Aborted when one of the ranks was.
 
         Raises:
-            EngineError: from the engine, or when it returns something else than was asked for.
+            EngineError: from the engine, or when it returns other samples than requested.
             RewardError: from a reward, or when no group is left.
         """
         rank, size = self.ranks.rank, self.ranks.world_size
@@ -121,8 +121,8 @@ class GroupSampler:
         )
         if any(share.aborted for share in shares):
             return SampledStep(groups=(), counts={}, aborted=True)
-        found = ((prompt, shares[i % size].rollouts[i // size]) for i, prompt in enumerate(prompts))
-        groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in found if r is not None)
+        pairs = ((prompt, shares[i % size].rollouts[i // size]) for i, prompt in enumerate(prompts))
+        groups = tuple(RolloutGroup(prompt=p, rollouts=r) for p, r in pairs if r is not None)
         if not groups:
             raise RewardError(
                 f"every one of the {len(prompts)} groups lost its rollouts to failing rewards "
@@ -137,7 +137,7 @@ class GroupSampler:
     def _share(
         self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
     ) -> _Share:
-        """This rank's part of `groups`; it may have no prompt."""
+        """This rank's share of `groups`; it may have no prompt."""
         if self.cancelled is not None and self.cancelled():
             return _Share(aborted=True)
         if not prompts:
@@ -174,23 +174,24 @@ class GroupSampler:
         rollout: RolloutConfig,
         resampling: Resampling | None = None,
     ) -> SampledStep:
-        """The rollouts of a training step: a pure function of its arguments and the engine's weights.
+        """Sample the rollouts of a training step: a pure function of its arguments and the engine's weights.
 
         Args:
-            resampling: until `rollout.prompts_per_step` groups are kept. None: one round, all are kept.
+            resampling: sample until `rollout.prompts_per_step` groups are kept. None: one round, all are
+                kept.
 
         Raises:
             RewardError: after `resampling.max_rounds` rounds there are still too few groups. And what
                 `groups` raises.
         """
-        wanted = rollout.prompts_per_step
+        num_groups = rollout.prompts_per_step
         kept: list[RolloutGroup] = []
         counts: dict[str, float] = {}
         tried: set[tuple[int, ...]] = set()
         rejected = 0
         for sampling_round in range(1 if resampling is None else resampling.max_rounds):
             key = replace(key, sampling_round=sampling_round)
-            batch = _round_prompts(prompts, wanted, key, tried)[: wanted - len(kept)]
+            batch = _round_prompts(prompts, num_groups, key, tried)[: num_groups - len(kept)]
             tried.update(prompt.token_ids for prompt in batch)
             sampled = self.groups(batch, key, sampling=rollout.sampling, group_size=rollout.group_size)
             if sampled.aborted or resampling is None:
@@ -200,7 +201,7 @@ class GroupSampler:
             good = [group for group in sampled.groups if resampling.keep(group)]
             rejected += len(sampled.groups) - len(good)
             kept += good
-            if len(kept) >= wanted:
+            if len(kept) >= num_groups:
                 rounds = {
                     "rollout/resample_rounds": float(sampling_round),
                     "rollout/rejected_groups": float(rejected),
@@ -208,21 +209,21 @@ class GroupSampler:
                 return SampledStep(groups=tuple(kept), counts=counts | rounds)
         raise RewardError(
             f"step {key.step}: after algorithm.max_resample_rounds = {key.sampling_round + 1} rounds only "
-            f"{len(kept)} of {wanted} groups have rewards that differ ({rejected} were all equal); the task "
-            "is too easy or too hard for the policy: change data.task, raise rollout.group_size or "
+            f"{len(kept)} of {num_groups} groups have rewards that differ ({rejected} were all equal); the "
+            "task is too easy or too hard for the policy: change data.task, raise rollout.group_size or "
             "max_resample_rounds, or set algorithm.dynamic_sampling = false"
         )
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
-    """The engine's form of a sampling config, field by field."""
+    """Convert a sampling config, field by field, to the engine's form."""
     return SamplingParams(**config.model_dump())
 
 
 def _round_prompts(
     prompts: PromptSource, n: int, key: SampleKey, tried: set[tuple[int, ...]]
 ) -> list[Prompt]:
-    """The step's own batch in round 0; later batches of another order, those not tried in this step first."""
+    """The step's own batch in round 0; later batches in another order, prompts not yet tried first."""
     if key.sampling_round == 0:
         return prompts.batch(key.step, n, key.run_seed)
     order = sample_seed(key.run_seed, key.step, _ROUND_PROMPTS, key.sampling_round)
@@ -231,7 +232,7 @@ def _round_prompts(
 
 
 def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence[Completion]]) -> None:
-    """An engine must return what it was asked for; a mix-up here would train on the wrong tokens."""
+    """Check that the engine returned the requested samples; a mix-up would train on the wrong tokens."""
     if len(completions) != len(requests):
         raise EngineError(f"the engine returned {len(completions)} groups for {len(requests)} requests")
     for index, (request, group) in enumerate(zip(requests, completions, strict=True)):

@@ -38,12 +38,12 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# --- What a machine gives
+# --- The layers of a machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Isolation:
-    """Which layers this kernel gives to this user."""
+    """The layers that this kernel offers to this user."""
 
     namespaces: tuple[str, ...]
     landlock: int
@@ -52,9 +52,9 @@ class Isolation:
 
     @property
     def missing(self) -> list[str]:
-        """The layers that are not there."""
-        found = [f"a {name} namespace" for name in NAMESPACES if name not in self.namespaces]
-        return found + ["Landlock"] * (not self.landlock) + ["seccomp"] * (not self.seccomp)
+        """The missing layers."""
+        absent = [f"a {name} namespace" for name in NAMESPACES if name not in self.namespaces]
+        return absent + ["Landlock"] * (not self.landlock) + ["seccomp"] * (not self.seccomp)
 
     @property
     def sufficient(self) -> bool:
@@ -64,7 +64,7 @@ class Isolation:
 
     @property
     def warning(self) -> str | None:
-        """What the missing layers mean for verifiers that evaluate text, and what to do; None: nothing."""
+        """The effect of missing layers on verifiers that evaluate text, and what to do; None: no effect."""
         if not self.sufficient:
             return "tasks that evaluate text are refused, unless allow_unsandboxed names them"
         if not self.landlock:
@@ -76,7 +76,7 @@ class Isolation:
         return None
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line that names the layers."""
         layers = [f"{', '.join(self.namespaces)} namespaces"] if self.namespaces else []
         layers += [f"Landlock ABI {self.landlock}"] * (self.landlock > 0) + ["seccomp"] * self.seccomp
         absent = f"; missing: {', '.join(self.missing)}" if self.missing else ""
@@ -95,18 +95,18 @@ NAMESPACES = {
 
 @lru_cache(maxsize=1)
 def probe() -> Isolation:
-    """What this machine gives, tried once in a short-lived process."""
+    """Return the layers of this machine, tried once in a short-lived process."""
     code = f"import sys; sys.path.insert(0, {ROOT!r}); from lockstep.rollout import sandbox as s; s.report()"
     command = [sys.executable, "-I", "-B", "-c", code]
     ended = subprocess.run(command, env={}, capture_output=True, text=True, timeout=60, check=False)
     if ended.returncode != 0:
         return Isolation(namespaces=(), landlock=0, seccomp=False)
-    given = json.loads(ended.stdout)
-    return Isolation(**{**given, "namespaces": tuple(given["namespaces"])})
+    layers = json.loads(ended.stdout)
+    return Isolation(**{**layers, "namespaces": tuple(layers["namespaces"])})
 
 
 def report() -> None:
-    """For `probe`: try every layer on this process and print what worked."""
+    """Try every layer on this process and print which ones worked, for `probe`."""
     namespaces = isolate()
     reader, writer = os.pipe()
     pid = os.fork()  # a thread-free process, so a fork is safe
@@ -127,7 +127,7 @@ def supervise(lifeline: int, *, confined: bool) -> list[str]:
     comes, or when nobody holds the other end of the pipe `lifeline` any more; it ends as the child did.
 
     Args:
-        lifeline: a pipe's end for reading; what comes in is the child's to read.
+        lifeline: a pipe's end for reading, which only the child reads.
         confined: the child gets namespaces of its own where the kernel allows it, which are returned.
     """
     namespaces = isolate() if confined else []
@@ -210,20 +210,20 @@ def end_descendants() -> None:
 
 def _children() -> list[int]:
     me = os.getpid()
-    found = []
+    children = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             if int(file.read().rpartition(b")")[2].split()[1]) == me:
-                found.append(int(name))
-    return found
+                children.append(int(name))
+    return children
 
 
 # --- Namespaces
 
 
 def isolate() -> list[str]:
-    """Leave the namespaces of the parent, as far as the kernel allows it; the names of those left. The pid
-    namespace is that of this process's next child.
+    """Leave the namespaces of the parent, as far as the kernel allows it; returns the names of those left.
+    The pid namespace is that of this process's next child.
 
     The mount namespace is a copy in which nothing is unmounted: it hides no file. Only Landlock limits what
     may be read, see `lock`."""
@@ -260,21 +260,22 @@ def _prctl(option: int, value: int) -> bool:
 
 
 def limits(*, memory: int = MEMORY_LIMIT) -> None:
-    """No files, no cores, few descriptors, a bound on memory."""
-    wanted = {
+    """Set limits: no files, no cores, few descriptors, a bound on memory."""
+    limit_of = {
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_NOFILE: 256,
     }
-    for kind, value in wanted.items():
+    for kind, value in limit_of.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
 
 
 def lock(readable: Iterable[str] | None, *, may_fork: bool) -> dict[str, Any]:
-    """Give up, for ever, what evaluating text does not need. Which layers could be installed.
+    """Give up, for ever, every right that evaluating text does not need. Returns the layers that were
+    installed.
 
     Args:
         readable: folders and files that may still be read. None: files as before.
@@ -384,7 +385,7 @@ def _filter(machine: str, may_fork: bool) -> list[bytes]:
 
 
 def readable_places() -> list[str]:
-    """Where Python, its packages and the C library lie, for `lock`."""
+    """Return the folders of Python, its packages and the C library, for `lock`."""
     system = [
         "/usr/lib",
         "/usr/lib64",

@@ -1,7 +1,7 @@
 """Rewards for rows of samples: functions and verifiers as in training, or a reward model.
 
-Rows are scored a window at a time and in their order. A window that a crash cut short is scored again as a
-whole, and only rows that are missing are added: a reward model rounds by what is beside a document.
+Rows are scored a window at a time, in order. A window that a crash cut short is scored again as a whole, and
+only missing rows are added: a reward model's rounding depends on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _KEY = ("index", "sample")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToScore:
-    """One sample, and the row that it comes from."""
+    """One sample, and the row that it is from."""
 
     row: Mapping[str, Any]
-    """As it is written again, with a reward."""
+    """The row as it is written again, with a reward."""
     prompt: Any
     """Text or messages."""
-    given: RewardInput
+    reward_input: RewardInput
     where: str
 
 
 @dataclass(kw_only=True, slots=True)
 class ScoreTotals:
-    """Of the rows that this call added."""
+    """Totals of the rows that this call added."""
 
     rows: int = 0
     failed: int = 0
@@ -54,7 +54,7 @@ class ScoreTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judges:
-    """What gives rewards; at least one of the two."""
+    """The sources of rewards; at least one of the two."""
 
     rewards: RewardSet | None
     model: RewardModel | None
@@ -67,8 +67,8 @@ class Judges:
 
 
 def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]:
-    """Rows of `lockstep generate`, or of anybody: they need `prompt` (text or messages) and `completion`.
-    Rows without `index` and `sample` are numbered by their prompts, in order.
+    """Yield the samples of rows of `lockstep generate` or any other: they need `prompt` (text or messages)
+    and `completion`. Rows without `index` and `sample` are numbered by their prompts, in order.
 
     Raises:
         DataError: a column is missing or of the wrong kind, or a sample is there twice.
@@ -96,7 +96,7 @@ def samples(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[ToScore]
             row={"index": index, "sample": sample, **{k: v for k, v in row.items() if k not in _KEY}},
             prompt=prompt,
             where=where,
-            given=RewardInput(
+            reward_input=RewardInput(
                 prompt=str(row.get("prompt_text") or (prompt if isinstance(prompt, str) else "")),
                 completion=completion,
                 row=data,
@@ -148,7 +148,7 @@ def _texts(row: Mapping[str, Any], where: str) -> tuple[Any, str]:
 
 
 def check_columns(config: ScoreConfig, first: ToScore) -> None:
-    """Raises ConfigError when the rows lack what a reward looks at in principle."""
+    """Raise ConfigError if the rows lack a column that a reward needs."""
     for reward in config.rewards:
         if reward.name in ("ids", "length") and "token_ids" not in first.row:
             raise ConfigError(
@@ -165,7 +165,7 @@ def check_columns(config: ScoreConfig, first: ToScore) -> None:
 def score_rows(
     items: Iterable[ToScore], judges: Judges, *, window: int, sink: RowFile, hooks: Hooks
 ) -> ScoreTotals:
-    """Write every row that `sink` does not have yet, with `reward` and `rewards` added.
+    """Write every row that `sink` lacks, with `reward` and `rewards` added.
 
     Raises:
         RewardError: a reward failed under on_error = "fail". What was written before stays.
@@ -194,23 +194,23 @@ def score_rows(
 def judge(
     items: Sequence[ToScore], judges: Judges, totals: ScoreTotals
 ) -> list[tuple[float | None, Mapping[str, float] | None]]:
-    """(total, by name) of each; None where a reward failed under on_error = "drop"."""
-    found: list[tuple[float | None, Mapping[str, float] | None]] = [(0.0, {})] * len(items)
+    """Return (total, by name) for each sample; None where a reward failed under on_error = "drop"."""
+    scores: list[tuple[float | None, Mapping[str, float] | None]] = [(0.0, {})] * len(items)
     if judges.rewards is not None:
-        scored = judges.rewards.score([item.given for item in items])
+        scored = judges.rewards.score([item.reward_input for item in items])
         totals.counts.update(judges.rewards.take_counts())
-        found = [(None, None) if s is None else (s.total, s.by_name) for s in scored]
+        scores = [(None, None) if s is None else (s.total, s.by_name) for s in scored]
     if judges.model is not None:
-        documents = [judges.model.document(i.prompt, i.given.completion, i.where) for i in items]
+        documents = [judges.model.document(i.prompt, i.reward_input.completion, i.where) for i in items]
         totals.truncated += sum(document.truncated for document in documents)
         logits = judges.model.score(documents)
-        found = [
+        scores = [
             (total, by_name)
             if total is None or by_name is None
             else (total + judges.model_weight * logit, {**by_name, MODEL: logit})
-            for (total, by_name), logit in zip(found, logits, strict=True)
+            for (total, by_name), logit in zip(scores, logits, strict=True)
         ]
-    return found
+    return scores
 
 
 def _key(item: ToScore) -> tuple[int, int]:

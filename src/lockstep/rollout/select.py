@@ -1,4 +1,4 @@
-"""Rejection sampling and best-of-n: which scored samples become training documents."""
+"""Rejection sampling and best-of-n: select the scored samples that become training documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """Which samples are kept. `min_reward` and what is unusable first, then the best of each prompt."""
+    """Which samples are kept: first `min_reward` and unusable ones are left out, then the best of each prompt
+    are kept."""
 
     top_k: int | None = None
     """Samples of each prompt, the best ones; 1 is best-of-n. None: all that are left."""
@@ -34,20 +35,20 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What was kept, best first within a prompt, prompts in order of their index."""
+    """The kept rows, best first within a prompt, prompts in order of their index."""
 
     rows: tuple[Row, ...]
     prompts: int
     """Prompts of the scored file."""
     chosen_prompts: int
-    """Prompts of which something was kept."""
+    """Prompts with a kept sample."""
     left_out: Mapping[str, int]
     """Samples by the first reason: failed (no reward), empty, cut_off, below_min_reward, duplicate,
     not_best."""
 
 
 def select(rows: Iterable[Row], choice: Choice, *, source: str) -> Selection:
-    """Choose among scored rows. Equal rewards are ordered by sample number.
+    """Select among scored rows. Equal rewards are ordered by sample number.
 
     Raises:
         DataError: a row has no `reward`, `index`, `sample` or text.
@@ -72,11 +73,11 @@ def select(rows: Iterable[Row], choice: Choice, *, source: str) -> Selection:
     for index in sorted(groups):
         best = sorted(groups[index], key=lambda row: (-row["reward"], row["sample"]))
         if choice.unique:
-            found: dict[str, Row] = {}
+            first_of: dict[str, Row] = {}
             for row in best:
-                found.setdefault(row["completion"], row)
-            left_out["duplicate"] += len(best) - len(found)
-            best = list(found.values())
+                first_of.setdefault(row["completion"], row)
+            left_out["duplicate"] += len(best) - len(first_of)
+            best = list(first_of.values())
         left_out["not_best"] += len(best) - len(best[: choice.top_k])
         kept += best[: choice.top_k]
         chosen += bool(best)
@@ -117,8 +118,8 @@ def _checked(row: Row, where: str) -> int:
 
 
 def sft_row(row: Row) -> dict[str, Any]:
-    """The row as `lockstep train sft` reads it: `messages` where a chat template was applied to messages,
-    else `prompt` and `completion`; and where it comes from."""
+    """Return the row for `lockstep train sft`: `messages` where a chat template was applied to messages, else
+    `prompt` and `completion`; and its origin."""
     origin = {name: row[name] for name in ("index", "sample", "reward")}
     if isinstance(row["prompt"], str):
         return {"prompt": row["prompt"], "completion": row["completion"], **origin}

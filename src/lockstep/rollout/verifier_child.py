@@ -1,4 +1,4 @@
-"""What runs in the process of a verifier package: jobs in, one small reply each, in a sandbox.
+"""The process of a verifier package: jobs in, one small reply each, in a sandbox.
 
     supervisor   ends the whole tree when the parent is gone, see sandbox.supervise
       judge      imports the package, locks itself in, reads jobs, keeps the time, writes the replies
@@ -35,7 +35,7 @@ from lockstep.rollout.messages import Message, receive, send
 from lockstep.rollout.row_values import decoded
 
 REPLY_BYTES = 4096
-"""Most that is read from an evaluator."""
+"""Largest reply that is read from an evaluator."""
 EVALUATING = {"eval", "exec", "parse_expr", "sympify", "create_dataset"}
 """Calls by which a task evaluates text, or leaves it to another task."""
 NAMELESS = re.compile(r"[0-9+\-*/%().,\[\]\s]*", re.ASCII)
@@ -133,9 +133,9 @@ class Judge:
         An evaluator makes it first, as that can be ended: a data set is made by a package and settings of the
         row, and some take for ever.
         """
-        made = job["task"], _settings(job)
+        key = job["task"], _settings(job)
         try:
-            built = made in self._built or "score" in self._exchange({**job, "builds": True})
+            built = key in self._built or "score" in self._exchange({**job, "builds": True})
         except Ended as error:
             self._end()
             task = job["task"]
@@ -144,8 +144,8 @@ class Judge:
                 "smaller verifier_settings for the row, or a larger timeout_seconds for the reward"
             }
         if built:  # otherwise the evaluator of the answer meets it again, and says so
-            self._built.add(made)
-            _dataset(*made)
+            self._built.add(key)
+            _dataset(*key)
             _warm_up()
         return None
 
@@ -244,7 +244,7 @@ def _read_reply(fd: int, deadline: float) -> bytes:
 
 
 def evaluates(task: str) -> bool:
-    """Whether the module of a reasoning_gym task, or of a class that it extends, evaluates text."""
+    """Return whether the module of a reasoning_gym task, or of a class that it extends, evaluates text."""
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
@@ -283,8 +283,8 @@ def main(package: str, jobs: int, replies: int) -> None:
     except Exception as error:
         first = {"error": f"{package} cannot be imported: {type(error).__name__}: {error}"}
     sandbox.limits()
-    given = sandbox.lock(sandbox.readable_places(), may_fork=True)
-    isolation = sandbox.Isolation(namespaces=tuple(namespaces), **given)
+    layers = sandbox.lock(sandbox.readable_places(), may_fork=True)
+    isolation = sandbox.Isolation(namespaces=tuple(namespaces), **layers)
     gc.collect()
     gc.freeze()  # so that a fork copies fewer pages
     job = receive(jobs)

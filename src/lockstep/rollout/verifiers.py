@@ -1,8 +1,9 @@
-"""Verifiers of packages, in a sandbox: from any thread, a job ends in time and reaches nothing.
+"""Verifiers of packages, in a sandbox: jobs can come from any thread, end in time and cannot reach the
+system.
 
-Some reasoning_gym tasks evaluate what the model wrote, and math-verify's own timeout works by SIGALRM and
-only in a main thread. One process per package, started on first use, started again after a kill; what happens
-in it: `lockstep.rollout.verifier_child`.
+Some reasoning_gym tasks evaluate text of the model, and math-verify's own timeout works by SIGALRM and only
+in a main thread. Each package has one process, started on first use, started again after a kill; its code is
+`lockstep.rollout.verifier_child`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from lockstep.rollout.messages import JobProcess, Message, ProcessEnded, end
 from lockstep.rollout.row_values import encoded
 
 _START_SECONDS = 180.0
-"""For importing a library, which the job's own limit does not count."""
+"""Deadline of importing a library, which the job's own limit does not count."""
 _GRACE_SECONDS = 30.0
-"""What the judge may take beyond the runs of a job: it keeps their time itself."""
+"""Time of the process beyond the runs of a job, whose limits it keeps itself."""
 _RUNS = 4
 """On the answer, on the row's own answer, and to make the task's data set twice."""
 PACKAGES = {"reasoning_gym": "reasoning-gym", "math_verify": "math-verify"}
 
 Score = tuple[float, str | None]
-"""A score, and why the answer counts as junk, or None."""
+"""A score, and the reason why the answer counts as junk, or None."""
 
 
 class VerifierFailure(RuntimeError):
@@ -43,17 +44,17 @@ class VerifierProcess:
     def reasoning_gym(
         self, row: Mapping[str, Any], answer: str, *, timeout: float, allowed: Sequence[str] = ()
     ) -> Score:
-        """Score by the score_answer of the task that `row["verifier"]` names.
+        """Score an answer by the score_answer of the task that `row["verifier"]` names.
 
         An exception, a time-out or a crash over the answer is junk, score 0, if the verifier takes the row's
         own answer.
 
         Args:
-            allowed: tasks that may evaluate text on a machine that gives no sandbox.
+            allowed: tasks that may evaluate text on a machine without a sandbox.
 
         Raises:
-            ConfigError: the task evaluates text, this machine gives no sandbox, and it is not allowed.
-            DataError: the row holds something that is no data.
+            ConfigError: the task evaluates text, this machine has no sandbox, and the task is not allowed.
+            DataError: the row holds a value that is no data.
             VerifierFailure: the verifier fails on the row's own answer too.
         """
         entry = {k: v for k, v in row.items() if k not in ("verifier", "verifier_settings", "problem")}
@@ -68,7 +69,7 @@ class VerifierProcess:
         return self._score("reasoning_gym", job, timeout)
 
     def math(self, gold: str, answer: str, *, timeout: float) -> Score:
-        """1.0 or 0.0 by math-verify of `answer` against `gold`; junk as above.
+        """Score `answer` against `gold` by math-verify, 1.0 or 0.0; junk as above.
 
         Raises:
             VerifierFailure: `gold` holds no expression, or math-verify fails on it.
@@ -78,7 +79,7 @@ class VerifierProcess:
         return self._score("math_verify", {"gold": gold, "answer": answer, "own_answer": own}, timeout)
 
     def close(self) -> None:
-        """End the processes; a later job starts others."""
+        """End the processes; a later job starts new ones."""
         with self._lock:
             end(self._processes.values())
             self._processes.clear()
@@ -100,8 +101,8 @@ class VerifierProcess:
             case {"score": float() as score, **rest} if math.isfinite(score) and rest.keys() <= {"junk"}:
                 junk = rest.get("junk")
                 return score, None if junk is None else str(junk)
-            case {"refused": str() as given}:
-                raise ConfigError(_refusal(job["task"], given))
+            case {"refused": str() as isolation}:
+                raise ConfigError(_refusal(job["task"], isolation))
         raise VerifierFailure(str(reply.get("error", f"{package} replied {reply!r:.200}")))
 
     def _start(self, package: str) -> JobProcess:
@@ -119,11 +120,11 @@ class VerifierProcess:
         return process
 
 
-def _refusal(task: str, given: str) -> str:
+def _refusal(task: str, isolation: str) -> str:
     return (
         f"reasoning_gym task {task!r} evaluates text that the model wrote, and this machine gives too little "
-        f"to do that safely (sandbox: {given}); run where the kernel allows seccomp, or, if you trust what "
-        f"is scored, set allow_unsandboxed = [{task!r}] in the reward"
+        f"to do that safely (sandbox: {isolation}); run where the kernel allows seccomp, or, if you trust "
+        f"what is scored, set allow_unsandboxed = [{task!r}] in the reward"
     )
 
 
