@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lockstep.errors import ConfigError, unknown_name
@@ -40,6 +40,13 @@ class Registry(Mapping[str, str]):
         if ":" not in target:
             raise ConfigError(unknown_name(self.kind, name, self._table))
         return load_object(target, what=f"{self.kind} {name!r}")
+
+
+def require_members(value: Any, names: Iterable[str], *, what: str) -> None:
+    """Raise ConfigError unless `value`, a class or an instance, has every attribute in `names`."""
+    missing = [name for name in names if not hasattr(value, name)]
+    if missing:
+        raise ConfigError(f"{what} lacks {', '.join(missing)}; docs/how-to/extend.md has what it must have")
 
 
 def load_object(target: str, *, what: str) -> Any:

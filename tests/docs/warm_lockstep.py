@@ -75,6 +75,7 @@ def run(client: socket.socket) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.argv = ["lockstep", *job["argv"]]
     threading.Thread(target=lambda: (client.recv(1), os._exit(1)), daemon=True).start()  # the client has gone
     from lockstep.cli.main import main

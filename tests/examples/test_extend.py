@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,3 +109,49 @@ def test_a_kernel_trains_as_sdpa_does(tmp_path: Path) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+PLAIN = ("--train.backend", "plain_backend:PlainBackend")
+
+
+def test_a_backend_takes_locals_steps(tmp_path: Path) -> None:
+    """20 GRPO steps with weight decay, clipping, and a reference in the loss."""
+    flags = ["--steps", "20", "--algorithm.kl.coef", "0.01", "--train.weight-decay", "0.1", "--train.lr=3e-4"]
+    ours = trained(tmp_path / "plain", *PLAIN, *flags)
+    theirs = trained(tmp_path / "local", *flags)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=3e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a["reward/mean"] == b["reward/mean"], "the same completions"
+        assert a["kl_ref"] == pytest.approx(b["kl_ref"], abs=3e-6)
+    assert max(row["kl_ref"] for row in ours) > 1e-4, "the policy moved"
+
+
+@pytest.mark.slow
+def test_a_backends_run_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
+    words = ["--checkpoint.every", "2", *PLAIN]
+    straight = trained(tmp_path / "straight", *words, "--steps", "30")
+    run = tmp_path / "killed"
+    command = [sys.executable, "-m", "lockstep", "train", "grpo", "--recipe", "tiny", "--run-dir", str(run)]
+    command += ["--eval.no-before", "--eval.no-after", "--steps", "30", *words]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "step-000002").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait(timeout=60) == -9
+    assert main(["train", "--resume", str(run)]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
+    # and with another backend
+    assert main(["train", "--resume", str(run), "--steps", "31", "--train.backend", "local"]) == 0
+
+
+def test_a_class_that_lacks_members_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "half_a_backend.py").write_text("class Half:\n    shards_weights = False\n")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--train.backend", "half_a_backend:Half", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "grpo", "--recipe", "tiny", *flags]) == 2
+    assert "lacks logprobs, forward_backward" in capsys.readouterr().err

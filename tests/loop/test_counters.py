@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.execution import CompileReport
 from lockstep.loop.compile_meter import CompileMeter
 from lockstep.ranks.context import RankContext
+from lockstep.schema.compile_report import CompileReport
 
 
 class TwoRanks:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
-from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt, Temperature
+from lockstep.config.base import Config, Name, NonNegativeInt, OneOf, PositiveInt, Temperature
 
-Backend = Literal["local", "fsdp2", "deepspeed"]
+Backend = Annotated[str, AfterValidator(OneOf("train backend", ("local", "fsdp2", "deepspeed")))]
 Layout = Literal["packed", "padded"]
 Execution = Literal["eager", "compile", "joint", "deepcompile"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)

@@ -31,7 +31,7 @@ def shared_contract(backend: TrainBackend, engine: InferenceEngine, *, engine_na
     Raises:
         ConfigError: they differ, field by field, or one of them has none.
     """
-    ours: KernelContract | None = getattr(backend, "contract", None)
+    ours = backend.contract
     theirs: KernelContract | None = getattr(engine, "contract", None)
     for side, found in ((f"{type(backend).__name__}", ours), (f"engine.name = {engine_name!r}", theirs)):
         if found is None:

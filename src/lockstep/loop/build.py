@@ -43,6 +43,7 @@ from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
 from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import NoRecorder, Recorder
+from lockstep.registry import require_members
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.contract import KernelContract
@@ -327,6 +328,7 @@ def build_backend(
         temperature=temperature,
         ref=ref,
     )
+    require_members(backend, ("contract",), what=f"train.backend = {run.train.backend!r}")
     return backend
 
 

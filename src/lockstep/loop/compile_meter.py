@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.protocols import TrainBackend
 from lockstep.ranks.context import RankContext
 
@@ -19,7 +17,7 @@ class CompileMeter:
     """
 
     def __init__(self, backend: TrainBackend, *, ranks: RankContext) -> None:
-        self._report: Any = getattr(backend, "compile_report", lambda: None)
+        self._report = backend.compile_report
         self._ranks = ranks
         self._before = dict.fromkeys(_COUNTED, 0.0)
 

@@ -61,7 +61,7 @@ def train_offline(
         backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=task.needs_ref)
         plan = _planner(run, axes, ranks)
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
-        contract, compiled = getattr(backend, "contract", None), CompileMeter(backend, ranks=ranks)
+        contract, compiled = backend.contract, CompileMeter(backend, ranks=ranks)
         session.dir.update_manifest(batch_invariance_manifest(policy.batch_invariance, contract))
         first_step = session.restore(backend)
         header = recording_header(run, axes=axes, model=model, plan=plan, contract=contract)

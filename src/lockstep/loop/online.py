@@ -155,7 +155,7 @@ def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlinePa
             model=parts.model,
             plan=parts.plan,
             temperature=temperature,
-            contract=getattr(parts.backend, "contract", None),
+            contract=parts.backend.contract,
         ),
         first_step=first_step,
         model=parts.model,

@@ -18,7 +18,21 @@ from lockstep.errors import ConfigError, DataError, ModelError, unknown_name
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.metrics import check_wandb
 from lockstep.observe.run_dir import check_free, finished
-from lockstep.registry import load_object
+from lockstep.registry import load_object, require_members
+
+BACKEND_CLASS_MEMBERS = (
+    "shards_weights",
+    "logprobs",
+    "forward_backward",
+    "optimizer_step",
+    "weights",
+    "save",
+    "load",
+    "export",
+    "close",
+    "compile_report",
+)
+"""What a class must have before one is made; see lockstep.protocols.TrainBackend, which needs torch."""
 
 
 def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) -> dict[str, Any] | None:
@@ -38,6 +52,9 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
     _check_model(run.model.name)
     if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in (*ENGINES, "auto"):
         raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]))
+    if ":" in run.train.backend:
+        what = f"train.backend = {run.train.backend!r}"
+        require_members(load_object(run.train.backend, what=what), BACKEND_CLASS_MEMBERS, what=what)
     if isinstance(run, GRPORun):
         for field in ("name", "advantage", "objective"):
             if ":" in (name := getattr(run.algorithm, field) or ""):

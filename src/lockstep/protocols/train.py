@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
+from lockstep.schema.compile_report import CompileReport
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.schema.weights import WeightUpdate
 
@@ -62,6 +64,15 @@ class TrainBackend(Protocol):
     nothing outside the backend reduces over ranks. `loss_weights` hold the normaliser of the whole step, so
     gradients are *summed* over ranks, not averaged.
     """
+
+    shards_weights: bool
+    """Of the class: it is given a model without weights, and loads its own part of them."""
+    contract: KernelContract | None
+    """The kernels that it computes with, if they are batch-invariant; None: it promises no bits."""
+
+    def compile_report(self) -> CompileReport | None:
+        """Counts of torch.compile's work since the start; None where nothing is compiled."""
+        ...
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
         """Return [T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the backend's

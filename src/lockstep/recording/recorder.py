@@ -31,6 +31,7 @@ from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.recording.storage.weights import FILE, save_tensors, save_weights, stored_fingerprint
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicyBatch
+from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.schema.weights import TensorSource, WeightUpdate
@@ -308,6 +309,11 @@ class RecordingBackend:
 
     def __init__(self, backend: TrainBackend, recorder: Recorder) -> None:
         self.inner, self.recorder = backend, recorder
+        self.shards_weights, self.contract = backend.shards_weights, backend.contract
+
+    def compile_report(self) -> CompileReport | None:
+        """See protocols.TrainBackend."""
+        return self.inner.compile_report()
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
         """Not recorded: the same documents are, on their way to `forward_backward`."""

@@ -113,7 +113,7 @@ class _Run:
         torch.manual_seed(job.model.seed)
         kind = BACKENDS.load(job.train.backend)
         self.device = self.ranks.device
-        model = self._model(shards=getattr(kind, "shards_weights", False))
+        model = self._model(shards=kind.shards_weights)
         self.recording = Recording.open(job.inputs)
         self.loss: TokenLoss = token_loss(self.recording.header, "recorded")
         settings = {"device": self.device.type, "attention": self.attention}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.execution import CompileReport, CompileWatch
+from lockstep.execution import CompileWatch
 from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
@@ -29,6 +29,7 @@ from lockstep.observe.spans import Spans
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
 from lockstep.train.contract import contract_of, counting

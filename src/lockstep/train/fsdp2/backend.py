@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.execution import CompileReport
 from lockstep.models.causal_lm import causal_lm, checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import Ring, check_ring
@@ -27,6 +26,7 @@ from lockstep.observe.spans import Spans
 from lockstep.packing import ring_shard
 from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
+from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
 from lockstep.train.compiled import compile_module
