@@ -75,7 +75,7 @@ def subject(request, tmp_path_factory):
         return
     folder = tmp_path_factory.mktemp(request.param)
     temperatures = (0.0, 1.0) if config.name == "vllm" else TEMPERATURES
-    place = EngineSpec(
+    spec = EngineSpec(
         folder=write_model_folder(model, folder / "model"),
         weights="pushed",
         model_name=model.name,
@@ -89,7 +89,7 @@ def subject(request, tmp_path_factory):
         temperatures=frozenset(temperatures),
         work_dir=folder,
     )
-    engine = make_engine(config, place=place)
+    engine = make_engine(config, spec=spec)
     transfer = make_transfer(config, engine, device="cuda:0", work_dir=folder)
 
     def push(version):

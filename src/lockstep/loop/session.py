@@ -364,7 +364,7 @@ class Session:
                 rank=coordinates.at["dp"],
                 world_size=coordinates.sizes["dp"],
                 mesh=coordinates.at if self.ranks.world_size > 1 else {},
-                dealt=False,
+                own_batches=False,
                 writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
             )
             update = backend.weights(policy_version=0)

@@ -1,4 +1,4 @@
-"""Records what a policy is fed and what it makes of it, and reads that back to the bit; executes nothing.
+"""Records what a policy is fed and what it makes of it, and reads that back bitwise; executes nothing.
 
 >>> from lockstep.recording import Recording
 >>> for recorded in Recording.open("runs/demo"):  # doctest: +SKIP

@@ -27,40 +27,41 @@ _Item = tuple[Recording, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Which inputs; what is None selects all."""
+    """Selects inputs; fields that are None select all."""
 
     indices: tuple[int, ...] | None = None
     first_step: int | None = None
     last_step: int | None = None
-    """Inclusive."""
+    """Last step, inclusive."""
     ranks: tuple[int, ...] | None = None
     every: int = 1
-    """The first and then every k-th of those that are left, in the order of the recording."""
+    """Of the inputs left by the other fields, the first and then every k-th, in the order of the
+    recording."""
 
     def of(self, recording: Recording) -> list[int]:
-        """Indices, ascending.
+        """The selected indices, ascending.
 
         Raises:
             RecordingError: there is no such input.
         """
         count = len(recording)
-        wanted = range(count) if self.indices is None else sorted(set(self.indices))
-        outside = [index for index in wanted if not 0 <= index < count]
+        candidates = range(count) if self.indices is None else sorted(set(self.indices))
+        outside = [index for index in candidates if not 0 <= index < count]
         if outside or self.every < 1:
             raise RecordingError(
                 f"{recording.path}: has inputs 0 to {count - 1}, not {outside[:5]}"
                 if outside
                 else f"every = {self.every} must be at least 1"
             )
-        found = [index for index in wanted if self._takes(recording.metas[index])][:: self.every]
-        if not found:
+        indices = [index for index in candidates if self._takes(recording.metas[index])][:: self.every]
+        if not indices:
             steps = [meta.step for meta in recording.metas]
             raise RecordingError(
                 f"{recording.path}: no input is selected; it has steps {min(steps)} to {max(steps)} and "
                 "ranks "
                 f"{', '.join(map(str, recording.ranks))}"
             )
-        return found
+        return indices
 
     def _takes(self, meta: InputMeta) -> bool:
         return (
@@ -79,11 +80,11 @@ class Edited:
     weights: tuple[str, ...]
     """Folders with weights that inputs need, copied."""
     without_weights: int
-    """Inputs whose weights are stored nowhere, or were left out."""
+    """Number of inputs whose weights are not stored, or were left out."""
 
 
 def slice_recording(recording: Recording, out: Path, selection: Selection, *, weights: bool = True) -> Edited:
-    """Some inputs, with the weights that they need, as a recording of its own.
+    """Write some inputs, with the weights that they need, as a new recording.
 
     Args:
         weights: copy them. Otherwise the inputs name none.
@@ -98,7 +99,7 @@ def slice_recording(recording: Recording, out: Path, selection: Selection, *, we
 
 
 def merge_recordings(recordings: Sequence[Recording], out: Path, *, weights: bool = True) -> Edited:
-    """All inputs of several recordings of one run: of ranks that recorded apart, or parts of its steps.
+    """Merge the recordings of one run: of ranks that recorded separately, or of parts of its steps.
 
     Raises:
         RecordingError: headers differ in more than MAY_DIFFER, two hold the same input, or one is damaged.
@@ -138,12 +139,12 @@ def merge_recordings(recordings: Sequence[Recording], out: Path, *, weights: boo
 
 
 def differences(one: RecordingHeader, other: RecordingHeader) -> list[str]:
-    """ "field: value / value" of every field that must be equal and is not."""
-    found: list[str] = []
+    """Return "field: value / value" for every field that must be equal and is not."""
+    differences: list[str] = []
     for spec in dataclasses.fields(RecordingHeader):
         if spec.name not in MAY_DIFFER:
-            found += _differing(spec.name, getattr(one, spec.name), getattr(other, spec.name))
-    return found
+            differences += _differing(spec.name, getattr(one, spec.name), getattr(other, spec.name))
+    return differences
 
 
 def _differing(name: str, one: Any, other: Any) -> Iterator[str]:
@@ -161,14 +162,14 @@ class _Weights:
     """Copies folders of weights, each once."""
 
     target: Path
-    wanted: bool
+    enabled: bool
     names: dict[Path, str] = field(default_factory=dict)
     known: dict[tuple[Path, int, str | None, str | None], str | None] = field(default_factory=dict)
     fingerprints: dict[Path, str] = field(default_factory=dict)
 
     def name(self, recording: Recording, meta: InputMeta) -> str | None:
         """The folder in the new recording, copied now; None: there is none."""
-        if not self.wanted:
+        if not self.enabled:
             return None
         key = (recording.path, meta.step, meta.checkpoint, meta.weights)
         if key not in self.known:
@@ -194,7 +195,7 @@ class _Weights:
 
 
 def _copy(folder: Path, target: Path) -> None:
-    """The file of weights, which was checked. Raises RecordingError: it cannot be read or written."""
+    """Copy the checked file of weights. Raises RecordingError: it cannot be read or written."""
     with (
         open_plain(folder / FILE, RecordingError, root=folder) as source,
         file_errors(target / FILE, RecordingError, "write"),
@@ -204,7 +205,7 @@ def _copy(folder: Path, target: Path) -> None:
 
 
 def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weights: bool) -> Edited:
-    """`items` in the order of their keys."""
+    """Write `items` in the order of their keys."""
     if os.path.lexists(out):
         raise RecordingError(f"{out}: exists already; name a directory that does not")
     ranks = sorted({recording.metas[index].rank for recording, index in items})
@@ -232,7 +233,7 @@ def _write(items: Sequence[_Item], out: Path, header: RecordingHeader, *, weight
 
 @contextmanager
 def whole_or_not(out: Path) -> Iterator[Path]:
-    """A folder that gets its name when all of it is written."""
+    """A context with a folder that gets its name once all of it is written."""
     folder = out.with_name(f".{out.name}.partial")
     try:
         if folder.exists():
@@ -241,7 +242,7 @@ def whole_or_not(out: Path) -> Iterator[Path]:
         yield folder
         os.rename(folder, out)
     except BrokenPipeError:
-        raise  # of a terminal or a pipe that is told how far it is, not of the folder
+        raise  # from a terminal or pipe that shows progress, not from the folder
     except OSError as error:
         raise RecordingError(f"{out}: cannot be written ({error.strerror or error})") from error
     finally:
@@ -249,12 +250,12 @@ def whole_or_not(out: Path) -> Iterator[Path]:
 
 
 def parse_numbers(text: str, *, what: str) -> tuple[int, ...]:
-    """ "0,3,8-11" as numbers, ascending.
+    """Parse "0,3,8-11" into ascending numbers.
 
     Raises:
-        RecordingError: it is something else.
+        RecordingError: the text is something else.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or len(low + high) > 18:
@@ -262,5 +263,5 @@ def parse_numbers(text: str, *, what: str) -> tuple[int, ...]:
         last = int(high) if dash else int(low)
         if last - int(low) > 10**6:
             raise RecordingError(f"{what} {text[:60]!r} has more than a million numbers")
-        found |= set(range(int(low), last + 1))
-    return tuple(sorted(found))
+        numbers |= set(range(int(low), last + 1))
+    return tuple(sorted(numbers))

@@ -1,4 +1,4 @@
-"""A recording, opened: what its inputs are is read at once, the inputs themselves when they are asked for."""
+"""An open recording: the description of its inputs is read at once, the inputs themselves on demand."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Checked:
     index: int
     meta: InputMeta
     problem: str | None
-    """What is wrong with it; None: nothing."""
+    """The problem with the input; None: none."""
     notes: tuple[str, ...] = ()
-    """What is unusual but no damage: values that are not finite."""
+    """Unusual, but no damage: values that are not finite."""
 
 
 class Recording:
     """A recorded run's inputs, in the order of their keys (update, micro-batch, rank).
 
-    Nothing in it is ever executed or unpickled, and what reading takes is bounded by the size of the files.
-    `Recording.open` makes it.
+    Nothing in it is ever executed or unpickled, and the cost of reading is bounded by the size of the files.
+    `Recording.open` opens one.
     """
 
     def __init__(self, path: Path, root: RootEntry, ranks: dict[int, RankFiles]) -> None:
@@ -50,21 +50,21 @@ class Recording:
         self.closed = all(files.index.closed for files in ranks.values())
         """False: the run still records, or ended in the middle."""
         self.header: RecordingHeader = _header_of(root)
-        found = [pair for files in ranks.values() for pair in files.inputs()]
-        found.sort(key=lambda pair: pair[0].entries[pair[1]].key())
-        self._places: tuple[tuple[Shard, int], ...] = tuple(found)
-        entries = [shard.entries[number] for shard, number in found]
+        inputs = [pair for files in ranks.values() for pair in files.inputs()]
+        inputs.sort(key=lambda pair: pair[0].entries[pair[1]].key())
+        self._inputs: tuple[tuple[Shard, int], ...] = tuple(inputs)
+        entries = [shard.entries[number] for shard, number in inputs]
         self.metas: tuple[InputMeta, ...] = tuple(entry.input_meta() for entry in entries)
         self.lengths: tuple[tuple[int, ...], ...] = tuple(tuple(entry.lengths) for entry in entries)
 
     @classmethod
     def open(cls, path: Path | str | None = None) -> Recording:
-        """A recording, a run directory that has one in its recordings/, or the shipped corpus (None).
+        """Open a recording, a run directory that has one in its recordings/, or the shipped corpus (None).
 
         Raises:
             RecordingError: there is none, it holds no input, or it is damaged; names file and field.
         """
-        root = locate(path)
+        root = find_recording(path)
         entry = read_root(root)
         recording = cls(root, entry, {rank: read_rank(root, rank) for rank in entry.ranks})
         if not recording.metas:
@@ -77,41 +77,41 @@ class Recording:
         return len(self.metas)
 
     def __getitem__(self, index: int) -> RecordedInput:
-        """One input, to the bit; the tensors of its file are compared with their sha256 at first touch.
+        """One input, bitwise; the tensors of its file are compared with their sha256 at first touch.
 
         Raises:
             IndexError: there are not so many.
             RecordingError: the file is damaged; names file and field.
         """
-        shard, number = self._places[index]
+        shard, number = self._inputs[index]
         return shard.read(number, vocab_size=self.header.vocab_size)
 
     def __iter__(self) -> Iterator[RecordedInput]:
         return (self[index] for index in range(len(self)))
 
     def source(self, index: int) -> tuple[Path, int]:
-        """The file that an input is in, and its place there."""
-        shard, number = self._places[index]
+        """The file of an input, and its position there."""
+        shard, number = self._inputs[index]
         return shard.path, number
 
     def stored(self, index: int) -> frozenset[str]:
-        """What is kept of an input besides ids and mask: names of float fields, "rng", "extras/NAME"."""
-        shard, number = self._places[index]
+        """The stored parts of an input besides ids and mask: names of float fields, "rng", "extras/NAME"."""
+        shard, number = self._inputs[index]
         entry = shard.entries[number]
         return frozenset(entry.floats) | frozenset(entry.others)
 
     def outputs_of(self, index: int) -> tuple[float | None, float | None] | None:
         """(loss, grad_norm), without touching tensors; None: no outputs."""
-        shard, number = self._places[index]
+        shard, number = self._inputs[index]
         outputs = shard.entries[number].outputs
         return None if outputs is None else (outputs.loss, outputs.grad_norm)
 
     def size_bytes(self) -> int:
-        """Of all files of inputs."""
-        return sum(path.stat().st_size for path in {shard.path for shard, _ in self._places})
+        """Size in bytes of all files of inputs."""
+        return sum(path.stat().st_size for path in {shard.path for shard, _ in self._inputs})
 
     def validate(self) -> Iterator[Checked]:
-        """Reads and checks every input; damage is in what it yields, the check goes on."""
+        """Read and check every input; damage is reported in the yielded value, and the check goes on."""
         for index, meta in enumerate(self.metas):
             try:
                 recorded = self[index]
@@ -121,24 +121,24 @@ class Recording:
                 yield Checked(index=index, meta=meta, problem=None, notes=_notes(recorded))
 
 
-def locate(path: Path | str | None) -> Path:
-    """The folder with the recording.json that `path` means, see Recording.open."""
+def find_recording(path: Path | str | None) -> Path:
+    """Find the folder with the recording.json for `path`, see Recording.open."""
     if path is None:
         return corpus_path()
-    given = Path(path)
-    for candidate in (given, given / "recordings"):
+    start = Path(path)
+    for candidate in (start, start / "recordings"):
         if os.path.lexists(candidate / HEADER):
             return candidate
-    if not given.exists():
-        raise RecordingError(f"{given}: does not exist; name a recording, or a run directory that has one")
+    if not start.exists():
+        raise RecordingError(f"{start}: does not exist; name a recording, or a run directory that has one")
     raise RecordingError(
-        f"{given}: has no {HEADER}, nor has its folder recordings; name a recording, or record one with "
+        f"{start}: has no {HEADER}, nor has its folder recordings; name a recording, or record one with "
         "lockstep train --record"
     )
 
 
 def read_root(root: Path) -> RootEntry:
-    """recording.json.
+    """Read recording.json.
 
     Raises:
         RecordingError: names file and field.

@@ -1,4 +1,4 @@
-"""Records what a train backend is fed, and what the policy made of it.
+"""Records the inputs of a train backend, and the policy's outputs.
 
     forward_backward ─► inputs on the disk ("pending") ─► the backend's forward_backward
     optimizer_step   ─► the backend's optimizer_step    ─► the same inputs with their outputs ("finished")
@@ -43,24 +43,24 @@ _ATTENTION_DROPOUT = ("attention_dropout", "attn_dropout", "attn_pdrop", "attent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecorderSettings:
-    """What a recorder is told once."""
+    """Settings of a recorder."""
 
     config: RecordConfig
     header: RecordingHeader
     updates_per_step: int = 1
     """Optimizer steps per step of the loop."""
     resume_at: int = 0
-    """The first step that will be done now: what an earlier process recorded of it and later ones goes."""
+    """The first step of this process: earlier recordings of it and of later steps are removed."""
     inputs_seen: int = 0
-    """Inputs of the steps before, recorded or not: where counting to `config.every` goes on."""
+    """Inputs of earlier steps, recorded or not: counting to `config.every` continues from there."""
     rank: int = 0
-    """Of those that micro-batches are dealt out to. Rank 0 writes the header and stores weights."""
+    """Rank among those that micro-batches are assigned to. Rank 0 writes the header and stores weights."""
     world_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Mesh axis -> coordinate of this rank."""
-    dealt: bool = True
-    """The batches of a call are this rank's own. False: they are those of all ranks, and batch i is the
-    business of rank i % world_size (as `lockstep.train.micro_batch_assignment.assigned_indices` assigns)."""
+    own_batches: bool = True
+    """The batches of a call are this rank's own. False: they are those of all ranks, and batch i is
+    assigned to rank i % world_size (see `lockstep.train.micro_batch_assignment.assigned_indices`)."""
     writes: bool = True
     """False: another process records the same rank (they share its matrices or tokens)."""
 
@@ -70,23 +70,23 @@ class _Part:
     """One call of forward_backward."""
 
     inputs: list[RecordedInput]
-    places: list[int]
-    """Which batches of the call they are."""
+    indices: list[int]
+    """Index of each input among the batches of the call."""
     count: int
-    """Batches of the call."""
+    """Number of batches of the call."""
     stats: StepStats | None = None
 
 
 class Recorder:
     """Writes the inputs of one rank.
 
-    The loop says where it is (`begin_step`) and what it knows of the documents (`see`); the batches come by
-    themselves, through a RecordingBackend.
+    The loop announces its step (`begin_step`) and the rollouts of the documents (`see`); the batches come
+    through a RecordingBackend.
 
     Args:
         directory: of the recording; a run's recordings/, so that its checkpoints/ are found beside it.
-        module: the policy: what is fingerprinted and stored.
-        spans: times what the recorder does under "record".
+        module: the policy, which is fingerprinted and stored.
+        spans: times the recorder's work under "record".
         spread: the run's ranks and what yields whole weights by name, called by all of them together, where
             the module of each has only a part. Weights are then fingerprinted only where they are stored.
     """
@@ -102,7 +102,7 @@ class Recorder:
     ) -> None:
         self.directory, self.settings = directory, settings
         self.inputs_seen = settings.inputs_seen
-        """Of the rank that has most, where they are dealt out."""
+        """Inputs so far; when assigned to ranks, of the rank that has most."""
         self._module, self._spans, self._spread = module, spans, spread
         self._draws = draws_random_numbers(module)
         self._writer: RecordingWriter | None = None
@@ -122,7 +122,7 @@ class Recorder:
         return RecordingBackend(backend, self)
 
     def begin_step(self, step: int) -> None:
-        """The next inputs are of this step of the loop."""
+        """Announce the step of the loop that the next inputs belong to."""
         self._step, self._update = step, 0
         self._documents, self._parts = (), []
 
@@ -132,12 +132,14 @@ class Recorder:
             self._documents = tuple(_documents(groups))
 
     def before(self, batches: Sequence[PackedBatch]) -> None:
-        """Batches on their way to the backend: on the disk when this returns."""
+        """Write batches that the backend is about to get: they are on the disk when this returns."""
         settings, config = self.settings, self.settings.config
         own = range(
-            0 if settings.dealt else settings.rank, len(batches), 1 if settings.dealt else settings.world_size
+            0 if settings.own_batches else settings.rank,
+            len(batches),
+            1 if settings.own_batches else settings.world_size,
         )
-        most = len(batches) if settings.dealt else -(-len(batches) // settings.world_size)
+        most = len(batches) if settings.own_batches else -(-len(batches) // settings.world_size)
         first, self.inputs_seen = self.inputs_seen, self.inputs_seen + most
         part = _Part([], [], len(own))
         self._parts.append(part)
@@ -154,10 +156,10 @@ class Recorder:
                 return
             before = sum(other.count for other in self._parts[:-1])
             chosen = [i for i in chosen if i < len(own)]
-            part.places = [own[i] for i in chosen]
-            for number, place in zip((before + i for i in chosen), part.places, strict=True):
+            part.indices = [own[i] for i in chosen]
+            for number, index in zip((before + i for i in chosen), part.indices, strict=True):
                 documents = self._documents
-                ids = batches[place].sample_ids
+                ids = batches[index].sample_ids
                 meta = InputMeta(
                     step=self._step,
                     update=self._step * self.settings.updates_per_step + self._update,
@@ -174,26 +176,26 @@ class Recorder:
                 )
                 rng = torch.get_rng_state() if self._draws and number == 0 else None
                 part.inputs.append(
-                    RecordedInput(meta=meta, batch=_on_host(batches[place]), outputs=None, rng=rng)
+                    RecordedInput(meta=meta, batch=_on_host(batches[index]), outputs=None, rng=rng)
                 )
             if part.inputs:
                 self._writer.begin(part.inputs)
 
-    def seen(self, stats: StepStats) -> None:
-        """What the batches of the last `before` gave."""
+    def record_outputs(self, stats: StepStats) -> None:
+        """Record the outputs of the batches of the last `before`."""
         self._parts[-1].stats = stats
 
     def finish(self, *, grad_norm: float | None) -> None:
-        """The optimizer step is done: outputs go to the disk."""
+        """Finish an optimizer step: write the outputs to the disk."""
         self._write("finished", grad_norm=grad_norm)
         self._update += 1
 
     def fail(self, error: Exception) -> None:
-        """The optimizer step is not done, and its inputs are on the disk as those that it failed on."""
+        """Fail an optimizer step: its inputs stay on the disk, marked as failed."""
         self._write("failed", error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
     def close(self) -> None:
-        """Everything is safe on the disk; inputs that never finished stay pending."""
+        """Close; everything is safe on the disk, and inputs that never finished stay pending."""
         if self._writer is not None:
             self._writer.close()
 
@@ -219,15 +221,15 @@ class Recorder:
                     meta = dataclasses.replace(
                         each.meta, outcome=outcome, error=error, num_micro_batches=total
                     )
-                    made = outputs[i] if outputs else None
-                    inputs.append(dataclasses.replace(each, meta=meta, outputs=made))
+                    result = outputs[i] if outputs else None
+                    inputs.append(dataclasses.replace(each, meta=meta, outputs=result))
             self._writer.finish(inputs)
 
     def _timed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._spans is None else self._spans("record")
 
     def _weights(self, *, is_due: bool) -> tuple[str | None, str | None]:
-        """(Fingerprint of the weights, the folder that they lie in), stored there if it is time to."""
+        """(fingerprint of the weights, their folder); the weights are stored if it is time to."""
         if self._spread is None:
             weights = fingerprint(module_tensors(self._module).items())
             return weights, self._checkpoint(weights, is_due=is_due)
@@ -239,11 +241,11 @@ class Recorder:
         assert self._spread is not None
         ranks, whole = self._spread
         name = f"weights/step-{self._step:06d}"
-        wanted = module_tensors(self._module).keys()
+        names = module_tensors(self._module).keys()
         kept = {
             key: tensor.to("cpu", copy=True)
             for key, tensor in whole()
-            if key in wanted and ranks.is_first  # the others only take part
+            if key in names and ranks.is_first  # the others only take part
         }
         self._weights_stored = True
         return ranks.from_first(
@@ -258,7 +260,7 @@ class Recorder:
         return of_run if self._update == 0 and is_whole else None
 
     def _checkpoint(self, weights: str, *, is_due: bool) -> str | None:
-        """Store the weights if it is time to, and name where they lie."""
+        """Store the weights if it is time to, and return their folder."""
         name = f"weights/step-{self._step:06d}"
         folder = self.directory / name
         is_first = self.settings.config.weights != "none" and not self._weights_stored
@@ -270,7 +272,7 @@ class Recorder:
         return self._of_run()
 
     def _rewind_weights(self) -> bool:
-        """Remove the weights of steps that will be done again; whether any are left."""
+        """Remove the weights of steps that will be done again; returns whether any are left."""
         left = False
         for folder in sorted((self.directory / "weights").glob("step-*")):
             match = _WEIGHTS.fullmatch(folder.name)
@@ -286,7 +288,7 @@ class Recorder:
 
 
 class NoRecorder:
-    """What stands in a recorder's place when nothing is recorded."""
+    """Replaces a recorder when nothing is recorded."""
 
     inputs_seen = 0
 
@@ -305,7 +307,7 @@ class NoRecorder:
 
 
 class RecordingBackend:
-    """A TrainBackend around another one: what goes in and what comes out is recorded, and not changed."""
+    """A TrainBackend around another one, which records inputs and outputs without changing them."""
 
     def __init__(self, backend: TrainBackend, recorder: Recorder) -> None:
         self.inner, self.recorder = backend, recorder
@@ -324,7 +326,7 @@ class RecordingBackend:
         self.recorder.before(batches)
         with self._failing():
             stats = self.inner.forward_backward(batches, loss)
-        self.recorder.seen(stats)
+        self.recorder.record_outputs(stats)
         return stats
 
     def optimizer_step(self) -> dict[str, float]:
@@ -336,7 +338,7 @@ class RecordingBackend:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error is recorded and goes on; Ctrl-C is none, and leaves the inputs pending."""
+        """Record an error and raise it again; Ctrl-C is no error, and leaves the inputs pending."""
         try:
             yield
         except Exception as error:
@@ -360,12 +362,12 @@ class RecordingBackend:
         self.inner.export(directory)
 
     def close(self) -> None:
-        """Closes the inner backend; the recorder is closed by whoever made it."""
+        """Close the inner backend; the recorder is closed by its creator."""
         self.inner.close()
 
 
 def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether a forward pass in train mode has dropout, in a module or inside attention."""
+    """Whether a forward pass in train mode draws random numbers: dropout in a module or inside attention."""
     if any(isinstance(m, _DropoutNd) and m.p > 0 for m in module.modules()):
         return True
     config = getattr(module, "config", None)
@@ -403,11 +405,11 @@ def _on_host(batch: PackedBatch) -> PackedBatch:
 def _outputs(part: _Part, grad_norm: float | None) -> list[RecordedOutputs] | None:
     """Of the recorded batches of one call, copied from the device at once; None: it gave none."""
     stats = part.stats
-    if stats is None or not part.places:
+    if stats is None or not part.indices:
         return None
-    sizes = [stats.logprobs[i].shape[0] for i in part.places]
-    columns = [torch.stack([stats.losses[i] for i in part.places])]
-    columns += [stats.logprobs[i] for i in part.places] + [stats.entropy[i] for i in part.places]
+    sizes = [stats.logprobs[i].shape[0] for i in part.indices]
+    columns = [torch.stack([stats.losses[i] for i in part.indices])]
+    columns += [stats.logprobs[i] for i in part.indices] + [stats.entropy[i] for i in part.indices]
     losses, *rest = torch.cat(columns).cpu().split([len(sizes), *sizes, *sizes])
     return [
         RecordedOutputs(loss=loss, logprobs=logprobs, entropy=entropy, grad_norm=grad_norm)

@@ -26,12 +26,12 @@ KERNELS = tuple(
     sorted({name for entry in TABLE for name in entry.attention} - {"hf:NAME", "module:function"})
 )
 """Attention kernels that a recording may name. A user's own flag may name any other: transformers loads
-native code from a hub repository whose name it is given, so a file must not choose it."""
+native code from a hub repository by its name, so a file must not choose it."""
 
 _NAME_CHARACTERS = 1024
 _LORA_RANK = 2**16
 _SEEDS = range(-(2**63), 2**64)
-"""What torch.manual_seed takes."""
+"""The range of torch.manual_seed."""
 
 _DEFAULTS: dict[str, Any] = {
     "attention": "sdpa",
@@ -59,13 +59,13 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def recorded_axes(header: RecordingHeader, *, given: Collection[str] = ()) -> dict[str, Any]:
-    """header.axes with what is missing filled in and every value checked.
+    """header.axes with missing axes filled in and every value checked.
 
     Args:
         given: axes that the user sets; what the header says of them is not used, and the default is returned.
 
     Raises:
-        RecordingError: a value that there is not, or a kernel that a recording may not choose.
+        RecordingError: an unknown value, or a kernel that a recording may not choose.
     """
     stated = {k: v for k, v in header.axes.items() if k in _DEFAULTS and k not in given and v is not None}
     axes = _DEFAULTS | stated
@@ -139,7 +139,7 @@ def _refused(field: str, problem: str, instead: str) -> RecordingError:
 
 
 def header_problems(header: RecordingHeader) -> Iterator[str]:
-    """Why a replay would refuse the header."""
+    """The reasons for which a replay would refuse the header."""
     for check in (recorded_axes, recorded_model, recorded_algorithm):
         try:
             cast(Any, check)(header)

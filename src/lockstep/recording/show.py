@@ -21,7 +21,7 @@ Decoder = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Style:
-    """How an input is shown."""
+    """Display options of an input."""
 
     decoder: Decoder | None = None
     """None: ids only."""
@@ -98,15 +98,15 @@ def _span(values: Tensor) -> str:
 def _text(ids: Sequence[int], mask: Sequence[bool], style: Style) -> str:
     """The document's text, the trained tokens marked: those that a True of the mask predicts."""
     trained = [False, *mask[:-1]]
-    found = []
+    parts = []
     for is_trained, group in groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1]):
         span = [token for token, _ in group]
         text = _decoded(span, style.decoder)
         if not is_trained:
-            found.append(text)
+            parts.append(text)
         else:
-            found.append(f"\x1b[1;32m{text}\x1b[0m" if style.color else f"[[{text}]]")
-    return ("" if style.decoder is not None else " ").join(found)
+            parts.append(f"\x1b[1;32m{text}\x1b[0m" if style.color else f"[[{text}]]")
+    return ("" if style.decoder is not None else " ").join(parts)
 
 
 def _decoded(ids: Sequence[int], decoder: Decoder | None) -> str:
@@ -133,8 +133,8 @@ def _tokens(recorded: RecordedInput, number: int, decoder: Decoder | None) -> It
     ids = batch.split(batch.token_ids)[number].tolist()
     mask = batch.split(batch.loss_mask)[number].tolist()
     yield f"{'place':>7} {'id':>8} " + " ".join(f"{name:>12}" for name in kept) + "  text"
-    for place, token in enumerate(ids):
-        trained = place > 0 and mask[place - 1]
-        figures = [f"{values[place - 1]:>12.6g}" if trained else " " * 12 for values in kept.values()]
+    for position, token in enumerate(ids):
+        trained = position > 0 and mask[position - 1]
+        figures = [f"{values[position - 1]:>12.6g}" if trained else " " * 12 for values in kept.values()]
         text = "" if decoder is None else _decoded([token], decoder)
-        yield f"{place:>7} {token:>8} {' '.join(figures)}  {text}".rstrip()
+        yield f"{position:>7} {token:>8} {' '.join(figures)}  {text}".rstrip()

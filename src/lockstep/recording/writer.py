@@ -36,7 +36,7 @@ from lockstep.schema.recording import FORMAT, VERSION, InputKey, RecordedInput, 
 SHARD_BYTES = 64 * 2**20
 """A shard is written when its inputs take more, however few they are."""
 SHARD_JSON = 2**20
-"""The same for what is said of them in JSON, which a reader parses as a whole."""
+"""The same limit for their JSON, which a reader parses as a whole."""
 
 
 _LARGEST_JSON = 4 * SHARD_JSON
@@ -44,21 +44,21 @@ _LARGEST_JSON = 4 * SHARD_JSON
 
 
 class InputError(RecordingError):
-    """An input that could not be read back to the bit; nothing of it is written."""
+    """An input that could not be read back bitwise; nothing of it is written."""
 
 
 class RecordingWriter:
     """Writes one rank's inputs; every rank has its own, in the same directory.
 
     Args:
-        directory: made if need be. Rank 0 writes recording.json, the others touch only their own folder.
+        directory: created if needed. Rank 0 writes recording.json, the others touch only their own folder.
         resume_at: go on behind the inputs of steps below it; those of later steps are dropped. None: the
             directory must not hold a recording.
         shard_inputs: inputs of one shard.
         ranks: those that record; None: all of header.world_size. A reader misses the folder of any of them.
 
     Raises:
-        RecordingError: there is a recording already, or resume_at is given and it is damaged or of another
+        RecordingError: there is a recording already, or resume_at is set and it is damaged or of another
             model.
     """
 
@@ -94,14 +94,14 @@ class RecordingWriter:
         """Inputs of one optimizer step that are about to be fed; they survive the process from here on.
 
         Raises:
-            InputError: an input that could not be read back to the bit.
+            InputError: an input that could not be read back bitwise.
             RecordingError: no room on the disk.
         """
         self._write_open(inputs)
         self._pending |= {recorded.meta.key for recorded in inputs}
 
     def finish(self, inputs: Sequence[RecordedInput]) -> None:
-        """The same inputs with what became of them, in place of what `begin` was given under their keys.
+        """Write the same inputs with their outputs, replacing those that `begin` wrote under their keys.
 
         Raises:
             RecordingError: see `begin`.
@@ -125,7 +125,7 @@ class RecordingWriter:
             self._write_header()
 
     def close(self) -> None:
-        """Everything into shards, on the disk. Again: nothing."""
+        """Write everything into shards, safe on the disk. Idempotent."""
         if not self._closed:
             self._closed = True
             self._flush(closed=True)
@@ -175,7 +175,7 @@ class RecordingWriter:
             raise InputError(str(error)) from error
         if _json_size(encoded) > _LARGEST_JSON:
             raise InputError(
-                f"input {tuple(recorded.meta.key)}: what is said of it takes {len(encoded.entry):,} bytes of "
+                f"input {tuple(recorded.meta.key)}: its JSON takes {len(encoded.entry):,} bytes of "
                 f"JSON, more than is read again; keep less of each of its {len(recorded.batch.sample_ids):,} "
                 "documents"
             )
@@ -220,7 +220,7 @@ class RecordingWriter:
     # --- start and resume -----------------------------------------------------------------------------------
 
     def _start(self, resume_at: int | None) -> IndexEntry:
-        """The index to go on from."""
+        """The index to continue from."""
         first = self.rank == self._first
         index, root = self._folder / INDEX, self.directory / HEADER
         has_index, has_root = os.path.lexists(index), os.path.lexists(root)
@@ -297,7 +297,7 @@ def write_header(path: Path, fields: Mapping[str, Any], ranks: Sequence[int]) ->
 
 
 def _write_inputs(path: Path, inputs: Sequence[Encoded], *, sync: bool) -> str:
-    """One file; the sha256 of its metadata."""
+    """Write one file; returns the sha256 of its metadata."""
     tensors, metadata = join(inputs)
     table = {
         name: (dtype_name(tensor), tuple(tensor.shape), hashlib.sha256(tensor_bytes(tensor)).hexdigest())

@@ -295,8 +295,8 @@ def _padding(real: Tensor) -> tuple[str, ...]:
     first = some.int().argmax(dim=1)
     last = width - 1 - some.flip(1).int().argmax(dim=1)
     inside = (last - first + 1) != some.sum(dim=1)
-    sides = {"left": first > 0, "right": last < width - 1, "inside": inside}
-    return tuple(side for side, where in sides.items() if bool(where.any()))
+    padded = {"left": first > 0, "right": last < width - 1, "inside": inside}
+    return tuple(name for name, where in padded.items() if bool(where.any()))
 
 
 def output_slots(call: ForeignCall, *, width: int, keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -312,15 +312,15 @@ def output_slots(call: ForeignCall, *, width: int, keep: Tensor | None = None) -
     """
     length = call.token_ids.shape[1]
     columns = torch.arange(length - width, length) if keep is None else keep
-    place = torch.full((length,), -1, dtype=torch.int64)
-    place[columns] = torch.arange(width)
+    position = torch.full((length,), -1, dtype=torch.int64)
+    position[columns] = torch.arange(width)
     slots = call.layout.slots
     column = slots % length
     predicts = torch.ones_like(slots, dtype=torch.bool)
     predicts[torch.tensor(call.layout.lengths).cumsum(0) - 1] = False
     predicts[:-1] &= slots.diff() == 1  # the slot before a hole predicts the hole
-    tokens = (predicts & (place[column] >= 0)).nonzero()[:, 0]
-    rows = slots[tokens] // length * width + place[column[tokens]]
+    tokens = (predicts & (position[column] >= 0)).nonzero()[:, 0]
+    rows = slots[tokens] // length * width + position[column[tokens]]
     return rows, tokens
 
 
@@ -359,8 +359,8 @@ def other_labels(call: ForeignCall, tokens: Tensor) -> int:
     """How many labels are neither ignored nor the next token of the input."""
     if call.labels is None:
         return 0
-    given = call.labels.flatten()[call.layout.slots[tokens + 1]]
-    return int(((given != IGNORE_LABEL) & (given != next_tokens(call, tokens))).sum())
+    labels = call.labels.flatten()[call.layout.slots[tokens + 1]]
+    return int(((labels != IGNORE_LABEL) & (labels != next_tokens(call, tokens))).sum())
 
 
 def tensors_of(output: Any) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Which module of someone else's program is the policy, and what a recording says about that program."""
+"""Find the policy module of a foreign program, and describe the program in a recording header."""
 
 from __future__ import annotations
 
@@ -46,39 +46,39 @@ class ForeignModule:
 
     module: nn.Module
     path: str
-    """Where it is in the module that was given; "" when it is that one."""
+    """Path of the policy in the module passed to `record`; "" if it is that module."""
     rank: int
     world_size: int
     device: torch.device
     wrapper: str
     """torch, ddp, fsdp2 or deepspeed."""
     compiled: bool
-    """Whether it or a part of it is."""
+    """Whether it or a part of it is compiled."""
     compiled_around: nn.Module | None
     """The outermost compiled module that it is in, or is: its call is where torch's tracing begins."""
     temperature: float
 
     @property
     def reduction(self) -> str:
-        """What becomes of the gradients whose dL/dlogprob is recorded."""
+        """How the gradients whose dL/dlogprob is recorded are reduced over ranks."""
         if self.wrapper == "torch" or self.world_size == 1:
             return "as they are"
         return "averaged over the ranks"
 
 
 def foreign_module(
-    given: nn.Module, *, rank: int | None, world_size: int | None, temperature: float
+    outer: nn.Module, *, rank: int | None, world_size: int | None, temperature: float
 ) -> ForeignModule:
-    """The innermost transformers causal LM in `given`, or what is inside its wrappers.
+    """The innermost transformers causal LM in `outer`, or what is inside its wrappers.
 
     Raises:
         RecordingError: several policies; a temperature that is not the module's own.
     """
-    if not isinstance(given, nn.Module):
-        raise RecordingError(f"record: module is a {type(given).__name__}; give it a torch.nn.Module")
+    if not isinstance(outer, nn.Module):
+        raise RecordingError(f"record: module is a {type(outer).__name__}; give it a torch.nn.Module")
     models = {
         path: module
-        for path, module in given.named_modules()
+        for path, module in outer.named_modules()
         if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
     }
     inner = {
@@ -88,10 +88,10 @@ def foreign_module(
     }
     if len(inner) > 1:
         raise RecordingError(
-            f"record: {type(given).__name__} holds {len(inner)} causal LMs ({', '.join(inner)}); give "
+            f"record: {type(outer).__name__} holds {len(inner)} causal LMs ({', '.join(inner)}); give "
             "record() the one that is trained"
         )
-    path, module = next(iter(inner.items())) if inner else _unwrapped(given)
+    path, module = next(iter(inner.items())) if inner else _unwrapped(outer)
     own = _fused_temperature(module)
     if own is not None and own != temperature:
         raise RecordingError(
@@ -99,23 +99,23 @@ def foreign_module(
             f"set temperature={own}"
         )
     first = next(module.parameters(), None)
-    found_rank, found_size = _ranks()
+    own_rank, own_size = _ranks()
     return ForeignModule(
         module=module,
         path=path,
-        rank=found_rank if rank is None else rank,
-        world_size=found_size if world_size is None else world_size,
+        rank=own_rank if rank is None else rank,
+        world_size=own_size if world_size is None else world_size,
         device=torch.device("cpu") if first is None else first.device,
-        wrapper=_wrapper(given, module),
-        compiled=any(_is_compiled(module) for module in given.modules()),
-        compiled_around=_compiled_around(given, path),
+        wrapper=_wrapper(outer, module),
+        compiled=any(_is_compiled(module) for module in outer.modules()),
+        compiled_around=_compiled_around(outer, path),
         temperature=temperature,
     )
 
 
-def _unwrapped(given: nn.Module) -> tuple[str, nn.Module]:
-    """What DDP, a DeepSpeed engine or torch.compile is around."""
-    path, module = [], given
+def _unwrapped(outer: nn.Module) -> tuple[str, nn.Module]:
+    """The path and module inside DDP, a DeepSpeed engine or torch.compile."""
+    path, module = [], outer
     while True:
         for name in ("_orig_mod", "module"):
             inner = module._modules.get(name)
@@ -140,12 +140,12 @@ def _fused_temperature(module: nn.Module) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _wrapper(given: nn.Module, module: nn.Module) -> str:
-    if any(type(m).__name__ == "DeepSpeedEngine" for m in given.modules()):
+def _wrapper(outer: nn.Module, module: nn.Module) -> str:
+    if any(type(m).__name__ == "DeepSpeedEngine" for m in outer.modules()):
         return "deepspeed"
     if any(isinstance(p, DTensor) for p in module.parameters()):
         return "fsdp2"
-    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in given.modules()):
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in outer.modules()):
         return "ddp"
     return "torch"
 
@@ -155,9 +155,9 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
-def _compiled_around(given: nn.Module, path: str) -> nn.Module | None:
+def _compiled_around(outer: nn.Module, path: str) -> nn.Module | None:
     names = path.split(".") if path else []
-    chain = (given.get_submodule(".".join(names[:count])) for count in range(len(names) + 1))
+    chain = (outer.get_submodule(".".join(names[:count])) for count in range(len(names) + 1))
     return next((module for module in chain if _is_compiled(module)), None)
 
 
@@ -175,9 +175,9 @@ def _ranks() -> tuple[int, int]:
     return values["RANK"], max(values["WORLD_SIZE"], values["RANK"] + 1)
 
 
-def inner_optimizer(given: nn.Module) -> torch.optim.Optimizer | None:
+def inner_optimizer(outer: nn.Module) -> torch.optim.Optimizer | None:
     """The torch optimizer inside a DeepSpeed engine; its Parameters are not the module's."""
-    current: Any = given
+    current: Any = outer
     for _ in range(8):
         current = getattr(current, "optimizer", None)
         if current is None or isinstance(current, torch.optim.Optimizer):
@@ -189,7 +189,7 @@ def inner_optimizer(given: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def save_foreign_weights(policy: ForeignModule, directory: Path, *, writes: bool) -> str:
-    """The module's weights and config in `directory`; every rank takes part if they are sharded.
+    """Save the module's weights and config in `directory`; every rank takes part if they are sharded.
 
     Args:
         writes: whether this rank does; the others only compute the fingerprint.
@@ -210,28 +210,28 @@ def save_foreign_weights(policy: ForeignModule, directory: Path, *, writes: bool
             "ZeRO stage 3; set weights='none' and replay with --model"
         )
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        found = _save_sharded(tensors, directory, writes=writes)
+        digest = _save_sharded(tensors, directory, writes=writes)
     elif writes:
-        found = save_weights(policy.module, directory)
+        digest = save_weights(policy.module, directory)
     else:
         return fingerprint(tensors.items())
     if writes and isinstance(policy.module, PreTrainedModel):
         policy.module.config.save_pretrained(directory)
-    return found
+    return digest
 
 
 def _save_sharded(tensors: Mapping[str, Tensor], directory: Path, *, writes: bool) -> str:
-    """Gathers one tensor at a time; all of them are on every rank's host in the end."""
+    """Gather one tensor at a time; in the end every rank has all of them on its host."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         whole[name] = full.to("cpu")
-    found = fingerprint(whole.items())
+    digest = fingerprint(whole.items())
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
-        metadata = {"format": "pt", "lockstep": "lockstep-weights", "fingerprint": found, "stored": found}
+        metadata = {"format": "pt", "lockstep": "lockstep-weights", "fingerprint": digest, "stored": digest}
         write_tensors(directory / "model.safetensors", whole, metadata, sync=True)
-    return found
+    return digest
 
 
 # --- header -------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def foreign_header(
     notes: Mapping[str, Any],
     weights: Path | None,
 ) -> RecordingHeader:
-    """What is known when the first forward comes. `weights`: where they are stored."""
+    """The header, as known at the first forward. `weights`: the folder that they are stored in."""
     padding, attention = seen.call.layout.padding, _attention(policy.module)
     if attention not in KERNELS:  # a recording may not choose another, see `replayable`
         notes = {**notes, "attention": attention}
@@ -281,14 +281,14 @@ def foreign_header(
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter here and are installed."""
-    found = {}
+    """Versions of the relevant packages that are installed."""
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _framework(policy: ForeignModule) -> str:
@@ -298,7 +298,8 @@ def _framework(policy: ForeignModule) -> str:
 
 
 def _model(policy: ForeignModule, weights: Path | None) -> dict[str, Any]:
-    """A model that was made of a config has no name: then the folder with its stored weights is it."""
+    """The recorded model; one built from a config has no name, so the folder with its stored weights is
+    named."""
     stored = "" if weights is None or not isinstance(policy.module, PreTrainedModel) else weights.resolve()
     name = str(getattr(getattr(policy.module, "config", None), "_name_or_path", "") or stored)
     name = name or f"unknown:{type(policy.module).__name__}"

@@ -1,4 +1,4 @@
-"""`lockstep.record`: what any torch module that trains a policy is fed, by hooks on its forward.
+"""`lockstep.record`: record the inputs of any torch module that trains a policy, by hooks on its forward.
 
     handle = lockstep.record(model, "recording")      one line; closed at exit
     with lockstep.record(model, "recording"): ...      or here, with the error if there is one
@@ -44,7 +44,7 @@ _WEIGHTS = "weights/step-000000"
 _OUTPUT_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
 """What an output of a shape that belongs to no input raises; it becomes a remark on the input."""
 _MUCH = 0.02
-"""A relative residual that is told at the end; logits of bfloat16 leave about 0.005."""
+"""A relative residual that is reported at the end; logits of bfloat16 leave about 0.005."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +81,9 @@ class RecordOptions:
                 "a torch optimizer, 'manual', 'backward' or None",
             ),
         }
-        for name, (value, good, wanted) in checks.items():
+        for name, (value, good, rule) in checks.items():
             if not good:
-                raise RecordingError(f"record: {name} = {value!r}; it must be {wanted}")
+                raise RecordingError(f"record: {name} = {value!r}; it must be {rule}")
 
 
 def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHandle:
@@ -126,7 +126,7 @@ def record(module: nn.Module, directory: Path | str, **options: Any) -> RecordHa
 
 @dataclass(slots=True)
 class _Counts:
-    """Where in the run it is."""
+    """Counters of a recording in progress."""
 
     update: int = 0
     micro_batches: int = 0
@@ -134,7 +134,7 @@ class _Counts:
     calls: int = 0
     """Forwards that qualify, since the start."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Forwards that do not, by reason."""
+    """Forwards that do not qualify, by reason."""
     capacity: dict[str, int] = field(
         default_factory=lambda: {"token_budget": 1, "max_seqlen": 1, "max_documents": 1}
     )
@@ -167,7 +167,7 @@ class RecordHandle:
         self._writer: RecordingWriter | None = None
         self._header: RecordingHeader | None = None
         self._fingerprint: str | None = None
-        self._told_size = False
+        self._reported_size = False
         if options.weights == "first":
             self._fingerprint = save_foreign_weights(self.policy, directory / _WEIGHTS, writes=first)
         if self.policy.rank not in self._ranks:
@@ -176,7 +176,7 @@ class RecordHandle:
         self._removers = self._hook(module)
         atexit.register(self._at_exit)
 
-    def _hook(self, given: nn.Module) -> list[Callable[[], None]]:
+    def _hook(self, outer: nn.Module) -> list[Callable[[], None]]:
         # torch.compile must neither trace them nor break a graph over them
         before = torch.compiler.disable(self._before, recursive=True)
         after = torch.compiler.disable(self._after, recursive=True)
@@ -192,7 +192,7 @@ class RecordHandle:
             ]
         signal = self.options.step
         if signal is None:
-            signal = inner_optimizer(given)
+            signal = inner_optimizer(outer)
         if isinstance(signal, torch.optim.Optimizer):
             removers.append(signal.register_step_post_hook(lambda *_: self._optimizer_stepped()).remove)
         elif signal is None:
@@ -214,12 +214,12 @@ class RecordHandle:
             self.step()
         number = self._counts.calls - self.options.first_call
         last = self.options.last_call
-        wanted = number >= 0 and number % self.options.every == 0
-        wanted = wanted and (last is None or self._counts.calls <= last)
+        is_due = number >= 0 and number % self.options.every == 0
+        is_due = is_due and (last is None or self._counts.calls <= last)
         micro_batch = self._counts.micro_batches
         self._counts.calls += 1
         self._counts.micro_batches += 1
-        if wanted:
+        if is_due:
             named = bound_arguments(self.policy.module.forward, args, kwargs)
             self._current = self._begin(named, micro_batch)
 
@@ -236,7 +236,7 @@ class RecordHandle:
         return None
 
     def _begin(self, named: Mapping[str, Any], micro_batch: int) -> SeenCall:
-        """The call, written. Whatever the input is, nothing is raised for it: it is kept, marked."""
+        """Write the call. No input raises: an unusable one is kept, marked."""
         seen = SeenCall(
             call=watched_call(named),
             update=self._counts.update,
@@ -300,9 +300,9 @@ class RecordHandle:
                 seen.remarks.append(f"the output could not be read ({type(error).__name__}: {error})"[:2000])
 
     def _keep_gradient(self, gradient: Tensor) -> Tensor:
-        """A host copy; says its size before the first one is made."""
-        if not self._told_size:
-            self._told_size = True
+        """Copy to the host; reports the size before the first copy."""
+        if not self._reported_size:
+            self._reported_size = True
             size = gradient.numel() * gradient.element_size()
             echo(
                 f"lockstep: output_grad=True keeps the gradient of the logits of every input; this one is "
@@ -315,7 +315,7 @@ class RecordHandle:
     # --- updates --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """The optimizer has stepped: what was seen since the last step is one update, and complete."""
+        """End an update after an optimizer step: the calls since the last step are complete."""
         if self._counts.micro_batches == 0:
             return
         self._finish(self._open)
@@ -348,7 +348,8 @@ class RecordHandle:
         return self._recorded(seen, outcome=outcome, of=self._counts.micro_batches)
 
     def _finish_apart(self, seen: Sequence[SeenCall], writer: RecordingWriter) -> None:
-        """One by one: what cannot be stored with its outputs is kept as it was called with."""
+        """Finish calls one by one: those that cannot be stored with their outputs keep only their
+        arguments."""
         for one in seen:
             try:
                 writer.finish([self._finished(one)])
@@ -392,8 +393,8 @@ class RecordHandle:
         return notes
 
     def close(self, error: BaseException | None = None) -> None:
-        """Takes the hooks off and completes the recording. What had no optimizer step yet is kept; with
-        `error`, as failed. Twice is once."""
+        """Remove the hooks and complete the recording. Calls without an optimizer step are kept; with
+        `error`, as failed. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -407,10 +408,10 @@ class RecordHandle:
                 dataclasses.replace(self._header, capacity=dict(self._counts.capacity), notes=self._notes())
             )
             self._writer.close()
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
-        """What the owner of the recording should know of it, on stderr."""
+    def _report(self) -> None:
+        """Report skipped and unusable inputs on stderr."""
         counts = self._counts
         if self._writer is None:
             skipped = ", ".join(f"{n} {reason}" for reason, n in counts.skipped.items()) or "none at all"
@@ -460,20 +461,20 @@ def _cached_tokens(cache: Any) -> bool:
         return False
 
 
-def _recording_ranks(given: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
-    ranks = tuple(range(world_size)) if given is None else tuple(sorted(set(given)))
+def _recording_ranks(requested: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+    ranks = tuple(range(world_size)) if requested is None else tuple(sorted(set(requested)))
     if not ranks or ranks[0] < 0 or ranks[-1] >= world_size:
-        raise RecordingError(f"record: ranks = {given!r}; they must be ranks from 0 to {world_size - 1}")
+        raise RecordingError(f"record: ranks = {requested!r}; they must be ranks from 0 to {world_size - 1}")
     return ranks
 
 
 def _around_compiled_call(
     target: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> Callable[[], None]:
-    """What hooks are elsewhere, for a module whose hooks torch would compile too (`module.compile()`).
+    """Install hooks on a module whose hooks torch would compile too (`module.compile()`).
 
     Returns:
-        What takes it off again.
+        A function that removes them.
     """
     compiled = target._compiled_call_impl
     assert compiled is not None

@@ -1,4 +1,4 @@
-"""What is kept of a foreign forward between its arguments and its gradient, and the input it becomes."""
+"""A foreign forward between its arguments and its gradient, and the recorded input that it becomes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SeenCall:
         self.remarks.clear()
 
     def add(self, values: Tensor, unexplained: Tensor, total: Tensor) -> None:
-        """One backward's part."""
+        """Add the part of one backward."""
         self.gradient = values if self.gradient is None else self.gradient + values
         self.unexplained = unexplained if self.unexplained is None else self.unexplained + unexplained
         self.total = total if self.total is None else self.total + total
@@ -161,16 +161,16 @@ def _watch_logits(seen: SeenCall, logits: Tensor, *, temperature: float) -> None
             if not scale:
                 seen.remarks.append("the logits were changed in place: dL/dlogprob could not be recovered")
                 return
-            found = token_gradients(gradient.flatten(0, 1), source, rows, labels, temperature=scale)
+            gradients = token_gradients(gradient.flatten(0, 1), source, rows, labels, temperature=scale)
             # dL/dx is of the logits as they were, whatever they have become
-            seen.add(found.values * (temperature / scale), found.unexplained, found.total)
+            seen.add(gradients.values * (temperature / scale), gradients.unexplained, gradients.total)
 
     logits.register_hook(arrived)
 
 
 def _scale_now(seen: SeenCall, logits: Tensor, rows: Tensor, labels: Tensor, temperature: float) -> float:
-    """What changed logits must be divided by to give the logprobs that were seen: 1 after logits.div_(T); 0
-    if nothing does."""
+    """The divisor with which logits changed in place give the recorded logprobs: 1 after logits.div_(T); 0 if
+    there is none."""
     assert seen.logprobs is not None
     for scale in dict.fromkeys((1.0, temperature)):
         now = token_logprobs(logits, rows, labels, temperature=scale)
@@ -184,8 +184,8 @@ def _watch_logprobs(seen: SeenCall, logprobs: Tensor) -> None:
     length, width = seen.call.token_ids.shape[1], logprobs.shape[1]
     first = 0 if width == length else length - 1 - width
     rows, tokens = output_slots(seen.call, width=width, keep=torch.arange(first, first + width))
-    asked = labelled(seen.call, tokens)
-    rows, seen.tokens = rows[asked], tokens[asked]
+    has_label = labelled(seen.call, tokens)
+    rows, seen.tokens = rows[has_label], tokens[has_label]
     rows = rows.to(logprobs.device, non_blocking=True)
     seen.logprobs = logprobs.detach().flatten().index_select(0, rows).float()
     if not logprobs.requires_grad:
@@ -264,15 +264,15 @@ def _trained(seen: SeenCall, weighted: Tensor) -> Tensor:
     assert seen.tokens is not None
     with_gradient = weighted != 0
     if seen.call.labels is not None:
-        asked = labelled(seen.call, seen.tokens)
-        return with_gradient.index_fill_(0, seen.tokens[asked], True)
+        has_label = labelled(seen.call, seen.tokens)
+        return with_gradient.index_fill_(0, seen.tokens[has_label], True)
     if bool(with_gradient.any()):
         return with_gradient
     return torch.zeros_like(with_gradient).index_fill_(0, seen.tokens, True)
 
 
 def _error(seen: SeenCall) -> str | None:
-    """What the program raised, and why the input is only kept as it was called with."""
+    """The program's error, and why only the arguments of the input are kept."""
     unusable = seen.call.unusable
     kept = None if unusable is None else f"kept as it was called with, not as documents: {unusable}"
     return "; ".join(filter(None, (seen.error, kept))) or None

@@ -72,8 +72,8 @@ def token_gradients(
         inside += x.square().sum(dtype=torch.float64)
         left += x.sub_(direction.mul_(solved[:, None])).square_().sum(dtype=torch.float64)
         values.append(solved * temperature)
-    found = torch.cat(values) if values else gradient.new_zeros(0, dtype=torch.float32)
-    return TokenGradients(values=found, unexplained=left + (total - inside).clamp(min=0), total=total)
+    gradients = torch.cat(values) if values else gradient.new_zeros(0, dtype=torch.float32)
+    return TokenGradients(values=gradients, unexplained=left + (total - inside).clamp(min=0), total=total)
 
 
 def _direction(logits: Tensor, rows: Tensor, labels: Tensor, temperature: float) -> Tensor:

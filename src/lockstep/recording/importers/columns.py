@@ -61,7 +61,7 @@ FLOATS: Mapping[str, tuple[str, ...]] = {
 """Field of PolicyBatch -> names for it."""
 REWARDS = ("rewards", "reward", "scores", "score")
 NESTED = ("batch", "inputs", "input", "kwargs", "model_inputs", "forward_inputs", "experience", "data")
-"""Dicts of this name are read as if their entries stood beside them."""
+"""Dicts of these names are read as if their entries were at the top level."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,13 +82,13 @@ class DumpedInput:
     scalars: dict[str, Any]
     """Numbers, flags and text by name."""
     extras: dict[str, Tensor]
-    """Tensors that nothing was made of."""
+    """Tensors without a known meaning."""
     mapped: dict[str, str] = field(default_factory=dict)
     """Name in the dump -> what it became."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Name in the dump -> why nothing is kept of it."""
-    said: list[str] = field(default_factory=list)
-    """What was assumed."""
+    assumptions: list[str] = field(default_factory=list)
+    """Assumptions of the import."""
 
 
 def find_inputs(value: Any) -> list[Mapping[str, Any]]:
@@ -97,9 +97,9 @@ def find_inputs(value: Any) -> list[Mapping[str, Any]]:
         flat = _flat(value)
         if has_ids(flat):
             return [flat]
-        return [found for item in value.values() for found in find_inputs(item)]
+        return [ids for item in value.values() for ids in find_inputs(item)]
     if isinstance(value, list | tuple):
-        return [found for item in value for found in find_inputs(item)]
+        return [ids for item in value for ids in find_inputs(item)]
     return []
 
 
@@ -125,7 +125,7 @@ def _flat(value: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 class DumpReader:
-    """Makes a DumpedInput of one dict.
+    """Builds a DumpedInput from one dict.
 
     Args:
         named: the dict, flat.
@@ -135,7 +135,7 @@ class DumpReader:
     def __init__(self, named: Mapping[str, Any], where: str) -> None:
         self.left, self.where = dict(named), where
         self.mapped: dict[str, str] = {}
-        self.said: list[str] = []
+        self.assumptions: list[str] = []
         self.documents: list[int] | None = None
         """Lengths, where they are dumped as such."""
 
@@ -147,17 +147,19 @@ class DumpReader:
         bounds = self._bounds(ids)
         if bounds is not None and mask is None and int(bounds[-1]) < ids.shape[1]:
             mask = torch.arange(ids.shape[1])[None] < bounds[-1]
-            self.said.append("the documents' lengths end before the row does: what is behind them is padding")
-        found = {"attention_mask": mask, "position_ids": positions, "cu_seqlens": bounds}
+            self.assumptions.append(
+                "the documents' lengths end before the row does: what is behind them is padding"
+            )
+        bounding = {"attention_mask": mask, "position_ids": positions, "cu_seqlens": bounds}
         try:
-            layout = find_documents(ids, {n: t for n, t in found.items() if t is not None})
+            layout = find_documents(ids, {n: t for n, t in bounding.items() if t is not None})
         except RecordingError as error:
             raise RecordingError(f"{self.where}: {str(error).removeprefix('record: ')}") from error
         if layout.offset_positions and positions is not None:
             self.left["position_ids"] = positions
-            self.said.append("position_ids do not start at 0 in every document: kept as they were")
+            self.assumptions.append("position_ids do not start at 0 in every document: kept as they were")
         if "inside" in layout.padding:
-            self.said.append("an attention mask has holes inside documents: those slots are left out")
+            self.assumptions.append("an attention mask has holes inside documents: those slots are left out")
         tokens = ids.flatten()[layout.slots]
         trained = self._trained(ids, layout)
         floats = self._floats(ids, layout, trained)
@@ -174,7 +176,7 @@ class DumpReader:
             extras=extras,
             mapped=self.mapped,
             dropped=dropped,
-            said=self.said,
+            assumptions=self.assumptions,
         )
 
     # --- ids and documents ----------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class DumpReader:
                 del self.left[first]
         if not any(name in self.left for name in TRAINED):
             self.left["response_mask"] = torch.ones_like(response)
-            self.said.append("no mask of the response: all of it is trained")
+            self.assumptions.append("no mask of the response: all of it is trained")
 
     def _rows(self, name: str, value: Any) -> Tensor:
         """[B, L] int64; documents of several lengths become one row."""
@@ -221,7 +223,7 @@ class DumpReader:
         name = next((name for name in MASK if name in self.left), None)
         if name is None:
             if self.documents is None and ids.shape[0] > 1:
-                self.said.append("no attention_mask: every slot is taken for a token")
+                self.assumptions.append("no attention_mask: every slot is taken for a token")
             return None
         value = self.left.pop(name)
         self.mapped[name] = "documents"
@@ -263,7 +265,7 @@ class DumpReader:
             return _shifted(value, layout) != 0
         actions = self.left.get("num_actions")
         if actions is None:
-            self.said.append("nothing says which tokens are trained: all of them")
+            self.assumptions.append("nothing says which tokens are trained: all of them")
             return _ends(layout, torch.ones(sum(layout.lengths), dtype=torch.bool))
         self.mapped["num_actions"] = "loss_mask"
         counts = self._action_counts(layout)
@@ -278,20 +280,22 @@ class DumpReader:
     def _labels(self, labels: Tensor, ids: Tensor, layout: Layout) -> Tensor:
         """Labels of the tokens themselves (as transformers has them), or already shifted by one."""
         tokens = ids.flatten()[layout.slots]
-        given = labels.flatten()[layout.slots]
+        labelled = labels.flatten()[layout.slots]
         following = torch.roll(tokens, -1)
-        asked = given != IGNORE_LABEL
-        own, shifted = asked & (given != tokens), asked & (given != following)
+        has_label = labelled != IGNORE_LABEL
+        own, shifted = has_label & (labelled != tokens), has_label & (labelled != following)
         if bool(own.any()) and not bool(_ends(layout, shifted).any()):
-            self.said.append("labels are those of the next token already")
-            return _ends(layout, asked)
+            self.assumptions.append("labels are those of the next token already")
+            return _ends(layout, has_label)
         if bool(own.any()):
             count = int(own.sum())
-            self.said.append(f"{count} labels are not the input's own tokens: the tokens are trained on")
+            self.assumptions.append(
+                f"{count} labels are not the input's own tokens: the tokens are trained on"
+            )
         return _shifted(labels != IGNORE_LABEL, layout) != 0
 
     def _floats(self, ids: Tensor, layout: Layout, trained: Tensor) -> dict[str, Tensor]:
-        found = {}
+        floats = {}
         for target, names in FLOATS.items():
             name = next((name for name in names if name in self.left), None)
             if name is None:
@@ -304,8 +308,8 @@ class DumpReader:
                 values = torch.repeat_interleave(per_document.float(), torch.tensor(layout.lengths))
             else:
                 values = _shifted(self._per_token(name, value, ids, layout).float(), layout)
-            found[target] = torch.where(trained, values, 0.0)
-        return found
+            floats[target] = torch.where(trained, values, 0.0)
+        return floats
 
     def _per_token(self, name: str, value: Any, ids: Tensor, layout: Layout) -> Tensor:
         """[B, L]: the value about each token, 0 where there is none; see the module."""
@@ -363,11 +367,11 @@ class DumpReader:
     def _rewards(self, ids: Tensor, layout: Layout) -> list[float] | None:
         for name in REWARDS:
             value = self.left.get(name)
-            found = None if value is None else self._per_document(value, ids, layout)
-            if found is not None:
+            rewards = None if value is None else self._per_document(value, ids, layout)
+            if rewards is not None:
                 del self.left[name]
                 self.mapped[name] = "reward of each document"
-                return [float(x) for x in found]
+                return [float(x) for x in rewards]
         return None
 
     # --- the rest -------------------------------------------------------------------------------------------
@@ -396,19 +400,19 @@ class DumpReader:
             if value is None:
                 continue
             if self.documents is not None and _ragged(value, of=len(self.documents)):
-                found = self._joined(name, value)
+                grid = self._joined(name, value)
             else:
                 tensor = _tensor(value)
                 if tensor is None or tensor.ndim not in (1, 2):
                     continue
-                found = tensor if tensor.ndim == 2 else tensor[None]
-            if found.is_floating_point() or found.dtype == torch.bool:
+                grid = tensor if tensor.ndim == 2 else tensor[None]
+            if grid.is_floating_point() or grid.dtype == torch.bool:
                 continue
-            found = _wide(found)
-            if found.shape[-1] == shape[1] and found.shape[0] in (1, shape[0]):
+            grid = _wide(grid)
+            if grid.shape[-1] == shape[1] and grid.shape[0] in (1, shape[0]):
                 del self.left[name]
                 self.mapped[name] = target
-                return found
+                return grid
         return None
 
     def _joined(self, name: str, value: Any) -> Tensor:
@@ -418,25 +422,25 @@ class DumpReader:
 
     def _grid(self, name: str, value: Any) -> Tensor:
         """[B, W]; a vector is one row."""
-        found = _tensor(value)
-        if found is None or found.ndim not in (1, 2):
-            what = type(value).__name__ if found is None else f"{list(found.shape)}"
+        tensor = _tensor(value)
+        if tensor is None or tensor.ndim not in (1, 2):
+            what = type(value).__name__ if tensor is None else f"{list(tensor.shape)}"
             self._bad(name, f"is {what}; it must be [B, L], or [L] of one document")
-        return _wide(found if found.ndim == 2 else found[None])
+        return _wide(tensor if tensor.ndim == 2 else tensor[None])
 
     def _counts(self, name: str, value: Any) -> list[int]:
-        found = self._vector(name, value)
-        if found.is_floating_point() or not found.numel() or int(found.min()) < 0:
+        vector = self._vector(name, value)
+        if vector.is_floating_point() or not vector.numel() or int(vector.min()) < 0:
             self._bad(name, "must hold integers, none negative")
-        return [int(n) for n in found]
+        return [int(n) for n in vector]
 
     def _vector(self, name: str, value: Any) -> Tensor:
-        found = _tensor(value)
-        if found is not None and found.ndim == 2 and found.shape[0] == 1:
-            found = found[0]
-        if found is None or found.ndim != 1:
+        tensor = _tensor(value)
+        if tensor is not None and tensor.ndim == 2 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor is None or tensor.ndim != 1:
             self._bad(name, "must hold vectors of numbers")
-        return _wide(found)
+        return _wide(tensor)
 
     def _bad(self, name: str, what: str) -> NoReturn:
         raise RecordingError(f"{self.where}: field {name[:80]!r} {what}")

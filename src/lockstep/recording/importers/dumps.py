@@ -51,7 +51,7 @@ _MAX_SCALARS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportReport:
-    """What an import made of what."""
+    """The result of an import."""
 
     path: Path
     inputs: int
@@ -66,18 +66,18 @@ class ImportReport:
     dropped: Mapping[str, str]
     """Name in the dump -> why nothing is kept of it."""
     said: tuple[str, ...]
-    """What was assumed, each with the number of inputs."""
+    """Assumptions, each with the number of inputs."""
 
     def lines(self) -> list[str]:
-        """For people; control characters escaped."""
-        found = [f"{self.files} files, {self.inputs} inputs, vocabulary of {self.vocab_size:,}"]
+        """Lines for a terminal; control characters escaped."""
+        lines = [f"{self.files} files, {self.inputs} inputs, vocabulary of {self.vocab_size:,}"]
         for name, targets in self.mapped.items():
-            told = ", ".join(f"{target} ({count} inputs)" for target, count in targets.items())
-            found.append(f"  {name} -> {told}")
-        found += [f"  {name} -> kept as an extra ({count} inputs)" for name, count in self.extras.items()]
-        found += [f"  {name} -> dropped: {why}" for name, why in self.dropped.items()]
-        found += [f"note: {text}" for text in self.said]
-        return [printable(line) for line in found]
+            outcome = ", ".join(f"{target} ({count} inputs)" for target, count in targets.items())
+            lines.append(f"  {name} -> {outcome}")
+        lines += [f"  {name} -> kept as an extra ({count} inputs)" for name, count in self.extras.items()]
+        lines += [f"  {name} -> dropped: {why}" for name, why in self.dropped.items()]
+        lines += [f"note: {text}" for text in self.said]
+        return [printable(line) for line in lines]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -86,12 +86,12 @@ class ImportReport:
 
 @dataclass(kw_only=True, slots=True)
 class Pace:
-    """How long an import may take, and whom it tells how far it is."""
+    """Time limit and progress callback of an import."""
 
     seconds: float | None = None
     """None: as long as it takes."""
     say: Callable[[str], None] = lambda text: None
-    """Is given one line every few seconds."""
+    """Called with one line every few seconds."""
     started: float = field(default_factory=lambda: time.monotonic())
     _last: float = field(default_factory=lambda: time.monotonic())
 
@@ -117,12 +117,12 @@ share, each dict costs the time of an input."""
 def import_dump(
     source: Path, out: Path, *, model: str | None = None, pace: Pace | None = None
 ) -> ImportReport:
-    """A file, or all dumps of a folder, as a recording. Nothing that they hold is executed.
+    """Import a file, or all dumps of a folder, as a recording. Nothing in them is executed.
 
     Args:
         out: a directory that does not exist yet.
         model: what model.name takes: the policy that was fed. None: not known.
-        pace: None: no limit of time, and nothing is said on the way.
+        pace: None: no time limit, and no progress lines.
 
     Raises:
         RecordingError: a file is no dump, holds what is not read, or fields that do not fit; names both. Or
@@ -139,11 +139,11 @@ def import_dump(
         _write(files, survey, header, folder, pace=pace)
     return ImportReport(
         path=out,
-        inputs=len(survey.places),
+        inputs=len(survey.positions),
         files=len(files),
         kind=survey.kind,
         vocab_size=vocab_size,
-        **_told(survey),
+        **_summary(survey),
     )
 
 
@@ -151,23 +151,23 @@ def _write(
     files: Sequence[Path], survey: _Survey, header: RecordingHeader, folder: Path, *, pace: Pace
 ) -> None:
     """The second pass."""
-    ranks = sorted({place.rank for place in survey.places})
+    ranks = sorted({position.rank for position in survey.positions})
     with ExitStack() as stack:
         writers = {
             rank: stack.enter_context(RecordingWriter(folder, header, rank=rank, ranks=ranks))
             for rank in ranks
         }
-        for place, (_, dumped, _) in zip(survey.places, _inputs(files, pace, "writing"), strict=True):
-            recorded = _recorded(dumped, place, kind=survey.kind, world_size=header.world_size)
-            writers[place.rank].add([recorded])
+        for position, (_, dumped, _) in zip(survey.positions, _inputs(files, pace, "writing"), strict=True):
+            recorded = _recorded(dumped, position, kind=survey.kind, world_size=header.world_size)
+            writers[position.rank].add([recorded])
 
 
 # --- what there is ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Where an input goes."""
+class _Position:
+    """Position of an input in the recording."""
 
     step: int
     rank: int
@@ -180,12 +180,12 @@ class _Place:
 class _Survey:
     """The first pass."""
 
-    places: list[_Place] = field(default_factory=list)
+    positions: list[_Position] = field(default_factory=list)
     kind: Kind = "sft"
     largest: int = 0
     """Token id."""
     where: str = ""
-    """Which file has it."""
+    """The file that has it."""
     sizes: list[tuple[int, int, int]] = field(default_factory=list)
     """(tokens, longest document, documents) of each input."""
     sources: set[str] = field(default_factory=set)
@@ -195,7 +195,7 @@ class _Survey:
     mapped: dict[str, Counter[str]] = field(default_factory=dict)
     extras: Counter[str] = field(default_factory=Counter)
     dropped: dict[str, str] = field(default_factory=dict)
-    said: Counter[str] = field(default_factory=Counter)
+    assumptions: Counter[str] = field(default_factory=Counter)
 
 
 def _files(source: Path) -> list[Path]:
@@ -203,10 +203,10 @@ def _files(source: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise RecordingError(f"{source}: there is no such file or folder; give the dump that is to be read")
-    found = [p for p in source.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
-    if not found:
+    dumps = [p for p in source.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
+    if not dumps:
         raise RecordingError(f"{source}: holds no dump; files that end in {', '.join(SUFFIXES)} are read")
-    return sorted(found, key=lambda p: _natural(str(p.relative_to(source))))
+    return sorted(dumps, key=lambda p: _natural(str(p.relative_to(source))))
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:
@@ -249,11 +249,13 @@ def _inputs(files: Sequence[Path], pace: Pace, doing: str) -> Iterator[tuple[Pat
 def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
     survey = _Survey()
     kinds: dict[Kind, str] = {}
-    given: list[tuple[int | None, int, str]] = []
+    origins: list[tuple[int | None, int, str]] = []
     for path, dumped, source in _inputs(files, pace, "reading"):
         survey.sources.add(source)
         kinds.setdefault(_kind(dumped), path.name)
-        given.append((_number(dumped, path, _STEP_NAMES), _number(dumped, path, _RANK_NAMES) or 0, path.name))
+        origins.append(
+            (_number(dumped, path, _STEP_NAMES), _number(dumped, path, _RANK_NAMES) or 0, path.name)
+        )
         low, high = (int(x) for x in dumped.token_ids.aminmax())
         if low < 0:
             raise RecordingError(
@@ -267,7 +269,7 @@ def _survey(files: Sequence[Path], pace: Pace) -> _Survey:
         survey.layouts.update([dumped.layout.layout])
         _count(survey, dumped)
     survey.kind = _common_kind(kinds, survey)
-    survey.places = _places(given, survey)
+    survey.positions = _positions(origins, survey)
     return survey
 
 
@@ -281,26 +283,28 @@ def _kind(dumped: DumpedInput) -> Kind:
 def _common_kind(kinds: Mapping[Kind, str], survey: _Survey) -> Kind:
     """One loss for all: a recording has one algorithm. Raises RecordingError: inputs of several kinds."""
     if len(kinds) > 1:
-        told = "; ".join(f"{path} is of kind {kind}" for kind, path in kinds.items())
+        listed = "; ".join(f"{path} is of kind {kind}" for kind, path in kinds.items())
         raise RecordingError(
-            f"the dumps need several losses ({told}): advantages and logprobs make a policy batch, only "
+            f"the dumps need several losses ({listed}): advantages and logprobs make a policy batch, only "
             "advantages a surrogate, neither sft. Import them apart"
         )
     (kind,) = kinds
     every = len(survey.sizes)
     if kind == "policy":
-        survey.said["the loss is GRPO's with its published options: a dump does not say which it was"] = every
+        survey.assumptions[
+            "the loss is GRPO's with its published options: a dump does not say which it was"
+        ] = every
         if "rollout_logprobs" not in _targets(survey):
-            survey.said["no rollout logprobs: the old ones stand in for them"] = every
+            survey.assumptions["no rollout logprobs: the old ones stand in for them"] = every
         if "old_logprobs" not in _targets(survey):
-            survey.said["no old logprobs: the importance ratio is 1"] = every
+            survey.assumptions["no old logprobs: the importance ratio is 1"] = every
     elif kind == "surrogate":
-        survey.said["advantages without logprobs: the loss is -sum(advantage * logprob) / trained tokens"] = (
-            every
-        )
+        survey.assumptions[
+            "advantages without logprobs: the loss is -sum(advantage * logprob) / trained tokens"
+        ] = every
     else:
-        survey.said["no advantages: the loss is the cross-entropy of the trained tokens"] = every
-    survey.said["loss_weights make each input's loss a mean of its own"] = every
+        survey.assumptions["no advantages: the loss is the cross-entropy of the trained tokens"] = every
+    survey.assumptions["loss_weights make each input's loss a mean of its own"] = every
     return kind
 
 
@@ -317,7 +321,7 @@ def _count(survey: _Survey, dumped: DumpedInput) -> None:
         else:
             survey.dropped[name] = f"a tensor of {tensor.dtype}"
     survey.dropped |= dumped.dropped
-    survey.said.update(dumped.said)
+    survey.assumptions.update(dumped.assumptions)
 
 
 def _number(dumped: DumpedInput, path: Path, names: Sequence[str]) -> int | None:
@@ -326,77 +330,79 @@ def _number(dumped: DumpedInput, path: Path, names: Sequence[str]) -> int | None
         value = dumped.scalars.get(name)
         if type(value) is int and 0 <= value < 2**31:
             return value
-    found = (_STEP_IN_NAME if names is _STEP_NAMES else _RANK_IN_NAME).search(path.stem)
-    return int(found[1]) if found else None
+    match = (_STEP_IN_NAME if names is _STEP_NAMES else _RANK_IN_NAME).search(path.stem)
+    return int(match[1]) if match else None
 
 
-def _places(given: Sequence[tuple[int | None, int, str]], survey: _Survey) -> list[_Place]:
+def _positions(origins: Sequence[tuple[int | None, int, str]], survey: _Survey) -> list[_Position]:
     """Steps as dumped if every input has one; otherwise each input is a step of its rank, in order."""
-    numbered = all(step is not None for step, _, _ in given)
-    seen: Counter[int] = Counter()
+    numbered = all(step is not None for step, _, _ in origins)
+    counted: Counter[int] = Counter()
     keys = []
-    for step, rank, file in given:
+    for step, rank, file in origins:
         if rank >= _MAX_WORLD:
             raise RecordingError(f"{file}: field 'rank' is {rank}; at most {_MAX_WORLD - 1}")
-        keys.append((step if numbered and step is not None else seen[rank], rank))
-        seen[rank] += 1
+        keys.append((step if numbered and step is not None else counted[rank], rank))
+        counted[rank] += 1
     if not numbered:
-        survey.said["not every input names its step: each is a step of its own, in order"] = len(given)
+        survey.assumptions["not every input names its step: each is a step of its own, in order"] = len(
+            origins
+        )
     totals, counts = Counter(keys), Counter[tuple[int, int]]()
-    places = []
-    for key, (_, _, file) in zip(keys, given, strict=True):
-        place = _Place(
+    positions = []
+    for key, (_, _, file) in zip(keys, origins, strict=True):
+        position = _Position(
             step=key[0],
             rank=key[1],
             micro_batch=counts[key],
             num_micro_batches=totals[key],
             file=file,
         )
-        places.append(place)
+        positions.append(position)
         counts[key] += 1
-    return places
+    return positions
 
 
 # --- header -------------------------------------------------------------------------------------------------
 
 
 def _vocab_size(model: str | None, survey: _Survey) -> int:
-    found, why = None, "the model is not known"
+    size, why = None, "the model is not known"
     if model is not None:
         try:
-            found = _vocab_of(ModelConfig(name=model))
+            size = _vocab_of(ModelConfig(name=model))
         except (ModelError, ValidationError) as error:
             why = f"the config of {model} is not at hand ({str(error).splitlines()[0]})"
-    if found is None:
-        survey.said[f"vocab_size is the largest token id + 1: {why}"] = len(survey.sizes)
-        found = survey.largest + 1
-    if survey.largest >= found:
+    if size is None:
+        survey.assumptions[f"vocab_size is the largest token id + 1: {why}"] = len(survey.sizes)
+        size = survey.largest + 1
+    if survey.largest >= size:
         raise RecordingError(
             f"{survey.where}: field 'token_ids': {survey.largest} is there, but {model} has a vocabulary of "
-            f"{found}; name the model that was fed with --model"
+            f"{size}; name the model that was fed with --model"
         )
-    if found >= 2**31:
+    if size >= 2**31:
         raise RecordingError(f"{survey.where}: field 'token_ids': {survey.largest} is no token id")
-    return found
+    return size
 
 
 def _vocab_of(config: ModelConfig) -> int:
-    """Of the model's config; the network is not used."""
+    """Vocabulary size of the model's config; the network is not used."""
     if config.name.startswith(shapes.PREFIX):
-        found = shapes.shape_config(config.name.removeprefix(shapes.PREFIX))
+        model_config = shapes.shape_config(config.name.removeprefix(shapes.PREFIX))
     else:
-        found = read_config(model_folder(config, local_only=True), config)
-    return int(found.get_text_config().vocab_size)
+        model_config = read_config(model_folder(config, local_only=True), config)
+    return int(model_config.get_text_config().vocab_size)
 
 
 def _header(source: Path, model: str | None, survey: _Survey, *, vocab_size: int) -> RecordingHeader:
     algorithm: dict[str, Any] = {"name": survey.kind}
     if survey.kind == "policy":
         algorithm = GRPOConfig().resolved().model_dump(mode="json")
-    world_size = max(place.rank for place in survey.places) + 1
+    world_size = max(position.rank for position in survey.positions) + 1
     tokens, longest, documents = (max(column) for column in zip(*survey.sizes, strict=True))
     config = ModelConfig(name=model or "unknown:import").model_dump(mode="json")
-    told = _told(survey)
+    summary = _summary(survey)
     return RecordingHeader(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         framework="import:torch" if survey.sources == {"torch"} else "import:pickle",
@@ -413,33 +419,33 @@ def _header(source: Path, model: str | None, survey: _Survey, *, vocab_size: int
         capacity={"token_budget": tokens, "max_seqlen": longest, "max_documents": documents},
         world_size=world_size,
         mesh={"dp": world_size},
-        notes={"source": source.name, "kind": survey.kind, **told, "said": list(told["said"])},
+        notes={"source": source.name, "kind": survey.kind, **summary, "said": list(summary["said"])},
     )
 
 
-def _told(survey: _Survey) -> dict[str, Any]:
+def _summary(survey: _Survey) -> dict[str, Any]:
     return {
         "mapped": {name: dict(targets) for name, targets in survey.mapped.items()},
         "extras": dict(survey.extras),
         "dropped": dict(survey.dropped),
-        "said": tuple(f"{text} ({count} inputs)" for text, count in survey.said.items()),
+        "said": tuple(f"{text} ({count} inputs)" for text, count in survey.assumptions.items()),
     }
 
 
 # --- inputs -------------------------------------------------------------------------------------------------
 
 
-def _recorded(dumped: DumpedInput, place: _Place, *, kind: Kind, world_size: int) -> RecordedInput:
+def _recorded(dumped: DumpedInput, position: _Position, *, kind: Kind, world_size: int) -> RecordedInput:
     meta = InputMeta(
-        step=place.step,
-        update=place.step,
-        micro_batch=place.micro_batch,
-        num_micro_batches=place.num_micro_batches,
-        rank=place.rank,
+        step=position.step,
+        update=position.step,
+        micro_batch=position.micro_batch,
+        num_micro_batches=position.num_micro_batches,
+        rank=position.rank,
         world_size=world_size,
-        mesh={"dp": place.rank},
+        mesh={"dp": position.rank},
         time=_time(dumped.scalars),
-        documents=_documents(dumped, place),
+        documents=_documents(dumped, position),
     )
     extras = {name: tensor for name, tensor in dumped.extras.items() if tensor.dtype in DTYPES.values()}
     return RecordedInput(meta=meta, batch=_batch(dumped, kind), outputs=None, extras=extras)
@@ -453,20 +459,20 @@ def _time(scalars: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _documents(dumped: DumpedInput, place: _Place) -> tuple[dict[str, Any], ...]:
+def _documents(dumped: DumpedInput, position: _Position) -> tuple[dict[str, Any], ...]:
     """Where each document stood; the first one also has what is known of the call."""
-    found: list[dict[str, Any]] = [{"row": row, "column": column} for row, column in dumped.layout.starts]
-    for document, reward in zip(found, dumped.rewards or (), strict=False):
+    documents: list[dict[str, Any]] = [{"row": row, "column": column} for row, column in dumped.layout.starts]
+    for document, reward in zip(documents, dumped.rewards or (), strict=False):
         document["reward"] = reward
     call: dict[str, Any] = {
-        "file": place.file,
+        "file": position.file,
         "shape": list(dumped.shape),
         "padding": list(dumped.layout.padding),
     }
     if dumped.scalars:
         call["arguments"] = dict(list(dumped.scalars.items())[:_MAX_SCALARS])
-    found[0]["call"] = call
-    return tuple(found)
+    documents[0]["call"] = call
+    return tuple(documents)
 
 
 def _batch(dumped: DumpedInput, kind: Kind) -> PackedBatch:

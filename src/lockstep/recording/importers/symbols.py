@@ -152,20 +152,20 @@ _GLOBALS: dict[tuple[str, str], Any] = {
 
 
 def symbol(module: str, name: str, where: str) -> Any:
-    """What stands for a global.
+    """Look up what stands for a global.
 
     Raises:
         RecordingError: it is not on the list; names it.
     """
-    found = _GLOBALS.get((module, name))
-    if found is None:
-        asked = f"{module}.{name}"[:200]
+    factory = _GLOBALS.get((module, name))
+    if factory is None:
+        requested = f"{module}.{name}"[:200]
         raise RecordingError(
-            f"{where}: it asks for {asked!r}, and a dump may only name what tensors, numpy arrays and plain "
-            "containers are rebuilt with; nothing was executed. Dump plain values instead: "
+            f"{where}: it asks for {requested!r}, and a dump may only name what tensors, numpy arrays and "
+            "plain containers are rebuilt with; nothing was executed. Dump plain values instead: "
             "torch.save({'input_ids': ..., 'attention_mask': ...}, path)"
         )
-    return found
+    return factory
 
 
 # --- tensors ------------------------------------------------------------------------------------------------
@@ -232,10 +232,10 @@ class LazyTensor:
             return self.built
         kind = torch.uint8 if self.dtype == torch.bool else self.dtype
         flat = torch.frombuffer(raw, dtype=kind, count=len(raw) // item)
-        found = flat.as_strided(self.size, self.stride, self.offset).clone(
+        values = flat.as_strided(self.size, self.stride, self.offset).clone(
             memory_format=torch.contiguous_format
         )
-        self.built = found != 0 if self.dtype == torch.bool else found.neg_() if self.negated else found
+        self.built = values != 0 if self.dtype == torch.bool else values.neg_() if self.negated else values
         return self.built
 
 
@@ -344,14 +344,14 @@ def call(function: Symbol, arguments: tuple[Any, ...], budget: Budget) -> Any:
 
 
 def _ordered(arguments: tuple[Any, ...], budget: Budget) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for pair in arguments[0] if arguments else ():
         budget.step()
         key, value = pair
         if type(key) is not str:
             raise TypeError("an OrderedDict with keys that are no text")
-        made[key] = value
-    return made
+        entries[key] = value
+    return entries
 
 
 def _tensor(name: str, arguments: tuple[Any, ...]) -> LazyTensor:
@@ -404,9 +404,9 @@ def _numpy(name: str, arguments: tuple[Any, ...]) -> Any:
         return _array(kind, (), raw)
     if name == "_frombuffer":
         raw, kind, shape, order = arguments
-        made = _array(kind, _sizes(shape), raw)
-        made.fortran = order == "F"
-        return made
+        array = _array(kind, _sizes(shape), raw)
+        array.fortran = order == "F"
+        return array
     raise TypeError(f"a call of numpy.{name}")
 
 

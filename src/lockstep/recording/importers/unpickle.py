@@ -85,15 +85,15 @@ def _read(path: Path, where: str) -> bytes:
     except OSError as error:
         raise RecordingError(f"{path}: cannot be read ({error.strerror})") from error
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise RecordingError(f"{where}: is no regular file")
-        if found.st_size > MAX_FILE_BYTES:
+        if status.st_size > MAX_FILE_BYTES:
             raise RecordingError(
-                f"{where}: {found.st_size:,} bytes; dumps of at most {MAX_FILE_BYTES:,} are read, so dump "
+                f"{where}: {status.st_size:,} bytes; dumps of at most {MAX_FILE_BYTES:,} are read, so dump "
                 "the inputs in several files"
             )
-        return file.read(found.st_size)
+        return file.read(status.st_size)
 
 
 def _load(data: bytes, where: str, budget: Budget, *, level: int) -> tuple[Any, str]:
@@ -137,7 +137,7 @@ def _load_zip(data: bytes, where: str, budget: Budget, *, level: int) -> Any:
 
 def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
     """Every entry's content, checked against its CRC; nothing is ever decompressed."""
-    found: dict[str, bytes] = {}
+    members: dict[str, bytes] = {}
     left = len(data)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -150,14 +150,14 @@ def _zip_entries(data: bytes, where: str) -> dict[str, bytes]:
                 left -= info.file_size
                 if left < 0:
                     raise RecordingError(f"{where}: its entries claim more bytes than the file has")
-                if info.filename in found:
+                if info.filename in members:
                     raise RecordingError(f"{where}: entry {info.filename[:60]!r} is there twice")
-                found[info.filename] = archive.read(info)
+                members[info.filename] = archive.read(info)
     except RecordingError:
         raise  # a ValueError, but no damage
     except _ZIP_DAMAGE as error:
         raise RecordingError(f"{where}: the archive is damaged ({error}); copy the file again") from error
-    return found
+    return members
 
 
 def _load_legacy(data: bytes, at: int, where: str, budget: Budget, *, level: int) -> Any:
@@ -395,9 +395,9 @@ def _setitems(m: _Machine) -> None:
 
 
 def _dict(m: _Machine) -> None:
-    items, made = m.marked(), dict[Any, Any]()
-    m.put_items(made, items)
-    m.push(made)
+    items, mapping = m.marked(), dict[Any, Any]()
+    m.put_items(mapping, items)
+    m.push(mapping)
 
 
 def _global(m: _Machine) -> None:

@@ -1,4 +1,4 @@
-"""The JSON of a recording, checked: what is said of each input, and the header."""
+"""The JSON of a recording, checked: the description of each input, and the header."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class OutputsEntry(_Checked):
 
 
 class InputEntry(_Checked):
-    """One input, but for its tensors."""
+    """One input without its tensors."""
 
     meta: MetaEntry
     kind: Literal["policy", "packed", "preference"]
@@ -127,7 +127,7 @@ class InputEntry(_Checked):
         return InputMeta(**fields | {"documents": tuple(self.meta.documents)})
 
     def problem(self) -> str | None:
-        """What contradicts itself, or None."""
+        """The first contradiction in the entry, or None."""
         meta, floats = self.meta, set(self.floats)
         if meta.micro_batch >= meta.num_micro_batches:
             return (
@@ -137,9 +137,9 @@ class InputEntry(_Checked):
             return f"meta.rank {meta.rank} is not below world_size {meta.world_size}"
         if len(self.sample_ids) != len(self.lengths):
             return f"{len(self.sample_ids)} sample_ids for {len(self.lengths)} lengths"
-        for name, given in (("meta.documents", meta.documents), ("policy_versions", self.policy_versions)):
-            if given and len(given) != len(self.lengths):
-                return f"{len(given)} {name} for {len(self.lengths)} lengths"
+        for name, values in (("meta.documents", meta.documents), ("policy_versions", self.policy_versions)):
+            if values and len(values) != len(self.lengths):
+                return f"{len(values)} {name} for {len(self.lengths)} lengths"
         needed = {"loss_weights"} | ({"rollout_logprobs", "advantages"} if self.kind == "policy" else set())
         allowed = {
             "policy": set(BATCH_FLOATS),
@@ -219,7 +219,7 @@ Entry = TypeVar("Entry", bound=BaseModel)
 
 
 def checked(kind: type[Entry], value: Any, *, where: str) -> Entry:
-    """`value`, parsed JSON, as a `kind`.
+    """Check parsed JSON `value` as a `kind`.
 
     Raises:
         RecordingError: names `where` and the field.
@@ -231,8 +231,8 @@ def checked(kind: type[Entry], value: Any, *, where: str) -> Entry:
 
 
 def _explained(error: ValidationError, where: str) -> RecordingError:
-    """The first problem, with the field's place."""
+    """The first problem, with the path of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part)[:60] for part in first["loc"])
+    field = ".".join(str(part)[:60] for part in first["loc"])
     more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
-    return RecordingError(f"{where}: field {place or 'of the object'}: {first['msg']}{more}")
+    return RecordingError(f"{where}: field {field or 'of the object'}: {first['msg']}{more}")

@@ -60,7 +60,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPlace:
+class TensorSpan:
     """Where a tensor lies in a safetensors file."""
 
     dtype: str
@@ -115,7 +115,7 @@ def read_signed_json(path: Path, root: Path) -> dict[str, Any]:
 
 
 def write_signed_json(path: Path, value: Mapping[str, Any]) -> None:
-    """What read_signed_json reads; atomic, safe on the disk.
+    """Write what read_signed_json reads; atomic, safe on the disk.
 
     Raises:
         RecordingError: too large, or no room on the disk.
@@ -172,19 +172,19 @@ class TensorFile:
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._broken("field __metadata__ must be an object of strings")
         self.metadata: dict[str, str] = metadata
-        self.tensors = {name: self._place(name, value, 8 + length) for name, value in header.items()}
+        self.tensors = {name: self._span(name, value, 8 + length) for name, value in header.items()}
         end = 8 + length
-        for name, place in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-            if place.start != end:
+        for name, span in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+            if span.start != end:
                 raise self._broken(f"tensor {name!r}: data_offsets overlap or leave a gap")
-            end += place.nbytes
+            end += span.nbytes
         if end != size:
             raise self._broken(f"its tensors end at byte {end:,}, the file at byte {size:,}; it is truncated")
 
     def _broken(self, what: str) -> RecordingError:
         return RecordingError(f"{self.path}: {what}")
 
-    def _place(self, name: str, value: Any, data: int) -> TensorPlace:
+    def _span(self, name: str, value: Any, data: int) -> TensorSpan:
         if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
             raise self._broken(f"tensor {name!r}: must have dtype, shape and data_offsets, and nothing else")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -204,50 +204,50 @@ class TensorFile:
             raise self._broken(
                 f"tensor {name!r}: {dtype} of shape {shape} does not take data_offsets {offsets}"
             )
-        return TensorPlace(dtype=dtype, shape=tuple(shape), start=data + offsets[0], nbytes=nbytes)
+        return TensorSpan(dtype=dtype, shape=tuple(shape), start=data + offsets[0], nbytes=nbytes)
 
     def stamp(self) -> tuple[int, int, int]:
-        """Changes when the file does."""
+        """A stamp that changes when the file does."""
         check = os.stat(self.path)
         return (check.st_ino, check.st_size, check.st_mtime_ns)
 
     def digest(self, name: str) -> str:
         """sha256 of a tensor's bytes, read in pieces."""
-        place, found = self.tensors[name], hashlib.sha256()
+        span, digest = self.tensors[name], hashlib.sha256()
         with open_plain(self.path, RecordingError) as file:
-            file.seek(place.start)
-            left = place.nbytes
+            file.seek(span.start)
+            left = span.nbytes
             while left:
                 data = file.read(min(left, _CHUNK))
                 if not data:
                     raise self._broken(f"tensor {name!r}: the file became shorter while it was read")
-                found.update(data)
+                digest.update(data)
                 left -= len(data)
-        return found.hexdigest()
+        return digest.hexdigest()
 
     def read(self, pieces: Mapping[str, tuple[int, int]]) -> dict[str, bytearray]:
         """Tensor name -> (first entry, number of entries) of its flat data, as bytes."""
-        found = {}
+        columns = {}
         with open_plain(self.path, RecordingError) as file:
             for name, (first, count) in pieces.items():
-                place = self.tensors[name]
-                wanted = count * place.itemsize
-                if first < 0 or count < 0 or first * place.itemsize + wanted > place.nbytes:
+                span = self.tensors[name]
+                nbytes = count * span.itemsize
+                if first < 0 or count < 0 or first * span.itemsize + nbytes > span.nbytes:
                     raise self._broken(f"tensor {name!r}: has no entries {first} to {first + count}")
-                data = bytearray(wanted)
-                file.seek(place.start + first * place.itemsize)
-                if wanted and file.readinto(data) != wanted:
+                data = bytearray(nbytes)
+                file.seek(span.start + first * span.itemsize)
+                if nbytes and file.readinto(data) != nbytes:
                     raise self._broken(f"tensor {name!r}: the file became shorter while it was read")
-                found[name] = data
-        return found
+                columns[name] = data
+        return columns
 
     def read_tensor(self, name: str) -> Tensor:
         """The whole tensor."""
-        place = self.tensors[name]
-        data = self.read({name: (0, place.nbytes // place.itemsize)})[name]
+        span = self.tensors[name]
+        data = self.read({name: (0, span.nbytes // span.itemsize)})[name]
         if not data:
-            return torch.empty(place.shape, dtype=DTYPES[place.dtype])
-        return torch.frombuffer(data, dtype=DTYPES[place.dtype]).reshape(place.shape)
+            return torch.empty(span.shape, dtype=DTYPES[span.dtype])
+        return torch.frombuffer(data, dtype=DTYPES[span.dtype]).reshape(span.shape)
 
 
 def dtype_name(tensor: Tensor | np.ndarray[Any, Any]) -> str:
@@ -280,7 +280,7 @@ def write_tensors(
     *,
     sync: bool,
 ) -> int:
-    """A safetensors file, replaced as a whole; its size in bytes.
+    """Write a safetensors file, replaced as a whole; returns its size in bytes.
 
     Args:
         sync: safe on the disk before it gets its name. Otherwise in the page cache, which outlives the

@@ -52,15 +52,15 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The live Parameters and persistent buffers of a module by name, detached, each once: tied weights under
     their first name, LoRA layers unmerged. What is fingerprinted, and stored for replay."""
-    found = {name: p.detach() for name, p in module.named_parameters()}
+    tensors = {name: p.detach() for name, p in module.named_parameters()}
     seen: set[int] = set()
     for path, owner in module.named_modules():
         for key, buffer in owner._buffers.items():
             if buffer is None or key in owner._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            found[f"{path}.{key}" if path else key] = buffer.detach()
-    return found
+            tensors[f"{path}.{key}" if path else key] = buffer.detach()
+    return tensors
 
 
 def _sums(name: str, tensor: Tensor) -> Tensor:
@@ -100,12 +100,12 @@ def _block_sums(blocks: Tensor) -> Tensor:
 
 def _on_host(sums: list[Tensor]) -> list[Tensor]:
     """The same on the CPU, with one copy per device."""
-    found: dict[int, Tensor] = {}
+    digests: dict[int, Tensor] = {}
     for device in dict.fromkeys(part.device for part in sums):
         here = [index for index, part in enumerate(sums) if part.device == device]
         if device.type == "cpu":
-            found |= {index: sums[index] for index in here}
+            digests |= {index: sums[index] for index in here}
             continue
-        joined = torch.cat([sums[index] for index in here]).cpu()
-        found |= dict(zip(here, joined.split([sums[index].numel() for index in here]), strict=True))
-    return [found[index] for index in range(len(sums))]
+        flat = torch.cat([sums[index] for index in here]).cpu()
+        digests |= dict(zip(here, flat.split([sums[index].numel() for index in here]), strict=True))
+    return [digests[index] for index in range(len(sums))]

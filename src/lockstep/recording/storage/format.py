@@ -1,13 +1,13 @@
-"""Recorded inputs as tensors and JSON, and back to the bit. Pure: no file is touched here.
+"""Recorded inputs as tensors and JSON, and back bitwise. Pure: no file is touched here.
 
-Of a file's inputs one after the other, real tokens only:
+The inputs of a file one after the other, real tokens only:
 
     token_ids      [tokens] U8, U16 or I32, the narrowest that holds every id of the vocabulary
     loss_mask      [bytes] U8: 8 tokens each, lowest bit first; every input begins a byte
-    a float field  [entries] F32; how many an input has is said by its entry, see Spread
+    a float field  [entries] F32; the entry of an input has their number, see Spread
 
-Labels, positions, cu_seqlens and the padded tail are derived, so an input that they cannot be derived of is
-refused.
+Labels, positions, cu_seqlens and the padded tail are derived, so an input from which they cannot be derived
+is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FREE_DOCUMENT_SLOTS, _ENTRIES_PER_SLOT = 2**16, 4
 """Beyond the free ones they grow only with what is stored."""
 _MAX_SEQLEN = 2**24
 MAX_DOCUMENTS = 50_000
-"""Of one input: what is said of each is JSON, of which a reader takes a bounded number of values."""
+"""Documents of one input: each is described in JSON, of which a reader takes a bounded number of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +57,14 @@ class Encoded:
     """rng and extras, as they are."""
     nbytes: int
     batch: PackedBatch | None
-    """What it was made of, as long as it may come again; see `encode`."""
+    """The batch that it encodes, as long as the same batch may come again; see `encode`."""
     spreads: Mapping[str, str]
     """Float field -> Spread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where an input's parts begin in its file."""
+class Offsets:
+    """Offsets of an input's parts in its file."""
 
     number: int
     """Position in the file."""
@@ -79,10 +79,10 @@ def encode(recorded: RecordedInput, *, vocab_size: int, known: Encoded | None = 
     """One input as columns and JSON.
 
     Args:
-        known: what was made of the very same batch object before; only what is said of it is made anew.
+        known: the earlier encoding of the very same batch object; only its metadata is encoded anew.
 
     Raises:
-        RecordingError: what the reader would not give back to the bit, and why.
+        RecordingError: what the reader could not return bitwise, and why.
     """
     batch, where = recorded.batch, f"input {tuple(recorded.meta.key)}"
     layout = _Layout.of(batch, where)
@@ -145,8 +145,8 @@ def sealed(
 ) -> dict[str, str]:
     """The metadata with (dtype, shape, sha256) of every tensor, and the sha256 of all of that."""
     table = {name: [dtype, list(shape), digest] for name, (dtype, shape, digest) in sorted(tensors.items())}
-    found = {**metadata, "tensors": json.dumps(table, separators=(",", ":"))}
-    return {**found, "sha256": metadata_digest(found)}
+    fields = {**metadata, "tensors": json.dumps(table, separators=(",", ":"))}
+    return {**fields, "sha256": metadata_digest(fields)}
 
 
 def metadata_digest(metadata: Mapping[str, str]) -> str:
@@ -195,17 +195,17 @@ class _Layout:
 
     def cu_seqlens(self, document_slots: int) -> Array:
         """[D_cap + 1] int32."""
-        found = np.full(document_slots + 1, self.slots, dtype=np.int32)
+        bounds = np.full(document_slots + 1, self.slots, dtype=np.int32)
         ends = [0, *accumulate(self.lengths + self.tail)]
-        found[: len(ends)] = ends
-        return found
+        bounds[: len(ends)] = ends
+        return bounds
 
     def labels(self, ids: Array) -> Array:
         """[T] int64."""
-        found = np.full(self.slots, IGNORE_LABEL, dtype=np.int64)
-        found[: self.used - 1] = ids[1 : self.used]
-        found[self.ends()] = IGNORE_LABEL
-        return found
+        labels = np.full(self.slots, IGNORE_LABEL, dtype=np.int64)
+        labels[: self.used - 1] = ids[1 : self.used]
+        labels[self.ends()] = IGNORE_LABEL
+        return labels
 
     def ends(self) -> Array:
         """Slot of each real document's last token."""
@@ -246,8 +246,8 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
         ("cu_seqlens", batch.cu_seqlens, layout.cu_seqlens(capacity)),
         ("labels", batch.labels, layout.labels(ids)),
     ):
-        wanted = torch.int32 if name == "cu_seqlens" else torch.int64
-        if not np.array_equal(_vector(tensor, wanted, name, len(derived), where), derived):
+        dtype = torch.int32 if name == "cu_seqlens" else torch.int64
+        if not np.array_equal(_vector(tensor, dtype, name, len(derived), where), derived):
             raise RecordingError(
                 f"{where}: {name} are not those that follow from token_ids and lengths (see "
                 "lockstep.schema.batch); "
@@ -281,7 +281,7 @@ def _float_fields(recorded: RecordedInput) -> list[tuple[str, Tensor]]:
 
 
 def _narrow(values: Array, mask: Array, layout: _Layout) -> tuple[str, Array]:
-    """How much of a [T] float32 is kept: the least that gives every bit back."""
+    """How much of a [T] float32 is kept: the least that restores it bitwise."""
     bits, used = values.view(np.int32), layout.used
     trained = bits[mask]
     if np.count_nonzero(bits) != np.count_nonzero(trained):  # -0.0 counts: its bits are not zero
@@ -338,22 +338,22 @@ def _entry(
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def places(entries: Sequence[InputEntry]) -> tuple[list[Place], dict[str, int]]:
-    """Where each input's parts begin, and how long each column must be."""
+def column_offsets(entries: Sequence[InputEntry]) -> tuple[list[Offsets], dict[str, int]]:
+    """Compute where each input's parts begin, and how long each column must be."""
     first: dict[str, int] = {}
-    found = []
+    offsets = []
     for number, entry in enumerate(entries):
         sizes = entry.sizes()
-        found.append(Place(number=number, first={name: first.get(name, 0) for name in sizes}))
+        offsets.append(Offsets(number=number, first={name: first.get(name, 0) for name in sizes}))
         for name, size in sizes.items():
             first[name] = first.get(name, 0) + size
-    return found, first
+    return offsets, first
 
 
 def decode(
     entry: InputEntry, columns: Mapping[str, bytearray], read_other: Callable[[str], Tensor], *, ids_type: str
 ) -> RecordedInput:
-    """The input, to the bit.
+    """Decode an input, bitwise.
 
     Args:
         columns: this input's part of each column.
@@ -419,9 +419,9 @@ def decode(
 
 def _widen(kept: Array, spread: str, mask: Array, counts: Array) -> Array:
     """The inverse of _narrow; [T] float32."""
-    found = np.zeros(len(mask), dtype=np.float32)
+    values = np.zeros(len(mask), dtype=np.float32)
     if spread in (Spread.TOKEN, Spread.SLOT):
-        found[: len(kept)] = kept
+        values[: len(kept)] = kept
     else:
-        found[mask] = np.repeat(kept, counts) if spread == Spread.DOCUMENT else kept
-    return found
+        values[mask] = np.repeat(kept, counts) if spread == Spread.DOCUMENT else kept
+    return values

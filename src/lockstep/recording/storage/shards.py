@@ -5,8 +5,8 @@
     rank-0000/open-000064.safetensors     inputs of one step, as long as no shard holds them
 
 A writer that died may leave a shard that the index does not list yet (then the open files of its inputs are
-there too), or open files that a listed shard holds. Both are told by their numbers. Anything else in the
-folder is an error: a file that went missing or was renamed must not look like a shorter recording.
+there too), or open files that a listed shard holds. Both are recognised by their numbers. Anything else in
+the folder is an error: a file that went missing or was renamed must not look like a shorter recording.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.errors import RecordingError
 from lockstep.observe.files import parse_json
 from lockstep.recording.storage.entries import IndexEntry, InputEntry, ShardEntry, checked
 from lockstep.recording.storage.files import TensorFile, read_signed_json, write_signed_json
-from lockstep.recording.storage.format import decode, metadata_digest, places
+from lockstep.recording.storage.format import column_offsets, decode, metadata_digest
 from lockstep.schema.recording import FORMAT, VERSION, InputKey, RecordedInput
 
 INDEX = "index.json"
@@ -41,11 +41,11 @@ def file_name(kind: str, number: int) -> str:
     return f"{kind}-{number:06d}.safetensors"
 
 
-def check_version(found: object, version: object, where: str) -> None:
+def check_version(format: object, version: object, where: str) -> None:
     """Raises RecordingError for another format or version."""
-    if found != FORMAT:
+    if format != FORMAT:
         raise RecordingError(
-            f"{where}: field format is {str(found)[:40]!r}, not {FORMAT!r}; this is no recording"
+            f"{where}: field format is {str(format)[:40]!r}, not {FORMAT!r}; this is no recording"
         )
     if str(version) != str(VERSION) or isinstance(version, bool):
         raise RecordingError(
@@ -84,7 +84,7 @@ class Shard:
             checked(InputEntry, value, where=f"{path}: inputs[{i}]") for i, value in enumerate(values)
         ]
         self._check_entries(rank)
-        self._places, sizes = places(self.entries)
+        self._offsets, sizes = column_offsets(self.entries)
         self._check_sizes(sizes)
         self._verified: tuple[int, int, int] | None = None
 
@@ -95,7 +95,7 @@ class Shard:
         table = parse_json(
             text.encode("utf-8", "surrogatepass"), f"{self.path}: metadata field tensors", RecordingError
         )
-        real = {name: [place.dtype, list(place.shape)] for name, place in self.file.tensors.items()}
+        real = {name: [span.dtype, list(span.shape)] for name, span in self.file.tensors.items()}
         if (
             not isinstance(table, dict)
             or not all(isinstance(row, list) and len(row) == 3 for row in table.values())
@@ -107,12 +107,12 @@ class Shard:
         return {name: str(row[2]) for name, row in table.items()}
 
     def _check_entries(self, rank: int) -> None:
-        places: dict[InputKey, int] = {}
+        numbers: dict[InputKey, int] = {}
         for number, entry in enumerate(self.entries):
             problem = entry.problem()
             if problem is None and entry.meta.rank != rank:
                 problem = f"meta.rank is {entry.meta.rank}, but the file lies in {self.path.parent.name}"
-            first = places.setdefault(entry.key(), number)
+            first = numbers.setdefault(entry.key(), number)
             if problem is None and first != number:
                 problem = (
                     f"update {entry.meta.update}, micro-batch {entry.meta.micro_batch} of rank {rank} is "
@@ -129,11 +129,11 @@ class Shard:
                 f"the inputs and the tensors of the file differ in {', '.join(map(repr, odd[:5]))}"
             )
         for name, size in sizes.items():
-            place = self.file.tensors[name]
+            span = self.file.tensors[name]
             dtypes = tuple(_IDS) if name == "token_ids" else ("U8",) if name == "loss_mask" else ("F32",)
-            if place.dtype not in dtypes or place.shape != (size,):
+            if span.dtype not in dtypes or span.shape != (size,):
                 raise self._broken(
-                    f"tensor {name!r} is {place.dtype} of shape {list(place.shape)}, but the inputs' "
+                    f"tensor {name!r} is {span.dtype} of shape {list(span.shape)}, but the inputs' "
                     "lengths need "
                     f"{' or '.join(dtypes)} of shape {[size]}"
                 )
@@ -152,15 +152,15 @@ class Shard:
         self._verified = stamp
 
     def read(self, number: int, *, vocab_size: int) -> RecordedInput:
-        """One input, to the bit.
+        """One input, bitwise.
 
         Raises:
             RecordingError: names the file and the field.
         """
         self.verify()
-        entry, place = self.entries[number], self._places[number]
+        entry, offsets = self.entries[number], self._offsets[number]
         sizes = entry.sizes()
-        columns = self.file.read({name: (place.first[name], sizes[name]) for name in sizes})
+        columns = self.file.read({name: (offsets.first[name], sizes[name]) for name in sizes})
         ids_type = _IDS[self.file.tensors["token_ids"].dtype]
         ids = np.frombuffer(columns["token_ids"], dtype=ids_type)
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
@@ -182,14 +182,14 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFiles:
-    """What counts in a rank's folder."""
+    """The valid files of a rank's folder."""
 
     index: IndexEntry
     shards: tuple[tuple[int, Shard], ...]
     """(number, file), listed ones first."""
     open: tuple[tuple[int, Shard], ...]
     ignored: tuple[Path, ...]
-    """Left by a writer that died; what they hold is in the others."""
+    """Left by a writer that died; the other files hold their content."""
 
     def inputs(self) -> Iterator[tuple[Shard, int]]:
         """(file, number in it), one per key: finished before failed before pending, else the later."""
@@ -206,7 +206,7 @@ class RankFiles:
 
 
 def read_rank(root: Path, rank: int) -> RankFiles:
-    """The files of a rank.
+    """Read the files of a rank.
 
     Raises:
         RecordingError: something is missing, damaged, or should not be there.
@@ -217,18 +217,18 @@ def read_rank(root: Path, rank: int) -> RankFiles:
             f"{folder}: is missing, or a link out of the recording; recording.json's field ranks names rank "
             f"{rank}"
         )
-    found: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
+    files: dict[str, dict[int, Path]] = {"shard": {}, "open": {}}
     names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     for name in names:
         match = _FILE.fullmatch(name)
         if match is not None:
-            found[match[1]][int(match[2])] = folder / name
+            files[match[1]][int(match[2])] = folder / name
         elif name != INDEX:
             raise RecordingError(f"{folder / name}: is no file of a recording; move it elsewhere")
     if not names:  # the writer died between making the folder and the index
         return RankFiles(index=empty_index(rank), shards=(), open=(), ignored=())
     index = _read_index(folder / INDEX, root, rank)
-    return _select(index, found, root=root, folder=folder)
+    return _select(index, files, root=root, folder=folder)
 
 
 def _read_index(path: Path, root: Path, rank: int) -> IndexEntry:
@@ -245,11 +245,11 @@ def _read_index(path: Path, root: Path, rank: int) -> IndexEntry:
     return index
 
 
-def _select(index: IndexEntry, found: dict[str, dict[int, Path]], *, root: Path, folder: Path) -> RankFiles:
+def _select(index: IndexEntry, files: dict[str, dict[int, Path]], *, root: Path, folder: Path) -> RankFiles:
     listed = {shard.number: shard for shard in index.shards}
     shards = []
-    ignored = [path for n, path in found["shard"].items() if n < index.next_shard and n not in listed]
-    ignored += [path for n, path in found["open"].items() if n < index.next_open]
+    ignored = [path for n, path in files["shard"].items() if n < index.next_shard and n not in listed]
+    ignored += [path for n, path in files["open"].items() if n < index.next_open]
     for number, row in listed.items():
         shard = Shard(folder / file_name("shard", number), root, rank=index.rank)
         if shard.sha256 != row.sha256 or len(shard.entries) != row.inputs:
@@ -258,8 +258,8 @@ def _select(index: IndexEntry, found: dict[str, dict[int, Path]], *, root: Path,
                 f"{row.sha256[:12]}...); it was renamed or replaced"
             )
         shards.append((number, shard))
-    unlisted = sorted(n for n in found["shard"] if n >= index.next_shard)
-    opened = sorted(n for n in found["open"] if n >= index.next_open)
+    unlisted = sorted(n for n in files["shard"] if n >= index.next_shard)
+    opened = sorted(n for n in files["open"] if n >= index.next_open)
     for kind, numbers, start in (("shard", unlisted, index.next_shard), ("open", opened, index.next_open)):
         if numbers != list(range(start, start + len(numbers))) or (numbers and index.closed):
             raise RecordingError(

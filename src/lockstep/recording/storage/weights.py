@@ -44,20 +44,20 @@ def save_weights(module: nn.Module, directory: Path, *, known: str | None = None
 
 
 def save_tensors(tensors: Mapping[str, Tensor], directory: Path, *, known: str | None = None) -> str:
-    """`save_weights` of what `module_tensors` of the whole module would give."""
-    found = known or fingerprint(tensors.items())
+    """Like `save_weights`, for the `module_tensors` of a whole module."""
+    digest = known or fingerprint(tensors.items())
     path = directory / FILE
-    if path.exists() and stored_fingerprint(directory) == found:
-        return found
+    if path.exists() and stored_fingerprint(directory) == digest:
+        return digest
     stored = _adapters(tensors) or tensors
-    of_file = found if len(stored) == len(tensors) else fingerprint(stored.items())
+    of_file = digest if len(stored) == len(tensors) else fingerprint(stored.items())
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordingError(f"{directory}: cannot be made ({error}); weights are stored there") from error
-    metadata = {"format": "pt", "lockstep": _FORMAT, "fingerprint": found, "stored": of_file}
+    metadata = {"format": "pt", "lockstep": _FORMAT, "fingerprint": digest, "stored": of_file}
     write_tensors(path, stored, metadata, sync=True)
-    return found
+    return digest
 
 
 def load_weights(module: nn.Module, directory: Path, *, cast: bool = False, partial: bool = False) -> str:
@@ -78,12 +78,12 @@ def load_weights(module: nn.Module, directory: Path, *, cast: bool = False, part
     file = TensorFile(directory / FILE, directory)
     own = module_tensors(module)
     only_adapters = _only_adapters(file)
-    wanted = _adapters(own) if only_adapters else own
-    _check(file, wanted, only_adapters=only_adapters, cast=cast, partial=partial)
+    targets = _adapters(own) if only_adapters else own
+    _check(file, targets, only_adapters=only_adapters, cast=cast, partial=partial)
     of_file = _checked_fingerprint(file)
     with torch.no_grad():
-        for name, tensor in _read(file, wanted):
-            wanted[name].copy_(tensor)
+        for name, tensor in _read(file, targets):
+            targets[name].copy_(tensor)
     if not only_adapters:
         return of_file
     if cast and "fingerprint" in file.metadata:
@@ -92,7 +92,7 @@ def load_weights(module: nn.Module, directory: Path, *, cast: bool = False, part
 
 
 def verified(directory: Path, *, weights: str | None, known: dict[Path, str] | None = None) -> None:
-    """Compare every tensor of the weights in `directory` with what is known of them.
+    """Compare every tensor of the weights in `directory` with the known fingerprint.
 
     Args:
         weights: fingerprint of the module that they belong to; None: not known. One that was stored with
@@ -136,7 +136,7 @@ def _checked_fingerprint(file: TensorFile, known: dict[Path, str] | None = None)
 
 
 def stored_fingerprint(directory: Path) -> str | None:
-    """What the weights in `directory` are said to be, by their file; None: they do not say (a checkpoint).
+    """The fingerprint that the file in `directory` states; None: it states none (a checkpoint).
 
     Raises:
         RecordingError: the file is missing or damaged.
@@ -145,8 +145,9 @@ def stored_fingerprint(directory: Path) -> str | None:
 
 
 def find_weights(recording: Path, meta: InputMeta, *, known: dict[Path, str] | None = None) -> Path | None:
-    """The folder with the weights that an input needs: the one that it names; else those that are stored for
-    its step, or the run's checkpoint of that step, if their fingerprint is the input's. None: there is none.
+    """Find the folder with the weights that an input needs: the one that it names; else those that are stored
+    for its step, or the run's checkpoint of that step, if their fingerprint is the input's. None: there is
+    none.
 
     One optimizer step per batch: checkpoint N holds what the inputs of step N see, also when it was saved
     after they were recorded. Later optimizer steps of a batch have other weights, which no checkpoint holds.
@@ -192,9 +193,9 @@ def _inside(recording: Path, name: str) -> Path | None:
 def _may_be(folder: Path, weights: str | None, known: dict[Path, str] | None) -> bool:
     """Whether the fingerprint of what lies in `folder` is `weights`, as far as the file alone tells."""
     file = TensorFile(folder / FILE, folder)
-    said = file.metadata.get("fingerprint")
-    if weights is None or said is not None:
-        return weights is None or said == weights
+    stated = file.metadata.get("fingerprint")
+    if weights is None or stated is not None:
+        return weights is None or stated == weights
     if _only_adapters(file):
         return True
     return _fingerprint_of(file, known) == weights
@@ -211,30 +212,30 @@ def _read(file: TensorFile, names: Mapping[str, object]) -> Iterator[tuple[str, 
 
 
 def _check(
-    file: TensorFile, wanted: Mapping[str, Tensor], *, only_adapters: bool, cast: bool, partial: bool
+    file: TensorFile, targets: Mapping[str, Tensor], *, only_adapters: bool, cast: bool, partial: bool
 ) -> None:
     """Names, shapes and dtypes. Raises RecordingError."""
-    if only_adapters and not wanted:
+    if only_adapters and not targets:
         raise RecordingError(
             f"{file.path}: holds LoRA adapters, and the model has none; load it with the model.lora of the "
             "recording"
         )
-    missing = sorted(wanted.keys() - file.tensors.keys())
-    extra = [] if partial else sorted(file.tensors.keys() - wanted.keys())
+    missing = sorted(targets.keys() - file.tensors.keys())
+    extra = [] if partial else sorted(file.tensors.keys() - targets.keys())
     if missing or extra:
         raise RecordingError(
             f"{file.path}: belongs to another model: {len(missing)} tensors are missing {missing[:3]}, "
             f"{len(extra)} are not known {[name[:80] for name in extra[:3]]}"
         )
-    for name, tensor in wanted.items():
-        place = file.tensors[name]
-        if place.shape != tuple(tensor.shape):
+    for name, tensor in targets.items():
+        span = file.tensors[name]
+        if span.shape != tuple(tensor.shape):
             raise RecordingError(
-                f"{file.path}: tensor {name!r} is {list(place.shape)}, the model has {list(tensor.shape)}; "
+                f"{file.path}: tensor {name!r} is {list(span.shape)}, the model has {list(tensor.shape)}; "
                 "it belongs to another model"
             )
-        if DTYPES[place.dtype] != tensor.dtype and not cast:
+        if DTYPES[span.dtype] != tensor.dtype and not cast:
             raise RecordingError(
-                f"{file.path}: tensor {name!r} is {DTYPES[place.dtype]}, the model has {tensor.dtype}; load "
+                f"{file.path}: tensor {name!r} is {DTYPES[span.dtype]}, the model has {tensor.dtype}; load "
                 "the model in the recorded dtype"
             )
