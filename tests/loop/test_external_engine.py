@@ -114,7 +114,7 @@ def test_an_engine_that_no_way_leads_to_is_closed_again(tmp_path: Path) -> None:
 
 def test_memory_that_runs_out_in_the_engine_is_the_engines(tmp_path: Path) -> None:
     chosen = {"engine.name": "external:RunsOut", "eval.before": False, "eval.every": 0}
-    with pytest.raises(EngineError, match="It was the engine that ran out of memory") as caught:
+    with pytest.raises(EngineError, match="The engine ran out of memory") as caught:
         train_online(run_of(tmp_path, "run", **chosen))
     assert "before the last weight update: trainer rss_peak" in str(caught.value)
     assert str(caught.value).count("engine weights 1.00 GiB") == 3

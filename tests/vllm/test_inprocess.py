@@ -309,8 +309,8 @@ def test_what_is_not_finite_is_refused(model, tmp_path, started):
 
 def test_memory_and_description(started):
     engine = started()
-    ledger = engine.memory()
-    assert ledger["kv_cache_bytes"] == inprocess.KV_BYTES and ledger["weights_bytes"] > 0
+    memory = engine.memory()
+    assert memory["kv_cache_bytes"] == inprocess.KV_BYTES and memory["weights_bytes"] > 0
     described = engine.describe()
     assert described["engine"] == "vllm" and described["version"].startswith("0.")
     assert described["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.wire.groups import GroupError, Meeting, announce, host_store, join
+from lockstep.wire.groups import GroupError, Rendezvous, announce, connect_group, host_store
 
 PEER = """
 import sys, time, torch
-from lockstep.wire.groups import Meeting, join
+from lockstep.wire.groups import Rendezvous, connect_group
 port, rank, size, count = map(int, sys.argv[1:])
-meeting = Meeting(name="g", address="127.0.0.1", port=port, world_size=size, backend="gloo")
-group = join(meeting, rank=rank, seconds=30)
+rendezvous = Rendezvous(name="g", address="127.0.0.1", port=port, world_size=size, backend="gloo")
+group = connect_group(rendezvous, rank=rank, seconds=30)
 for _ in range(count):
     data = torch.zeros(8)
     group.broadcast(data, deadline=time.monotonic() + 30)
@@ -29,8 +29,8 @@ time.sleep(60)
 """
 
 
-def meeting(port: int, size: int, *, backend: str = "gloo") -> Meeting:
-    return Meeting(name="g", address="127.0.0.1", port=port, world_size=size, backend=backend)
+def rendezvous(port: int, size: int, *, backend: str = "gloo") -> Rendezvous:
+    return Rendezvous(name="g", address="127.0.0.1", port=port, world_size=size, backend=backend)
 
 
 def peer(port: int, *, rank: int, size: int, count: int) -> subprocess.Popen[str]:
@@ -47,7 +47,7 @@ def test_a_broadcast_beside_a_default_group_and_a_rank_that_does_not_come_to_the
     before = dist.is_initialized()
     peers = [peer(store.port, rank=rank, size=3, count=count) for rank, count in ((1, 2), (2, 1))]
     try:
-        group = join(meeting(store.port, 3), rank=0, seconds=30, store=store)
+        group = connect_group(rendezvous(store.port, 3), rank=0, seconds=30, store=store)
         assert dist.is_initialized() == before
         group.broadcast(torch.arange(8.0), deadline=time.monotonic() + 30)
         for process in peers:
@@ -70,7 +70,7 @@ def test_a_wait_is_given_up_when_the_other_side_is_known_to_have_failed() -> Non
     store = host_store()
     process = peer(store.port, rank=1, size=2, count=0)
     try:
-        group = join(meeting(store.port, 2), rank=0, seconds=30, store=store)
+        group = connect_group(rendezvous(store.port, 2), rank=0, seconds=30, store=store)
         cancel = threading.Event()
         threading.Timer(0.5, cancel.set).start()
         started = time.monotonic()
@@ -84,21 +84,21 @@ def test_a_wait_is_given_up_when_the_other_side_is_known_to_have_failed() -> Non
 
 def test_nobody_joins() -> None:
     store = host_store()
-    group = join(meeting(store.port, 3), rank=0, seconds=1, store=store)
+    group = connect_group(rendezvous(store.port, 3), rank=0, seconds=1, store=store)
     with pytest.raises(GroupError, match="engine worker 0, engine worker 1 did not come"):
         group.broadcast(torch.zeros(1), deadline=time.monotonic() + 0.2)
 
 
 def test_the_trainer_does_not_come() -> None:
     store = host_store()
-    group = join(meeting(store.port, 2), rank=1, seconds=1)
+    group = connect_group(rendezvous(store.port, 2), rank=1, seconds=1)
     with pytest.raises(GroupError, match="the trainer did not come"):
         group.broadcast(torch.zeros(1), deadline=time.monotonic() + 0.2)
 
 
 def test_the_trainer_calls_it_off() -> None:
     store = host_store()
-    ends = [join(meeting(store.port, 3), rank=rank, seconds=1) for rank in (0, 1)]
+    ends = [connect_group(rendezvous(store.port, 3), rank=rank, seconds=1) for rank in (0, 1)]
     with pytest.raises(GroupError, match="engine worker 1 did not come"):
         ends[0].broadcast(torch.zeros(1), deadline=time.monotonic() + 0.2)
     with pytest.raises(GroupError, match="called off by the trainer"):
@@ -107,7 +107,7 @@ def test_the_trainer_calls_it_off() -> None:
 
 def test_marks_for_workers_that_know_of_none() -> None:
     store = host_store()
-    group = join(meeting(store.port, 4), rank=0, seconds=1, store=store)
+    group = connect_group(rendezvous(store.port, 4), rank=0, seconds=1, store=store)
     announce(
         {"group": "g", "address": "127.0.0.1", "port": store.port, "first_rank": 2, "number": 0}, receivers=2
     )
@@ -119,7 +119,7 @@ def test_no_store_where_one_is_looked_for() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(GroupError, match="could not join"):
-        join(meeting(port, 2), rank=1, seconds=1)
+        connect_group(rendezvous(port, 2), rank=1, seconds=1)
 
 
 def test_the_store_listens_on_its_address_only() -> None:
@@ -133,4 +133,4 @@ def test_the_store_listens_on_its_address_only() -> None:
 
 def test_an_unknown_backend() -> None:
     with pytest.raises(GroupError, match="neither"):
-        join(meeting(1, 1, backend="mpi"), rank=0, seconds=1, store=host_store())
+        connect_group(rendezvous(1, 1, backend="mpi"), rank=0, seconds=1, store=host_store())

@@ -12,7 +12,7 @@ from lockstep.errors import EngineError, LockstepError, TrainError
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.protocols.transfer import WeightTransfer
 from lockstep.ranks.context import RankContext
-from lockstep.transfer import ledger
+from lockstep.transfer import memory_report
 
 
 def engine_report(engine: InferenceEngine, transfer: WeightTransfer) -> dict[str, Any]:
@@ -87,13 +87,13 @@ def explain_out_of_memory(
         yield
     except (RuntimeError, MemoryError) as error:
         others = isinstance(error, LockstepError) and not isinstance(error, EngineError | TrainError)
-        if others or not hasattr(transfer, "before") or not ledger.ran_out_of_memory(error):
+        if others or not hasattr(transfer, "before") or not memory_report.ran_out_of_memory(error):
             raise
-        text = ledger.explain(
+        text = memory_report.explain(
             side,
             before=getattr(transfer, "before", None),
             after=getattr(transfer, "after", None),
-            now=ledger.take(engine, device=torch.device(device)),
+            now=memory_report.take_memory_report(engine, device=torch.device(device)),
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
         raise kind(f"{error}\n{text}") from error

@@ -23,7 +23,7 @@ from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
 from lockstep.protocols.train import TrainBackend
 from lockstep.schema.weights import Transport, UpdateSession
 from lockstep.transfer.carriers import Carrier
-from lockstep.transfer.ledger import Ledger, take
+from lockstep.transfer.memory_report import MemoryReport, take_memory_report
 from lockstep.transfer.pack import MIB, Packed, Packer
 from lockstep.transfer.verify import compare_heads
 from lockstep.wire.buckets import TensorSpec, WireError, split_heads
@@ -37,9 +37,9 @@ class BucketTransfer:
     """
 
     def __init__(self, config: EngineConfig, carrier: Carrier, *, device: torch.device) -> None:
-        self.before: Ledger | None = None
-        """Before the last push, and after it."""
-        self.after: Ledger | None = None
+        self.before: MemoryReport | None = None
+        """Memory before the last push; `after`: after it."""
+        self.after: MemoryReport | None = None
         self.run_id = uuid.uuid4().hex
         self._config, self._carrier, self._device = config, carrier, device
         host = carrier.packs_on_host or device.type != "cuda"
@@ -53,24 +53,23 @@ class BucketTransfer:
 
     @property
     def transport(self) -> Transport:
-        """How the buckets travel."""
+        """The transport of the buckets."""
         return self._carrier.transport
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:
         """Afterwards `target` samples from `source`'s weights and stamps `policy_version` on completions.
 
         Raises:
-            EngineError: the update failed at some point; the engine is dirty, and the next push is a whole
-                one.
+            EngineError: the update failed; the engine is dirty, and the next push sends everything again.
         """
         receiver = cast(ReceivesWeights, target)
-        self.before, self.after = take(target, device=self._device), None
+        self.before, self.after = take_memory_report(target, device=self._device), None
         if receiver.dirty:  # new, or started again: it knows nothing of what was shared with it before
             self._carrier.reset()
         self._last = (source, target, policy_version)
         cast(Any, target).recover = self._recover
         self._send(source, receiver, policy_version=policy_version)
-        self.after = take(target, device=self._device)
+        self.after = take_memory_report(target, device=self._device)
 
     def check(self, target: InferenceEngine) -> bool:
         """Compare the first values of every weight of the last push with what the engine has.
@@ -79,7 +78,7 @@ class BucketTransfer:
             False: the engine cannot be read back, or the last push kept nothing to compare (config.verify).
 
         Raises:
-            EngineError: it holds something else; it is dirty now.
+            EngineError: it holds other values; it is dirty now.
         """
         if not hasattr(target, "read_back"):
             return False
@@ -100,7 +99,7 @@ class BucketTransfer:
         return True
 
     def close(self) -> None:
-        """Give memory, files and groups back."""
+        """Free memory, files and groups."""
         self._carrier.close()
         self._packer.free()
         self._heads.clear()
@@ -117,7 +116,7 @@ class BucketTransfer:
         try:
             with _as_engine_error(self._config):
                 target.begin_update(session)
-                self._meet(target)
+                self._reset_after_restart(target)
                 for packed in _one_ahead(self._packer.fill(_once_each(tensors))):
                     if time.monotonic() > session.deadline:
                         raise EngineError(
@@ -137,15 +136,15 @@ class BucketTransfer:
                     pass
             raise
 
-    def _meet(self, target: ReceivesWeights) -> None:
-        """A server that was started again, perhaps by `begin_update`, shares nothing with the trainer yet."""
+    def _reset_after_restart(self, target: ReceivesWeights) -> None:
+        """Reset the carrier if the server was restarted, perhaps by `begin_update`: it shares nothing yet."""
         restarts = target.stats().restarts
         if restarts != self._restarts:
             self._carrier.reset()
             self._restarts = restarts
 
     def _recover(self, target: InferenceEngine | None = None) -> None:
-        """The weights of the last push once more, into an engine that was started again.
+        """Send the weights of the last push again, to an engine that was restarted.
 
         Raises:
             EngineError: there was no push, or no rank has these weights whole.
@@ -168,17 +167,18 @@ class BucketTransfer:
 
 
 def _once_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Raises EngineError when a name comes again."""
-    seen = set()
+    """Yield the tensors. Raises EngineError when a name is repeated."""
+    names = set()
     for name, tensor in tensors:
-        if name in seen:
+        if name in names:
             raise EngineError(f"the weight update brings {name!r} twice")
-        seen.add(name)
+        names.add(name)
         yield name, tensor
 
 
 def _one_ahead(buckets: Iterator[Packed]) -> Iterator[Packed]:
-    """Each bucket when the next one's copies have been launched: they run while an engine reads this one."""
+    """Yield each bucket once the next one's copies have been launched: they run while an engine reads this
+    one."""
     previous: Packed | None = None
     for packed in buckets:
         if previous is not None:

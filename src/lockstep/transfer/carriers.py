@@ -1,4 +1,4 @@
-"""Ways from a packed bucket to an engine, one class each."""
+"""Transports of a packed bucket to an engine, one class each."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lockstep.protocols.engine import ReceivesWeights
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.transfer.pack import Packed
 from lockstep.wire.buckets import unpack
-from lockstep.wire.groups import Group, GroupError, Meeting, host_store, join
+from lockstep.wire.groups import Group, GroupError, Rendezvous, connect_group, host_store
 from lockstep.wire.ipc import export_handle
 
 SHARED_MEMORY = Path("/dev/shm")
 _GRACE_SECONDS = 2.0
-"""For the trainer's side of a collective to end, once the engine's side has failed."""
+"""Seconds for the trainer's side of a collective to end, once the engine's side has failed."""
 
 
 class Carrier(Protocol):
@@ -39,11 +39,11 @@ class Carrier(Protocol):
     """Whether buckets are packed in host memory, whatever the device of the weights."""
 
     def send(self, target: ReceivesWeights, packed: Packed, session: UpdateSession) -> None:
-        """Returns when the bucket's memory may be used again. Raises EngineError."""
+        """Send a bucket; returns when its memory may be reused. Raises EngineError."""
         ...
 
     def reset(self) -> None:
-        """The other side is, or may be, another process now: make anew what both sides share."""
+        """Create shared resources again: the engine is, or may be, another process now."""
         ...
 
     def close(self) -> None: ...
@@ -68,7 +68,7 @@ class MemoryCarrier:
         )
 
     def reset(self) -> None:
-        """Nothing is shared but for the time of a call."""
+        """Nothing is shared beyond a call."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -116,7 +116,7 @@ class DiskCarrier:
     """Through files of safetensors, in shared memory where they fit; each is removed when it is read.
 
     Args:
-        work_dir: where they go else.
+        work_dir: folder for files that do not fit.
     """
 
     transport: Transport = "disk"
@@ -180,8 +180,8 @@ class CollectiveCarrier:
 
     Args:
         backend: "nccl" or "gloo".
-        receivers: worker processes of the engine, where it does not say so itself (`receivers`).
-        address: of this machine, as the engine's workers reach it.
+        receivers: worker processes of the engine, if it has no attribute `receivers`.
+        address: address of this machine for the engine's workers.
     """
 
     transport: Transport = "collective"
@@ -230,9 +230,9 @@ class CollectiveCarrier:
         raise self._blame(packed.index, failed, half) from (failed or half.error)
 
     def broadcast(self, packed: Packed, session: UpdateSession, cancel: threading.Event) -> None:
-        """The trainer's half. Raises GroupError."""
+        """Broadcast the trainer's half. Raises GroupError."""
         if self._group is None:
-            meeting = Meeting(
+            rendezvous = Rendezvous(
                 name=self._name,
                 address=self.address,
                 port=self._store.port,
@@ -240,11 +240,11 @@ class CollectiveCarrier:
                 backend=self.backend,
             )
             left = session.deadline - time.monotonic()
-            self._group = join(meeting, rank=0, seconds=left, store=self._store)
+            self._group = connect_group(rendezvous, rank=0, seconds=left, store=self._store)
         self._group.broadcast(packed.data, deadline=session.deadline, cancel=cancel)
 
     def _name_group(self, target: ReceivesWeights) -> None:
-        """A group is of one engine, as it was when the group was made."""
+        """Name the group: it belongs to one start of one engine."""
         if self._target != id(target):
             self.reset()
             self._target = id(target)
@@ -255,7 +255,7 @@ class CollectiveCarrier:
             self._world_size = 1 + int(getattr(target, "receivers", self._receivers))
 
     def _blame(self, index: int, failed: EngineError | None, half: _Broadcast) -> EngineError:
-        """Which side is missing, and what each of them says."""
+        """Say which side is missing, with the errors of both."""
         workers = self._world_size - 1
         where = f"bucket {index} did not reach the engine's {workers} worker{'s' if workers > 1 else ''}"
         trainer = half.error or "it still waits for the workers"
@@ -267,7 +267,7 @@ class CollectiveCarrier:
         )
 
     def reset(self) -> None:
-        """A group that lost a rank is of no more use."""
+        """Drop the group: it is useless once it has lost a rank."""
         if self._group is not None:
             self._group.abort()
         self._group, self._name, self._target = None, "", 0
@@ -294,7 +294,7 @@ class _Broadcast(threading.Thread):
 
 
 def own_address(url: str | None) -> str:
-    """Of this machine, as the machine of `url` reaches it; None: an engine on this machine."""
+    """Address of this machine for the machine of `url`; None: the engine is on this machine."""
     host = urlsplit(url).hostname if url else None
     if host in (None, "localhost", "127.0.0.1", "::1"):
         return "127.0.0.1"

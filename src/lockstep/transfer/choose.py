@@ -1,4 +1,4 @@
-"""Which way weights take to an engine."""
+"""Choose the transport of weights to an engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_transfer(
     device: str | torch.device,
     work_dir: Path | None = None,
 ) -> WeightTransfer:
-    """The transfer that `engine` needs: it shares the trainer's weights, or they are sent to it.
+    """Make the transfer for `engine`, which shares the trainer's weights or receives them.
 
     Args:
         device: of the trainer.
@@ -40,7 +40,7 @@ def make_transfer(
             temporary files.
 
     Raises:
-        EngineError: no way of config.transfer leads to the engine.
+        EngineError: config.transfer cannot reach the engine.
     """
     if not receives_weights(engine):
         return InProcessTransfer()
@@ -63,12 +63,13 @@ def make_transfer(
 
 
 def receives_weights(engine: InferenceEngine) -> bool:
-    """Whether it implements ReceivesWeights; else SharesWeights."""
+    """Whether the engine implements ReceivesWeights; otherwise it implements SharesWeights."""
     return hasattr(engine, "begin_update")
 
 
 def choose(config: EngineConfig, engine: Any, *, device: torch.device) -> Transport:
-    """The best way that both sides can go, or the one that was asked for. Raises EngineError."""
+    """Choose the best transport that trainer and engine support, or the configured one. Raises
+    EngineError."""
     offered: tuple[Transport, ...] = tuple(engine.transports)
     possible = [way for way in offered if way != "ipc" or device.type == "cuda"]
     if config.transfer == "auto":

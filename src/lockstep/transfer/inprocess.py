@@ -1,5 +1,5 @@
 """Trainer and engine in one process: the engine reads the trainer's Parameters, so nothing is copied; where
-no rank has them whole, it takes over what the trainer gathers."""
+no rank has them whole, it takes the gathered weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.protocols.train import TrainBackend
 class InProcessTransfer:
     """Implements lockstep.protocols.WeightTransfer by handing over `source.weights(...)`.
 
-    Of several ranks each pushes to its own engine, all together: gathering weights is collective.
+    On several ranks each pushes to its own engine, all together: gathering weights is collective.
     """
 
     def push(self, source: TrainBackend, target: InferenceEngine, *, policy_version: int) -> None:

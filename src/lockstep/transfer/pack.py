@@ -19,7 +19,7 @@ MIB = 1024**2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """One full bucket. Its memory is filled again when the next but one is asked for."""
+    """One full bucket. Its memory is reused for the bucket after the next."""
 
     index: int
     slot: int
@@ -28,9 +28,9 @@ class Packed:
     buffer: Tensor
     """[N] uint8: the whole buffer."""
     num_bytes: int
-    """Of the bucket: the first bytes of the buffer."""
+    """Bytes of the bucket: the first ones of the buffer."""
     done: torch.cuda.Event | None
-    """Recorded behind the copies; None: they are done."""
+    """CUDA event recorded after the copies; None: they are done."""
 
     @property
     def data(self) -> Tensor:
@@ -38,7 +38,7 @@ class Packed:
         return self.buffer[: self.num_bytes]
 
     def wait(self) -> None:
-        """Until the bytes are there for other processes too: the only wait for the device per bucket."""
+        """Wait until other processes see the bytes too: the only wait for the device per bucket."""
         if self.done is not None:
             self.done.synchronize()
 
@@ -48,7 +48,7 @@ class Packed:
 
 
 class Packer:
-    """Fills buckets of at most `bucket_bytes`, but for a tensor that is larger by itself.
+    """Fills buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
     Args:
         device: of the buffers. The host with a source on a GPU: pinned memory.
@@ -60,15 +60,15 @@ class Packer:
 
     @property
     def num_bytes(self) -> int:
-        """That the buffers take."""
+        """Bytes of the buffers."""
         return sum(0 if buffer is None else buffer.numel() for buffer in self._buffers)
 
     def free(self) -> None:
-        """Give the buffers' memory back."""
+        """Free the buffers."""
         self._buffers = [None, None]
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Packed]:
-        """Every tensor, in order. Copies are launched when a bucket is full; nobody waits for them here."""
+        """Pack all tensors in order. Copies are launched when a bucket is full, and not waited for."""
         layout, waiting, index = Layout(self.bucket_bytes), list[Tensor](), 0
         for name, tensor in tensors:
             if layout.place(name, tensor) is None:
@@ -100,8 +100,8 @@ class Packer:
         )
 
     def _buffer(self, slot: int, num_bytes: int, *, pinned: bool) -> Tensor:
-        """Buffers are made as large as they will be needed: a small model does not take a whole bucket, and
-        a larger one's is not made anew for every bucket that is a little fuller than the last."""
+        """A buffer of the size that will be needed: a small model does not take a whole bucket, and the
+        buffer of a larger one is not reallocated for every slightly fuller bucket."""
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < num_bytes:
             size = num_bytes if num_bytes < self.bucket_bytes // 2 else max(num_bytes, self.bucket_bytes)

@@ -1,5 +1,5 @@
-"""Whether an engine holds the trained weights: the first values of every weight, to the bit, where the engine
-can be read back; and logprobs of tokens that it samples, recomputed by the trainer."""
+"""Verify that an engine holds the trained weights: bitwise by the first values of every weight, where the
+engine can be read back; and by logprobs of tokens that it samples, recomputed by the trainer."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ PROBE_PROMPT_TOKENS = 300
 PROBE_TOKENS = 8
 PROBE_LIMITS = {"float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
 """Mean |engine - trainer| over the probes' tokens, nats at temperature 1 and above: rounding stays well below
-(1e-6, 0.03 and 0.005 were seen), a stale or missing tensor is mostly far above."""
+(1e-6, 0.03 and 0.005 were measured), a stale or missing tensor is mostly far above."""
 
 
 def compare_heads(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with the first values that an engine holds; None: nothing.
+    """Describe what is wrong with the first values that an engine holds; None if nothing is.
 
     Args:
         sent: by name, flat, of every weight.
-        held: of those weights that the engine can be asked for; in the dtype that was sent, or in float32.
+        held: likewise, of the weights that the engine can return; in the dtype that was sent, or in float32.
     """
     unknown = sorted(held.keys() - sent.keys())
     if unknown:
@@ -54,7 +54,7 @@ def compare_heads(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str
         theirs = held[name].detach().cpu().flatten()
         if theirs.numel() != ours.numel():
             wrong.append(f"{name} ({theirs.numel()} values were read back instead of {ours.numel()})")
-        elif not _same_bits(ours, theirs):
+        elif not _bitwise_equal(ours, theirs):
             gap = float((ours.double() - theirs.double()).abs().max())
             wrong.append(f"{name} (values differ by up to {gap:.3g})")
     if not wrong:
@@ -62,7 +62,7 @@ def compare_heads(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str
     return f"{len(wrong)} of {len(held)} weights are others: {', '.join(wrong[:5])}"
 
 
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+def _bitwise_equal(ours: Tensor, theirs: Tensor) -> bool:
     if theirs.dtype == torch.float32 and ours.dtype in (torch.bfloat16, torch.float16):
         ours = ours.float()  # exact
     if ours.dtype != theirs.dtype:
@@ -72,8 +72,8 @@ def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 @dataclass(kw_only=True, slots=True)
 class Verifier:
-    """Checks an engine after pushes, as `when` says. On several ranks all make the same calls, and the error
-    of one is the error of all."""
+    """Checks an engine after pushes, as `when` says. On several ranks all make the same calls, and an
+    error on one rank is raised on all."""
 
     when: Literal["off", "first", "always"]
     backend: TrainBackend
@@ -83,19 +83,20 @@ class Verifier:
     vocab_size: int
     max_prompt_tokens: int
     max_tokens: int
-    """Of the run's prompts and completions: probes are no longer, so that they fit wherever those fit."""
+    """Limit of the run's completions, as `max_prompt_tokens` of its prompts: probes are no longer, so that
+    they fit too."""
     temperature: float
     dtype: str
     ranks: RankContext = field(default_factory=RankContext.alone)
     pushes: int = 0
-    """That were seen."""
+    """Number of pushes so far."""
 
     def __call__(self) -> dict[str, float]:
-        """To be called after every push.
+        """Verify; call it after every push.
 
         Returns:
-            What was measured: engine/verify_gap, the mean gap of the probes in nats; nothing when it was not
-            this push's turn.
+            Metrics: engine/verify_gap, the mean gap of the probes in nats; empty when this push is not
+            checked.
 
         Raises:
             EngineError: the engine does not hold the trainer's weights; it is dirty now.
@@ -106,8 +107,8 @@ class Verifier:
             return {}
         with self.ranks.together("reading weights back"):
             check(self.engine)
-        found = self.ranks.each(self._sample, list[Completion], what="sampling to verify the weights")
-        gap = self._gap([completion for completions in found for completion in completions])
+        sampled = self.ranks.each(self._sample, list[Completion], what="sampling to verify the weights")
+        gap = self._gap([completion for completions in sampled for completion in completions])
         complaint = self._complaint(gap)
         if complaint is not None:
             cast(ReceivesWeights, self.engine).fail_update(complaint)

@@ -1,4 +1,4 @@
-"""Tensors packed one after the other into a flat buffer, and where each of them lies.
+"""Tensors packed one after the other into a flat buffer, and their offsets.
 
 name     q.weight [2, 3] bfloat16    k.weight [1, 3] bfloat16    norm.weight [3] float32
 offset   0                           16                          32
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Of a tensor's first byte: enough for the vectorised loads of any copy kernel."""
+"""Alignment of a tensor's first byte: enough for the vectorised loads of any copy kernel."""
 HEAD_VALUES = 64
-"""First values of a weight that are read back to compare."""
+"""Number of first values of a weight that are read back and compared."""
 
 
 class WireError(RuntimeError):
-    """What came is not what was announced."""
+    """The received data is not what was announced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies in a bucket."""
+    """Name, dtype, shape and offset of one tensor in a bucket."""
 
     name: str
     """Hugging Face checkpoint name."""
     dtype: str
-    """Of torch, without its prefix: "bfloat16"."""
+    """Name of the torch dtype without prefix: "bfloat16"."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the bucket; a multiple of 16."""
@@ -61,11 +61,11 @@ class Layout:
         self.capacity = capacity
         self.specs: list[TensorSpec] = []
         self.num_bytes = 0
-        """Up to the end of the last tensor."""
+        """Bytes up to the end of the last tensor."""
 
     def place(self, name: str, tensor: Tensor) -> TensorSpec | None:
-        """The tensor's place; None when the bucket is full. A tensor that is larger than a whole bucket has
-        one for itself."""
+        """Place a tensor; None when the bucket is full. A tensor that is larger than a whole bucket gets a
+        bucket of its own."""
         offset = -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
         size = tensor.numel() * tensor.element_size()
         if self.specs and offset + size > self.capacity:
@@ -83,7 +83,7 @@ class Layout:
 
 
 def view(data: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor of `spec`, over the memory of `data`.
+    """View the tensor of `spec` in the memory of `data`.
 
     Args:
         data: [N] uint8, the bucket.
@@ -108,7 +108,7 @@ def view(data: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def pack(buffer: Tensor, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors to their places in `buffer`, [N] uint8; on a GPU nothing waits for it."""
+    """Copy tensors to their places in `buffer`, [N] uint8; on a GPU without waiting."""
     with torch.no_grad():
         targets = [view(buffer, spec) for spec in specs]
         torch._foreach_copy_(targets, [tensor.detach() for tensor in tensors], non_blocking=True)
@@ -130,14 +130,14 @@ def heads(data: Tensor, specs: Iterable[TensorSpec]) -> Tensor:
 
 
 def split_heads(packed: Tensor, specs: Iterable[TensorSpec]) -> dict[str, Tensor]:
-    """What `heads` put together, by name; [at most HEAD_VALUES] each."""
-    found, start = {}, 0
+    """Split the result of `heads` by name; [at most HEAD_VALUES] each."""
+    values, start = {}, 0
     for spec in specs:
         dtype = named_dtype(spec.dtype)
         stop = start + min(spec.num_bytes, HEAD_VALUES * dtype.itemsize)
-        found[spec.name] = packed[start:stop].clone().view(dtype)
+        values[spec.name] = packed[start:stop].clone().view(dtype)
         start = stop
-    return found
+    return values
 
 
 def specs_to_json(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A group of processes of its own, beside whatever default process group each of them has.
+"""A separate process group, independent of the default process groups of its members.
 
 Rank 0 is the trainer and hosts the store.
 """
@@ -22,15 +22,15 @@ from lockstep.wire.buckets import WireError
 _POLL_SECONDS = 0.0003
 _STORE_SECONDS = 10.0
 _NCCL_WATCHDOG = timedelta(days=1)
-"""torch ends the process whose nccl collective takes longer; ours are given up at a deadline before."""
+"""torch ends the process whose nccl collective takes longer; ours are aborted at an earlier deadline."""
 
 
 class GroupError(WireError):
-    """A rank did not come, or the group cannot be made."""
+    """A rank did not arrive, or the group cannot be created."""
 
 
 def host_store(address: str = "127.0.0.1", *, seconds: float = _STORE_SECONDS) -> TCPStore:
-    """A store that listens on `address` alone, on a free port (`store.port`)."""
+    """Host a store that listens on `address` alone, on a free port (`store.port`)."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen(64)
@@ -53,7 +53,7 @@ class Group:
         rank 0       waits for all marks, says go (or stop)
         every rank   connects, at the first time, and broadcasts
 
-    So nobody is in a collective that others will not enter, and who is missing is known.
+    So no rank is in a collective that others will not enter, and missing ranks are known.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class Group:
     ) -> None:
         self.name, self.rank, self.world_size = name, rank, world_size
         self.count = 0
-        """Broadcasts that were begun."""
+        """Number of broadcasts so far."""
         self._marks = PrefixStore(f"{name}/marks", store)
         self._connect = connect
         self._group: Any = None
         self._work: Any = None
 
     def broadcast(self, tensor: Tensor, *, deadline: float, cancel: threading.Event | None = None) -> None:
-        """Rank 0's `tensor` into everyone's; returns when this rank's is complete.
+        """Broadcast rank 0's `tensor` to all ranks; returns when this rank's is complete.
 
         Args:
             deadline: time.monotonic() of this process.
             cancel: gives up before the deadline.
 
         Raises:
-            GroupError: it was not done in time; names the ranks that have not come. The group is of no more
-                use.
+            GroupError: it was not done in time; names the ranks that have not come. The group cannot be
+                used again.
         """
         number, self.count = self.count, self.count + 1
 
@@ -104,18 +104,18 @@ class Group:
             torch.cuda.current_stream(tensor.device).synchronize()
 
     def missing(self, number: int) -> list[int]:
-        """Ranks that have not come to broadcast `number`."""
+        """Ranks that have not arrived at broadcast `number`."""
         return [rank for rank in range(self.world_size) if not self._marks.check([f"{number}/{rank}"])]
 
     def abort(self) -> None:
-        """Let go of what others will never finish; the group is of no more use. Does not wait."""
+        """Abort what others will never finish; the group cannot be used again. Does not wait."""
         group, work, self._group, self._work = self._group, self._work, None, None
         if group is None:
             return
         threading.Thread(target=_end, args=(group, work), name=f"abort {self.name}", daemon=True).start()
 
     def _meet(self, number: int, late: Callable[[], bool]) -> None:
-        """Until all have come; rank 0 finds that out."""
+        """Wait until all ranks have arrived; rank 0 checks that."""
         if self.rank == 0:
             while absent := self.missing(number):
                 if late():
@@ -137,12 +137,12 @@ class Group:
 
 
 def announce(handle: Mapping[str, Any], *, receivers: int, seconds: float = _STORE_SECONDS) -> None:
-    """Mark that an engine's workers come to a bucket, for an engine whose own code receives it and knows of
-    no marks: right before it is told to.
+    """Mark that an engine's workers arrive at a bucket, for an engine whose own code receives it and sets no
+    marks; call it right before the engine receives.
 
     Args:
-        handle: of the bucket.
-        receivers: of this engine.
+        handle: handle of the bucket.
+        receivers: number of receivers of this engine.
 
     Raises:
         GroupError: the store is not reached.
@@ -163,8 +163,8 @@ def _names(ranks: list[int]) -> str:
 
 
 def _end(group: Any, work: Any) -> None:
-    """nccl is told to give up. gloo would wait, holding Python's lock, for what it has begun: that times out
-    by itself, and only then the group is dropped."""
+    """Abort nccl. gloo would wait for its running collectives while holding Python's lock: they time out by
+    themselves, and only then the group is dropped."""
     if isinstance(group, ProcessGroupGloo):
         while work is not None and not work.is_completed():
             time.sleep(0.05)
@@ -173,29 +173,31 @@ def _end(group: Any, work: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
-    """Where the ranks of a group find each other."""
+class Rendezvous:
+    """Address and name by which the ranks of a group find each other."""
 
     name: str
     address: str
     port: int
-    """Of the store."""
+    """Port of the store."""
     world_size: int
     backend: str
     """gloo or nccl."""
 
 
-def join(meeting: Meeting, *, rank: int, seconds: float, store: TCPStore | None = None) -> Group:
-    """Enter a group. Nobody waits for other ranks here: connections are made in the first broadcast.
+def connect_group(
+    rendezvous: Rendezvous, *, rank: int, seconds: float, store: TCPStore | None = None
+) -> Group:
+    """Enter a group, without waiting for other ranks: connections are made in the first broadcast.
 
     Args:
-        store: of the one who hosts it; None connects to the meeting's address.
+        store: passed by the rank that hosts it; None connects to the rendezvous's address.
 
     Raises:
         GroupError: the store is not reached within `seconds`.
     """
-    name, address, port = meeting.name, meeting.address, meeting.port
-    world_size, backend = meeting.world_size, meeting.backend
+    name, address, port = rendezvous.name, rendezvous.address, rendezvous.port
+    world_size, backend = rendezvous.world_size, rendezvous.backend
     if backend not in ("gloo", "nccl"):
         raise GroupError(f"backend {backend!r} is neither 'gloo' nor 'nccl'")
     try:

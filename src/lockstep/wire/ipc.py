@@ -15,11 +15,11 @@ from torch import Tensor
 from lockstep.wire.buckets import WireError, dtype_name, named_dtype
 
 _FIELDS = ("handle", "size", "offset", "counter", "counter_offset", "event", "event_sync")
-"""What torch's CUDA storages give away, behind the device."""
+"""The fields of a shared CUDA storage in torch, after the device."""
 
 
 def device_uuid(index: int) -> str:
-    """Of this process's GPU `index`; the same in every process that sees the GPU."""
+    """UUID of this process's GPU `index`; the same in every process that sees the GPU."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -35,7 +35,8 @@ def device_index(uuid: str) -> int:
 
 
 def export_handle(tensor: Tensor) -> dict[str, Any]:
-    """What another process opens `tensor`'s memory with. Export once, keep the tensor while others read it.
+    """Export a handle with which another process opens `tensor`'s memory. Export once, keep the tensor while
+    others read it.
 
     Raises:
         WireError: the tensor is not contiguous, or is not in CUDA memory.
@@ -54,7 +55,7 @@ def export_handle(tensor: Tensor) -> dict[str, Any]:
 
 
 def import_handle(handle: Mapping[str, Any]) -> Tensor:
-    """The exported tensor, over the very same memory. Import a handle once and keep the tensor.
+    """Open the exported tensor, over the very same memory. Import a handle once and keep the tensor.
 
     Raises:
         WireError: the GPU is not visible here, or the memory cannot be opened.

@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.wire.buckets import TensorSpec, WireError, specs_from_json, specs_to_json, unpack
-from lockstep.wire.groups import Group, Meeting, join
+from lockstep.wire.groups import Group, Rendezvous, connect_group
 from lockstep.wire.ipc import import_handle
 
 
 def bucket_json(
     specs: tuple[TensorSpec, ...], *, index: int, num_bytes: int, transport: str, handle: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What is sent to an engine about a bucket whose bytes go another way."""
+    """Describe a bucket for an engine; its bytes take another way."""
     return {
         "index": index,
         "specs": specs_to_json(specs),
@@ -33,11 +33,11 @@ def bucket_json(
 
 
 class Receiver:
-    """Opens buckets in one worker of an engine; keeps what is opened once: memory of others, groups.
+    """Opens buckets in one worker of an engine; keeps what is opened only once: shared memory and groups.
 
     Args:
-        device: where tensors are wanted.
-        rank: of this worker among those of its engine.
+        device: device of the tensors.
+        rank: rank of this worker among those of its engine.
     """
 
     def __init__(self, device: torch.device | str, *, rank: int = 0) -> None:
@@ -47,14 +47,14 @@ class Receiver:
         self._buffer: Tensor | None = None
 
     def tensors(self, bucket: Mapping[str, Any], *, deadline: float) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) in order. A tensor is valid until the next bucket is asked for; of "ipc", until the
-        engine says that it is done with this one: synchronise the device before.
+        """(name, tensor) in order. A tensor is valid until the next bucket is requested; with "ipc", until
+        the engine reports this one as done: synchronise the device before.
 
         Args:
             deadline: time.monotonic() of this process.
 
         Raises:
-            WireError: the bytes cannot be had, or are not those that were announced.
+            WireError: the bytes cannot be read, or are not those that were announced.
         """
         transport, handle = bucket["transport"], bucket["handle"]
         specs = specs_from_json(bucket["specs"])
@@ -67,7 +67,7 @@ class Receiver:
         raise WireError(f"a worker cannot receive by {transport!r}; it can by ipc, collective and disk")
 
     def close(self) -> None:
-        """Let go of the trainer's memory, of the group and of the buffer."""
+        """Release the trainer's memory, the group and the buffer."""
         self._memory.clear()
         self._buffer = None
         if self._group is not None:
@@ -88,7 +88,7 @@ class Receiver:
             if self._group is not None:
                 self._group.abort()
                 self._group = None
-            meeting = Meeting(
+            rendezvous = Rendezvous(
                 name=str(handle["group"]),
                 address=str(handle["address"]),
                 port=int(handle["port"]),
@@ -96,7 +96,7 @@ class Receiver:
                 backend=str(handle["backend"]),
             )
             rank = int(handle["first_rank"]) + self.rank
-            self._group = join(meeting, rank=rank, seconds=deadline - time.monotonic())
+            self._group = connect_group(rendezvous, rank=rank, seconds=deadline - time.monotonic())
         if self._buffer is None or self._buffer.numel() < num_bytes:
             self._buffer = None
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

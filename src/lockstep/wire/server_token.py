@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 TOKEN = "LOCKSTEP_SERVER_TOKEN"
-"""In the environment of the server."""
+"""Environment variable of the server that holds its token."""
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""What we add to vLLM's worker: a session that loads weights, reads them back, and counts memory.
+"""Our extension of vLLM's worker: a session that loads weights, reads them back, and counts memory.
 
 `--worker-extension-cls lockstep.wire.vllm_worker.LockstepWorker` mixes the class into vLLM's worker, in this
 process or in vLLM's own, whose environment has no lockstep installed: only the standard library, torch,
@@ -27,14 +27,14 @@ from lockstep.wire.buckets import HEAD_VALUES, specs_from_json, unpack
 from lockstep.wire.receive import Receiver
 
 DEFAULT_SECONDS = 300.0
-"""To receive one bucket, when its description has no "seconds"."""
+"""Default deadline to receive one bucket, when its description has no "seconds"."""
 
 
 class LockstepWorker:
     """Mixed into vLLM's worker, whose `model_runner`, `device`, `rank` and `vllm_config` it uses."""
 
     def lockstep_begin(self, text: str) -> dict[str, Any]:
-        """Open a session; one that was left open is given up."""
+        """Open a session; an open one is given up."""
         return _answer(lambda: _begin(self))
 
     def lockstep_receive(self, text: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class LockstepWorker:
 
 
 class _Session:
-    """Which tensors have come since `lockstep_begin`."""
+    """The tensors received since `lockstep_begin`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -82,7 +82,7 @@ def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _last_line(error: BaseException) -> str:
-    """vLLM checks shapes with assertions that say nothing: name the line instead."""
+    """The source line of an error: vLLM checks shapes with assertions without a message."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {frame.name}: {frame.line}"
 
@@ -133,12 +133,12 @@ def _load(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def _refuse_ignored(session: _Session, names: Iterable[str]) -> None:
-    """vLLM skips some names that it does not know, such as biases of layers without one, and says nothing."""
+    """Refuse names that vLLM would skip silently, such as biases of layers without one."""
     mapper = getattr(session.model, "hf_to_vllm_mapper", None)
     rename = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or (lambda name: name)
     for name in names:
         own = {name, rename(name)} - {None}
-        own |= {place[0] for each in own if (place := _locate(session.model, each)) is not None}
+        own |= {located[0] for each in own if (located := _locate(session.model, each)) is not None}
         if not own & session.all_names and ".experts." not in name:
             raise ValueError(f"the model that vLLM serves has no weight {name}")
 
@@ -163,7 +163,7 @@ def _finish(worker: Any) -> dict[str, Any]:
 
 
 def _missing(worker: Any, session: _Session) -> list[str]:
-    """Weights that did not come, and fused ones of which only a part did."""
+    """Weights that were not received, and fused ones that were received only in part."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     quantized = worker.vllm_config.model_config.quantization is not None
@@ -181,8 +181,8 @@ def _missing(worker: Any, session: _Session) -> list[str]:
 
 
 def _give_up(worker: Any) -> dict[str, Any]:
-    """Forget what has been kept for layers that are not complete: a later session would count it as its own
-    and take a layer for complete too early. vLLM puts the old tensors of layers with nothing loaded back."""
+    """Forget the tensors of incomplete layers: a later session would count them as its own and take a layer
+    for complete too early. vLLM puts the old tensors of layers with nothing loaded back."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -212,7 +212,8 @@ def _open_session(worker: Any) -> _Session:
 
 @contextlib.contextmanager
 def _placed(worker: Any) -> Iterator[None]:
-    """As vLLM loads weights: new tensors on the worker's device, its config current, no gradients."""
+    """A context as in vLLM's own loading: new tensors on the worker's device, its config current, no
+    gradients."""
     from vllm.config import set_current_vllm_config
 
     with torch.device(worker.device), set_current_vllm_config(worker.vllm_config), torch.no_grad():
@@ -231,23 +232,23 @@ def _read(worker: Any, names: Iterable[str]) -> dict[str, Any]:
     model = worker.model_runner.get_model()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     split = worker.vllm_config.parallel_config.tensor_parallel_size > 1
-    found: dict[str, Any] = {}
+    heads: dict[str, Any] = {}
     for name in names:
-        place = _locate(model, name)
-        if place is None or place[0] not in parameters:
+        located = _locate(model, name)
+        if located is None or located[0] not in parameters:
             continue
-        weight: Tensor = parameters[place[0]].data
+        weight: Tensor = parameters[located[0]].data
         if weight.numel() == 0:  # packed for a CPU kernel, and the plain one is gone
             continue
-        values = weight[place[1]] if place[1] is not None else weight
+        values = weight[located[1]] if located[1] is not None else weight
         # Worker 0 holds the first rows, and of a row at least its beginning.
         values = values.reshape(-1, values.shape[-1])[0] if split and values.ndim > 1 else values
         first = values.flatten()[:HEAD_VALUES].contiguous().cpu()
-        found[name] = {
+        heads[name] = {
             "dtype": str(first.dtype).removeprefix("torch."),
             "hex": bytes(first.view(torch.uint8).tolist()).hex(),
         }
-    return found
+    return heads
 
 
 def _locate(model: nn.Module, name: str) -> tuple[str, slice | None] | None:
@@ -271,27 +272,27 @@ def _locate(model: nn.Module, name: str) -> tuple[str, slice | None] | None:
 def _memory(worker: Any) -> dict[str, Any]:
     model = worker.model_runner.get_model()
     caches = getattr(worker.model_runner, "kv_caches", ())
-    ledger = {
+    memory = {
         "weights_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "kv_cache_bytes": sum(_storage_bytes(caches).values()),
     }
     if torch.device(worker.device).type == "cuda":
         free, total = torch.cuda.mem_get_info(worker.device)
-        ledger |= {
+        memory |= {
             "allocated_bytes": torch.cuda.memory_allocated(worker.device),
             "reserved_bytes": torch.cuda.memory_reserved(worker.device),
             "device_free_bytes": free,
             "device_total_bytes": total,
         }
-    return ledger
+    return memory
 
 
 def _storage_bytes(caches: Any) -> dict[int, int]:
-    """Bytes by address of the storages: layers may share one."""
+    """Bytes of the storages by address: layers may share one."""
     if isinstance(caches, Tensor):
         storage = caches.untyped_storage()
         return {storage.data_ptr(): storage.nbytes()}
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for cache in caches.values() if isinstance(caches, Mapping) else caches:
-        found |= _storage_bytes(cache)
-    return found
+        sizes |= _storage_bytes(cache)
+    return sizes

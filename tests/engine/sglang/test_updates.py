@@ -17,7 +17,7 @@ from lockstep.engine.sglang.weights import Expected, check_no_padding, tensor_pa
 from lockstep.errors import EngineError
 from lockstep.schema.weights import WeightBucket, WeightUpdate
 from lockstep.transfer import make_transfer
-from lockstep.wire.groups import Meeting, announce, host_store, join
+from lockstep.wire.groups import Rendezvous, announce, connect_group, host_store
 
 from .fakes import (
     asked,
@@ -442,8 +442,8 @@ def test_a_group_made_as_sglang_makes_it_meets_ours(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        group = join(
-            Meeting(name="grp", address="127.0.0.1", port=store.port, world_size=2, backend="gloo"),
+        group = connect_group(
+            Rendezvous(name="grp", address="127.0.0.1", port=store.port, world_size=2, backend="gloo"),
             rank=0,
             seconds=30.0,
             store=store,

@@ -9,23 +9,23 @@ import torch
 
 from lockstep.errors import EngineError, RewardError, TrainError
 from lockstep.loop.engine_report import explain_out_of_memory
-from lockstep.transfer.ledger import Ledger, ran_out_of_memory, take
+from lockstep.transfer.memory_report import MemoryReport, ran_out_of_memory, take_memory_report
 
 GIB = 1024.0**3
 CPU = torch.device("cpu")
 
 
-def test_a_ledger_has_both_sides() -> None:
+def test_a_memory_report_has_both_processes() -> None:
     engine = SimpleNamespace(memory=lambda: {"kv_cache": 2.5 * GIB})
-    found = take(engine, device=CPU)
+    found = take_memory_report(engine, device=CPU)
     assert found.engine == {"kv_cache": 2.5 * GIB} and found.trainer["rss_peak"] > 1e6
     assert "engine kv_cache 2.50 GiB" in str(found)
-    assert take(SimpleNamespace(), device=CPU).engine is None
+    assert take_memory_report(SimpleNamespace(), device=CPU).engine is None
 
     def dead():
         raise EngineError("gone")
 
-    assert "engine does not say" in str(take(SimpleNamespace(memory=dead), device=CPU))
+    assert "engine not reported" in str(take_memory_report(SimpleNamespace(memory=dead), device=CPU))
 
 
 def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
@@ -45,10 +45,10 @@ def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
         ("engine", torch.OutOfMemoryError("16 GiB"), EngineError),
     ],
 )
-def test_the_side_and_the_ledgers_around_the_last_update_are_named(side, error, kind) -> None:
+def test_the_side_and_the_memory_reports_around_the_last_update_are_named(side, error, kind) -> None:
     transfer = SimpleNamespace(
-        before=Ledger(trainer={"allocated": GIB}, engine={"weights": GIB}),
-        after=Ledger(trainer={"allocated": 2 * GIB}, engine=None),
+        before=MemoryReport(trainer={"allocated": GIB}, engine={"weights": GIB}),
+        after=MemoryReport(trainer={"allocated": 2 * GIB}, engine=None),
     )
     engine = SimpleNamespace(memory=lambda: {"weights": 3 * GIB})
     with (
@@ -57,9 +57,9 @@ def test_the_side_and_the_ledgers_around_the_last_update_are_named(side, error, 
     ):
         raise error
     text = str(caught.value)
-    assert f"It was the {side} that ran out of memory" in text
+    assert f"The {side} ran out of memory" in text
     assert "before the last weight update: trainer allocated 1.00 GiB; engine weights 1.00 GiB" in text
-    assert "after it: trainer allocated 2.00 GiB; engine does not say" in text
+    assert "after it: trainer allocated 2.00 GiB; engine not reported" in text
     assert "engine weights 3.00 GiB" in text
     assert caught.value.__cause__ is error
 

@@ -1,5 +1,5 @@
-"""Who holds how much memory, before and after the last weight update: trainer and engine may share a GPU, and
-an allocator's own message knows one of them only."""
+"""Memory of trainer and engine before and after the last weight update: they may share a GPU, and an
+allocator's own message knows only one of them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ Bytes = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ledger:
-    """Bytes by name, of each side."""
+class MemoryReport:
+    """Memory in bytes by name, of trainer and engine."""
 
     trainer: Bytes
     engine: Bytes | None
-    """None: the engine does not say."""
+    """None: the engine does not report it."""
 
     def __str__(self) -> str:
-        return f"trainer {_shown(self.trainer)}; engine {_shown(self.engine)}"
+        return f"trainer {_in_gib(self.trainer)}; engine {_in_gib(self.engine)}"
 
 
-def take(engine: Any, *, device: torch.device) -> Ledger:
-    """What both sides hold now.
+def take_memory_report(engine: Any, *, device: torch.device) -> MemoryReport:
+    """Report what trainer and engine hold now.
 
     Args:
-        engine: asked where it has a method `memory`.
+        engine: reports its memory if it has a method `memory`.
         device: of the trainer.
     """
     memory = getattr(engine, "memory", None)
     try:
         theirs = None if memory is None else memory()
-    except EngineError:  # it has died, perhaps of what this ledger is to explain
+    except EngineError:  # it has died, perhaps of the error that this report explains
         theirs = None
-    return Ledger(trainer=trainer_memory(device), engine=theirs)
+    return MemoryReport(trainer=trainer_memory(device), engine=theirs)
 
 
 def trainer_memory(device: torch.device) -> dict[str, float]:
-    """This process's, in bytes; on CUDA also what is left of the whole device."""
+    """Memory of this process in bytes; on CUDA also the free memory of the whole device."""
     if device.type != "cuda":
         return {"rss_peak": float(peak_rss_bytes())}
     free, total = torch.cuda.mem_get_info(device)
@@ -57,19 +57,21 @@ def trainer_memory(device: torch.device) -> dict[str, float]:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether the error, or what it came from, is of memory; an error of another process is known by its
-    text."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if is_out_of_memory(seen) or "out of memory" in str(seen).lower():
+    """Whether the error or one of its causes is an out-of-memory error; an error of another process is
+    recognised by its text."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if is_out_of_memory(cause) or "out of memory" in str(cause).lower():
             return True
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
 
 
-def explain(side: str, *, before: Ledger | None, after: Ledger | None, now: Ledger) -> str:
-    """What an out-of-memory error should say besides."""
-    lines = [f"It was the {side} that ran out of memory. What each side held:"]
+def explain(
+    process: str, *, before: MemoryReport | None, after: MemoryReport | None, now: MemoryReport
+) -> str:
+    """Text that an out-of-memory error gets in addition."""
+    lines = [f"The {process} ran out of memory. Memory of trainer and engine:"]
     if before is not None:
         lines.append(f"  before the last weight update: {before}")
     if after is not None:
@@ -78,7 +80,7 @@ def explain(side: str, *, before: Ledger | None, after: Ledger | None, now: Ledg
     return "\n".join(lines)
 
 
-def _shown(values: Bytes | None) -> str:
+def _in_gib(values: Bytes | None) -> str:
     if values is None:
-        return "does not say"
+        return "not reported"
     return ", ".join(f"{name} {value / GIB:.2f} GiB" for name, value in values.items()) or "nothing"
