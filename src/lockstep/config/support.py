@@ -501,20 +501,21 @@ def _cell(run: RunAxes) -> dict[str, str]:
 
 
 def _check_names(cell: dict[str, str]) -> None:
-    check_kernel(cell.get("attention", "sdpa"))
+    attention = cell.get("attention", "sdpa")
+    if not is_kernel(attention):
+        raise ConfigError(
+            f"train.attention: {unknown_name('attention kernel', attention, AXES['attention'])}"
+        )
     engine = cell.get("engine", "hf")
     if engine not in AXES["engine"] and ":" not in engine:
         raise ConfigError(f"engine.name: {unknown_name('inference engine', engine, AXES['engine'])}")
 
 
-def check_kernel(name: str) -> None:
-    """Raise ConfigError unless `name` is an attention kernel of ours, `hf:NAME` or `module:function`."""
+def is_kernel(name: str) -> bool:
+    """Return whether `name` is an attention kernel of ours, `hf:NAME` or `module:function`."""
     if name.startswith("hf:"):
-        known = _HF_KERNEL.fullmatch(name) is not None
-    else:
-        known = (name in AXES["attention"] and ":" not in name) or is_module_path(name)
-    if not known:
-        raise ConfigError(f"train.attention: {unknown_name('attention kernel', name, AXES['attention'])}")
+        return _HF_KERNEL.fullmatch(name) is not None
+    return (name in AXES["attention"] and ":" not in name) or is_module_path(name)
 
 
 def _refusal(entry: Entry, cell: dict[str, str]) -> str:

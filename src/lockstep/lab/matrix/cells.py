@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.support import AXES as SUPPORT_AXES
-from lockstep.config.support import check_kernel
+from lockstep.config.support import is_kernel
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.replay.cell import Cell, check_cell
 
@@ -79,10 +79,8 @@ def _flash(value: str) -> tuple[str, dict[str, Any]]:
 
 
 def _attention(value: str) -> tuple[str, dict[str, Any]]:
-    try:
-        check_kernel(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    if not is_kernel(value):
+        raise ValueError(unknown_name("attention kernel", value, SUPPORT_AXES["attention"]))
     return value, {"attention": value}
 
 
