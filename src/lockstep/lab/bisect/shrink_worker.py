@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.errors import LockstepError
 from lockstep.lab.bisect.shrink import Crash, Trial
-from lockstep.lab.replay.results import is_out_of_memory
+from lockstep.lab.suite.failure import is_out_of_memory
 from lockstep.lab.suite.parent_death import tied
 
 if TYPE_CHECKING:

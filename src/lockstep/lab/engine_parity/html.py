@@ -1,13 +1,12 @@
 """A comparison of engines as one page: no script, no style sheet and no image from elsewhere.
 
-Completions are text that a model wrote: everything passes through `_text` on its way into the page, and the
+Completions are text that a model wrote: everything passes through `escaped` on its way into the page, and the
 page's policy lets nothing be loaded or run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from lockstep.lab.engine_parity.compare import BAR_NAMES
 from lockstep.lab.engine_parity.phase import PhaseReport
@@ -26,10 +25,8 @@ from lockstep.lab.engine_parity.text import (
     problems,
     versions_of,
 )
-from lockstep.lab.matrix.html import STYLE as TABLE_STYLE
-from lockstep.observe.text import printable_lines
+from lockstep.lab.suite.html import document, escaped
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = """
 .bars { display: flex; align-items: flex-end; gap: 3px; height: 7rem; margin: .5rem 0 1.6rem; }
 .bars div { flex: 1; max-width: 4.5rem; display: flex; flex-direction: column; justify-content: flex-end;
@@ -44,22 +41,11 @@ td.ids { white-space: normal; min-width: 12rem; font-family: ui-monospace, monos
 
 def page(result: EnginesResult) -> str:
     """The whole document."""
-    title = _text(f"Engines: {result.settings.get('model', '')}")
+    title = f"Engines: {result.settings.get('model', '')}"
     tone = "good" if result.ok else "bad"
     told = [*result.settings.items(), *result.machine.items(), *versions_of(result)]
-    notes = "".join(f'<p class="dim">{_text(note)}</p>' for note in (*result.notes, explanation(result)))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{TABLE_STYLE}{_STYLE}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="verdict {tone}">{_text(result.verdict)}</p>
+    notes = "".join(f'<p class="dim">{escaped(note)}</p>' for note in (*result.notes, explanation(result)))
+    body = f"""<p class="verdict {tone}">{escaped(result.verdict)}</p>
 {"".join(_figures(result, part) for part in PARTS)}
 {_problems(result)}
 {_histograms(result)}
@@ -67,11 +53,9 @@ def page(result: EnginesResult) -> str:
 {_examples(result)}
 {notes}
 <h2>Made with</h2>
-<dl>{"".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in told)}</dl>
-<pre>{_text(result.command)}</pre>
-</body>
-</html>
-"""
+<dl>{"".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in told)}</dl>
+<pre>{escaped(result.command)}</pre>"""
+    return document(title, body, _STYLE)
 
 
 def _figures(result: EnginesResult, part: str) -> str:
@@ -80,11 +64,11 @@ def _figures(result: EnginesResult, part: str) -> str:
     rows = []
     for engine, phase in lines_of(result):
         words = (engine.verdict, NOTHING if phase is None else phase.phase)
-        figures = "".join(f'<td class="n">{_text(cell(column, engine, phase))}</td>' for column in shown)
+        figures = "".join(f'<td class="n">{escaped(cell(column, engine, phase))}</td>' for column in shown)
         rows.append(
             _row(
                 engine,
-                f'<td class="{_tone(engine)}">{_text(words[0])}</td><td>{_text(words[1])}</td>{figures}',
+                f'<td class="{_tone(engine)}">{escaped(words[0])}</td><td>{escaped(words[1])}</td>{figures}',
             )
         )
     return _table(heads, rows, words=3) + "<p></p>"
@@ -92,7 +76,7 @@ def _figures(result: EnginesResult, part: str) -> str:
 
 def _row(engine: EngineResult, cells: str) -> str:
     broken = "" if engine.ok else " class=broken"
-    return f'<tr{broken}><td class="name">{_text(engine.name)}</td>{cells}</tr>'
+    return f'<tr{broken}><td class="name">{escaped(engine.name)}</td>{cells}</tr>'
 
 
 def _tone(engine: EngineResult) -> str:
@@ -102,7 +86,7 @@ def _tone(engine: EngineResult) -> str:
 def _table(heads: Sequence[str], rows: Sequence[str], *, words: int) -> str:
     """The first `words` columns hold words, the others figures."""
     cells = "".join(
-        f"<th{' class=n' if index >= words else ''}>{_text(head)}</th>" for index, head in enumerate(heads)
+        f"<th{' class=n' if index >= words else ''}>{escaped(head)}</th>" for index, head in enumerate(heads)
     )
     body = "\n".join(rows)
     return f"""<div class="scroll"><table>
@@ -114,7 +98,7 @@ def _table(heads: Sequence[str], rows: Sequence[str], *, words: int) -> str:
 
 def _problems(result: EnginesResult) -> str:
     blocks = "".join(
-        f'<div class="problem"><p><strong>{_text(name)}</strong></p><p>{_text(why)}</p></div>'
+        f'<div class="problem"><p><strong>{escaped(name)}</strong></p><p>{escaped(why)}</p></div>'
         for name, why in problems(result)
     )
     return f"<h2>What did not pass</h2>{blocks}" if blocks else ""
@@ -122,7 +106,7 @@ def _problems(result: EnginesResult) -> str:
 
 def _histograms(result: EnginesResult) -> str:
     figures = "".join(
-        f"<div><h3>{_text(engine.name)}, {_text(phase.phase)}</h3>{_bars(phase)}</div>"
+        f"<div><h3>{escaped(engine.name)}, {escaped(phase.phase)}</h3>{_bars(phase)}</div>"
         for engine, phase in lines_of(result)
         if phase is not None and phase.gap is not None
     )
@@ -140,7 +124,7 @@ def _bars(phase: PhaseReport) -> str:
     return '<div class="bars">{}</div>'.format(
         "".join(
             f'<div title="{count} tokens">{count or ""}<i style="height:{4.5 * count / most:.2f}rem"></i>'
-            f"{_text(name)}</div>"
+            f"{escaped(name)}</div>"
             for name, count in zip(BAR_NAMES, phase.gap.histogram, strict=True)
         )
     )
@@ -153,7 +137,7 @@ def _divergences(result: EnginesResult) -> str:
     rows = [
         "<tr>"
         + "".join(
-            f"<td{' class=n' if index > 1 else ''}>{_text(text)}</td>" for index, text in enumerate(row)
+            f"<td{' class=n' if index > 1 else ''}>{escaped(text)}</td>" for index, text in enumerate(row)
         )
         + "</tr>"
         for row in found
@@ -171,9 +155,9 @@ def _examples(result: EnginesResult) -> str:
             rows.append(
                 _row(
                     engine,
-                    f"<td>{_text(when)}</td><td>{_text(prompt)}</td>"
-                    f'<td class="ids">{_text(read)}</td><td class="ids">{_text(answered)}</td>'
-                    f'<td>{_text(finish)}</td><td class="answer">{_text(text)}</td>',
+                    f"<td>{escaped(when)}</td><td>{escaped(prompt)}</td>"
+                    f'<td class="ids">{escaped(read)}</td><td class="ids">{escaped(answered)}</td>'
+                    f'<td>{escaped(finish)}</td><td class="answer">{escaped(text)}</td>',
                 )
             )
     if not rows:
@@ -181,7 +165,3 @@ def _examples(result: EnginesResult) -> str:
     heads = (*EXAMPLE_HEADS, "text")
     table = _table(heads, rows, words=len(heads))
     return f"<details><summary>Ids and texts of greedy completions</summary>{table}</details>"
-
-
-def _text(value: object) -> str:
-    return escape(printable_lines(str(value)), quote=True)

@@ -233,14 +233,14 @@ class _Run:
 
     def end(self, status: str, reason: str = "") -> None:
         """result.json."""
-        from lockstep.lab.replay.summary import versions
+        from lockstep.lab.suite.machine import versions
 
         outcome = Outcome(status=status, reason=reason, versions=versions(), **self.found)
         write_json(self.job.out / RESULT, outcome.model_dump())
 
     def give_up(self, status: str, error: Exception) -> None:
         """What there is, and why it is not more."""
-        from lockstep.lab.replay.results import error_line, is_out_of_memory
+        from lockstep.lab.suite.failure import error_line, is_out_of_memory
 
         status = "oom" if is_out_of_memory(error) else status
         prefix = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "

@@ -19,7 +19,6 @@ from lockstep.lab.replay.budget import memory_limit
 from lockstep.lab.replay.cell import check_cell
 from lockstep.lab.replay.deadline import Deadline
 from lockstep.lab.replay.losses import token_loss
-from lockstep.lab.replay.memory import PeakMemory
 from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.outputs import KeptOutputs
 from lockstep.lab.replay.policy import (
@@ -32,7 +31,9 @@ from lockstep.lab.replay.policy import (
     model_config,
     model_size,
 )
-from lockstep.lab.replay.results import ReplayFiles, ReplayRow, error_line, is_out_of_memory
+from lockstep.lab.replay.results import ReplayFiles, ReplayRow
+from lockstep.lab.suite.failure import error_line, is_out_of_memory
+from lockstep.lab.suite.memory import PeakMemory
 from lockstep.models.dtypes import DTYPES
 from lockstep.observe.spans import Spans
 from lockstep.schema.batch import PackedBatch

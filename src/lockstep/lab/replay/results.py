@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from lockstep.errors import ConfigError
-from lockstep.observe import memory
 from lockstep.observe.files import check_above, jsonable, write_atomic, write_json
 from lockstep.observe.text import printable_lines
 
 Status = Literal["ok", "failed", "oom", "skipped", "desync"]
-_LINE = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,22 +67,6 @@ class ReplayRow:
     """Graphs that torch compiled during it."""
     error: Mapping[str, str] | None = None
     """type, line (the one that matters) and log (the traceback's file in OUT)."""
-
-
-def error_line(error: BaseException) -> str:
-    """The first line of the message that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    line = next((line for line in lines if line), "")
-    return line if len(line) <= _LINE else f"{line[: _LINE - 1]}…"
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory running out is what it came from."""
-    while error is not None:
-        if memory.is_out_of_memory(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 @dataclass(slots=True)

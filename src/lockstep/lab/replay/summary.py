@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import torch
-import transformers
 
 from lockstep.lab.replay.buckets import as_dict
 from lockstep.lab.replay.policy import weights_summary
 from lockstep.lab.replay.results import ReplayRow, aggregate
+from lockstep.lab.suite.machine import device_name, versions
 
 if TYPE_CHECKING:
     from lockstep.lab.replay.replayer import Replayer
@@ -134,25 +131,6 @@ def memory_summary(replayer: Replayer) -> dict[str, Any]:
         "parameter_bytes": size.parameter_bytes,
         "parameter_bytes_full": size.parameter_bytes_full,
         "layer_reduction_factor": size.parameter_bytes / size.parameter_bytes_full,
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """Such as "NVIDIA H200" or "cpu (x86_64)"."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()})"
-
-
-def versions() -> dict[str, str]:
-    """Libraries that decide what is computed."""
-    from lockstep.version import __version__
-
-    return {
-        "lockstep": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
     }
 
 

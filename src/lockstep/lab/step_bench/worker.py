@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.execution import CompileWatch
-    from lockstep.lab.replay.memory import PeakMemory
+    from lockstep.lab.suite.memory import PeakMemory
     from lockstep.loop.build import OnlineParts
     from lockstep.protocols.train import TokenLoss
     from lockstep.ranks.context import RankContext
@@ -155,7 +155,7 @@ class _Cell:
         import torch
 
         from lockstep.execution import CompileWatch
-        from lockstep.lab.replay.memory import PeakMemory
+        from lockstep.lab.suite.memory import PeakMemory
         from lockstep.loop.build import build_online
         from lockstep.models.causal_lm import text_config
         from lockstep.models.quiet import quiet_transformers
@@ -322,7 +322,7 @@ class _Cell:
     def tell(self, status: Any, error: Exception | None = None) -> None:
         """result.json. After an error any rank: the first one to fail may not be rank 0, and what the others
         then say of a lost peer explains nothing."""
-        from lockstep.lab.replay.results import error_line, is_out_of_memory
+        from lockstep.lab.suite.failure import error_line, is_out_of_memory
         from lockstep.ranks.context import lost_peer
 
         if error is None:
@@ -344,7 +344,7 @@ class _Cell:
         """Collective. Counters first: the gap has a forward of its own to compile."""
         import dataclasses
 
-        from lockstep.lab.replay.summary import device_name, versions
+        from lockstep.lab.suite.machine import device_name, versions
 
         assert self.watch is not None and self.memory is not None
         job, report = self.job, self.watch.report()

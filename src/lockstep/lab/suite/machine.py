@@ -1,4 +1,4 @@
-"""What a matrix ran on: what makes two of them comparable, or not."""
+"""The machine and the versions that a suite ran on: two runs are comparable where they are the same."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from pathlib import Path
 import torch
 
 import lockstep
-from lockstep.lab.replay.summary import device_name, versions
+from lockstep.version import __version__
 
 
 def machine(device: str) -> dict[str, str]:
     """Device, processors, versions, and the commit where lockstep runs from a clone."""
-    found = {"machine": device_name(torch.device(device)), "processors": str(os.cpu_count())}
-    if device.startswith("cpu"):
-        found["machine"] = cpu_name()
-    found |= versions() | {"system": platform.system()}
+    name = cpu_name() if device.startswith("cpu") else device_name(torch.device(device))
+    facts = {"machine": name, "processors": str(os.cpu_count())}
+    facts |= versions() | {"system": platform.system()}
     commit = git_commit(Path(lockstep.__file__).parent)
-    return found | ({"commit": commit} if commit else {})
+    return facts | ({"commit": commit} if commit else {})
 
 
 def cpu_name() -> str:
@@ -36,7 +35,7 @@ def cpu_name() -> str:
 def git_commit(folder: Path) -> str | None:
     """The commit of the clone that `folder` is in, short; None outside a clone, or without git."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"],
             capture_output=True,
             text=True,
@@ -45,4 +44,23 @@ def git_commit(folder: Path) -> str | None:
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return process.stdout.strip() or None if process.returncode == 0 else None
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name, such as "NVIDIA H200" or "cpu (x86_64)"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()})"
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what is computed: lockstep, torch, transformers and Python."""
+    import transformers
+
+    return {
+        "lockstep": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }

@@ -33,7 +33,7 @@ from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.replay.losses import token_loss
-from lockstep.lab.replay.summary import versions
+from lockstep.lab.suite.machine import versions
 from lockstep.lab.train_parity.job import INPUTS, REPORT, InputsReport, InputsSpec
 from lockstep.lab.train_parity.pairs import read_pairs, spoiled, with_reference
 from lockstep.models.causal_lm import text_config

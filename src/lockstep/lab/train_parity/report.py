@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.lab.loss_curves.differences import ratio, relative
 from lockstep.lab.loss_curves.draw import COLOURS, SVG_STYLE, Curve, Panel, svg, write_png
+from lockstep.lab.suite.html import document, escaped
 from lockstep.lab.train_parity.result import ParityResult, StackResult, by_name
 from lockstep.observe.files import write_atomic, write_json
 from lockstep.observe.text import printable_lines
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 WIDTH = 110
 NOTHING = "-"
 _GIB = 1024**3
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,40 +266,25 @@ def _plain(text: object) -> str:
 
 def page(result: ParityResult) -> str:
     """One page: no script, no style sheet and no image from elsewhere."""
-    from lockstep.lab.matrix.html import STYLE as TABLE_STYLE
-
-    title = _text(f"Parity: {result.settings.get('model', '')}, {result.algorithm}")
+    title = f"Parity: {result.settings.get('model', '')}, {result.algorithm}"
     tone = "good" if result.ok else "bad"
     figures = "".join(svg(panel) for panel in panels(result)) if any(s.rows for s in result.stacks) else ""
     told = [*result.settings.items(), *result.machine.items()]
-    notes = "".join(f'<p class="dim">{_text(note)}</p>' for note in (*result.notes, explanation(result)))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{TABLE_STYLE}{SVG_STYLE}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="verdict {tone}">{_text(result.verdict)}</p>
+    notes = "".join(f'<p class="dim">{escaped(note)}</p>' for note in (*result.notes, explanation(result)))
+    body = f"""<p class="verdict {tone}">{escaped(result.verdict)}</p>
 {_table(result)}
 {_problems(result)}
 {figures}
 {notes}
 <h2>Made with</h2>
-<dl>{"".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in told)}</dl>
-<pre>{_text(result.command)}</pre>
-</body>
-</html>
-"""
+<dl>{"".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in told)}</dl>
+<pre>{escaped(result.command)}</pre>"""
+    return document(title, body, SVG_STYLE)
 
 
 def _table(result: ParityResult) -> str:
     shown = columns(result)
-    heads = "".join(f'<th class="n">{_text(column.head)}</th>' for column in shown)
+    heads = "".join(f'<th class="n">{escaped(column.head)}</th>' for column in shown)
     rows = "\n".join(_row(stack, shown) for stack in result.stacks)
     return f"""<div class="scroll"><table>
 <thead><tr><th>stack</th><th>verdict</th>{heads}</tr></thead>
@@ -311,21 +295,17 @@ def _table(result: ParityResult) -> str:
 
 def _row(stack: StackResult, shown: Sequence[Column]) -> str:
     tone = "bad" if stack.problems else "good" if stack.completed else "warn"
-    cells = "".join(f'<td class="n">{_text(column.text(stack))}</td>' for column in shown)
+    cells = "".join(f'<td class="n">{escaped(column.text(stack))}</td>' for column in shown)
     broken = " class=broken" if stack.problems else ""
     return (
-        f'<tr{broken}><td class="name">{_text(stack.name)}</td>'
-        f'<td class="{tone}">{_text(stack.verdict)}</td>{cells}</tr>'
+        f'<tr{broken}><td class="name">{escaped(stack.name)}</td>'
+        f'<td class="{tone}">{escaped(stack.verdict)}</td>{cells}</tr>'
     )
 
 
 def _problems(result: ParityResult) -> str:
     blocks = "".join(
-        f'<div class="problem"><p><strong>{_text(name)}</strong></p><p>{_text(why)}</p></div>'
+        f'<div class="problem"><p><strong>{escaped(name)}</strong></p><p>{escaped(why)}</p></div>'
         for name, why in problems(result)
     )
     return f"<h2>What did not pass</h2>{blocks}" if blocks else ""
-
-
-def _text(value: object) -> str:
-    return escape(printable_lines(str(value)), quote=True)

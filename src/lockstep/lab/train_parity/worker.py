@@ -238,7 +238,7 @@ class _Run:
     def give_up(self, status: str, error: Exception) -> None:
         """What there is, and why it is not more. Any rank: the first one to fail may not be rank 0, and
         what the others then say of a lost peer explains nothing."""
-        from lockstep.lab.replay.results import error_line, is_out_of_memory
+        from lockstep.lab.suite.failure import error_line, is_out_of_memory
         from lockstep.ranks.context import lost_peer
 
         self.say(f"{self.job.stack}: {status}: {error}")
@@ -252,7 +252,7 @@ class _Run:
         write_json(self.job.out / RESULT, outcome.model_dump())
 
     def _outcome(self, status: Any) -> Outcome:
-        from lockstep.lab.replay.summary import versions
+        from lockstep.lab.suite.machine import versions
 
         return Outcome(
             status=status,

@@ -1,4 +1,4 @@
-"""Peak memory of one input."""
+"""Peak memory of one piece of work, such as an input of a replay or a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PeakMemory:
         return f"resident size of the process, peak {since}"
 
     def reset(self) -> None:
-        """The next peak begins."""
+        """Start a new peak."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         elif self._resets:
@@ -41,9 +41,9 @@ class PeakMemory:
 
     def peak(self) -> int:
         """Bytes since `reset`."""
-        found = torch.cuda.max_memory_allocated(self._device) if self._cuda else peak_rss_bytes()
-        self.overall = max(self.overall, found)
-        return found
+        peak = torch.cuda.max_memory_allocated(self._device) if self._cuda else peak_rss_bytes()
+        self.overall = max(self.overall, peak)
+        return peak
 
     @staticmethod
     def _clear() -> bool:
