@@ -22,7 +22,7 @@ from lockstep.lab.engine_parity.prompts import make_prompts, read_data
 from lockstep.lab.engine_parity.report import write_reports
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
 from lockstep.lab.engine_parity.run import EngineChoice, EnginesOptions, run_engines
-from lockstep.lab.suite.process import Ending, ProcessRunner
+from lockstep.lab.suite.process import ExitStatus, ProcessRunner
 
 MODEL = "shape:tiny-llama"
 HERE = Path(__file__).parent
@@ -39,9 +39,9 @@ def wrong_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers run in this process: what they do is the same, and importing torch takes seconds."""
 
-    def run(self: ProcessRunner, argv: Any, *, log: Path, timeout: float, **_: Any) -> Ending:
+    def run(self: ProcessRunner, argv: Any, *, log: Path, timeout: float, **_: Any) -> ExitStatus:
         log.touch()
-        return Ending(returncode=engines_worker.main([argv[-1]]), timed_out=False, seconds=1.0)
+        return ExitStatus(returncode=engines_worker.main([argv[-1]]), timed_out=False, seconds=1.0)
 
     monkeypatch.setattr(ProcessRunner, "run", run)
 
@@ -194,7 +194,7 @@ def test_a_suite_that_is_killed_leaves_no_worker(tmp_path: Path):
 def test_ctrl_c_leaves_what_there_is(tmp_path: Path, one_process: None, monkeypatch: pytest.MonkeyPatch):
     run = ProcessRunner.run
 
-    def interrupted(self: ProcessRunner, argv: Any, **given: Any) -> Ending:
+    def interrupted(self: ProcessRunner, argv: Any, **given: Any) -> ExitStatus:
         if "Right" in argv[-1]:
             raise KeyboardInterrupt
         return run(self, argv, **given)

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.lab.matrix.outcome import ended
 from lockstep.lab.matrix.result import CellResult
-from lockstep.lab.suite.process import Ending
+from lockstep.lab.suite.process import ExitStatus
 
 OK: dict[str, Any] = {"index": 0, "status": "ok"}
 SKIPPED: dict[str, Any] = {"index": 1, "status": "skipped", "error": None}
@@ -39,5 +39,7 @@ def test_only_a_cell_whose_inputs_and_process_ended_well_works(
     (replay / "summary.json").write_text("{}")
     (tmp_path / "log.txt").write_text("$ python -m lockstep\nValueError: late\n")
     begun = CellResult(name="a", values={}, flags=(), command="", status="refused", folder="cells/a")
-    found = ended(begun, Ending(returncode=code, timed_out=False, seconds=1.0), folder=tmp_path, timeout=9.0)
+    found = ended(
+        begun, ExitStatus(returncode=code, timed_out=False, seconds=1.0), folder=tmp_path, timeout=9.0
+    )
     assert (found.status, found.reason) == (status, reason)

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.lab.suite.parent_death import tied
+from lockstep.lab.suite.parent_death import die_with_parent
 from lockstep.lab.suite.process import (
     ProcessRunner,
-    hung_in,
     line_that_matters,
     looks_out_of_memory,
     read_tail,
     signal_name,
+    stalled_in,
 )
 
 
 def run(tmp_path: Path, code: str, *, timeout: float = 30.0) -> tuple[object, str]:
     log = tmp_path / "log.txt"
-    ending = ProcessRunner().run([sys.executable, "-c", code], log=log, timeout=timeout)
-    return ending, read_tail(log)
+    exit_status = ProcessRunner().run([sys.executable, "-c", code], log=log, timeout=timeout)
+    return exit_status, read_tail(log)
 
 
 def gone(pid: int) -> bool:
@@ -45,8 +45,8 @@ def wait_for(condition: object, seconds: float = 10.0) -> bool:
 
 
 def test_a_process_that_ends(tmp_path: Path) -> None:
-    ending, log = run(tmp_path, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
-    assert ending.returncode == 3 and not ending.timed_out and ending.seconds > 0
+    exit_status, log = run(tmp_path, "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)")
+    assert exit_status.returncode == 3 and not exit_status.timed_out and exit_status.seconds > 0
     assert log.splitlines() == ["out", "err"]
 
 
@@ -54,9 +54,9 @@ def test_a_real_segmentation_fault_names_the_place(tmp_path: Path) -> None:
     code = "import ctypes\ndef kernel():\n    ctypes.string_at(0)\nkernel()\n"
     (tmp_path / "crash.py").write_text(code)
     log = tmp_path / "log.txt"
-    ending = ProcessRunner().run([sys.executable, str(tmp_path / "crash.py")], log=log, timeout=30.0)
-    assert ending.returncode == -signal.SIGSEGV
-    assert signal_name(ending.returncode) == "SIGSEGV"
+    exit_status = ProcessRunner().run([sys.executable, str(tmp_path / "crash.py")], log=log, timeout=30.0)
+    assert exit_status.returncode == -signal.SIGSEGV
+    assert signal_name(exit_status.returncode) == "SIGSEGV"
     # The innermost frame is ctypes' own; the line says the file and the line in it.
     assert line_that_matters(read_tail(log)).startswith(
         "Fatal Python error: Segmentation fault, in string_at ("
@@ -64,11 +64,11 @@ def test_a_real_segmentation_fault_names_the_place(tmp_path: Path) -> None:
 
 
 def test_a_hang_ends_at_its_deadline_with_a_traceback(tmp_path: Path) -> None:
-    ending, log = run(
+    exit_status, log = run(
         tmp_path, "import time\ndef collective():\n    time.sleep(600)\ncollective()", timeout=1.0
     )
-    assert ending.timed_out and ending.returncode is None
-    assert hung_in(log) == "collective (<string>:3)"
+    assert exit_status.timed_out and exit_status.returncode is None
+    assert stalled_in(log) == "collective (<string>:3)"
 
 
 def test_a_process_that_ignores_signals_and_its_children_are_killed(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_process_that_ignores_signals_and_its_children_are_killed(tmp_path: Pa
         f"pathlib.Path({str(child)!r}).write_text(str(p.pid))\n"
         "time.sleep(600)\n"
     )
-    ending, _ = run(tmp_path, code, timeout=2.0)
-    assert ending.timed_out
+    exit_status, _ = run(tmp_path, code, timeout=2.0)
+    assert exit_status.timed_out
     assert wait_for(lambda: gone(int(child.read_text())))
 
 
@@ -93,8 +93,8 @@ def test_children_of_a_process_that_ended_are_killed(tmp_path: Path) -> None:
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         f"pathlib.Path({str(child)!r}).write_text(str(p.pid))\n"
     )
-    ending, _ = run(tmp_path, code)
-    assert ending.returncode == 0
+    exit_status, _ = run(tmp_path, code)
+    assert exit_status.returncode == 0
     assert wait_for(lambda: gone(int(child.read_text())))
 
 
@@ -172,15 +172,15 @@ def test_no_cell_outlives_a_suite_that_is_killed(words: list[str], tmp_path: Pat
 
 def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    ending = ProcessRunner().run([str(tmp_path / "none")], log=log, timeout=30.0)
-    assert ending.returncode == 1
+    exit_status = ProcessRunner().run([str(tmp_path / "none")], log=log, timeout=30.0)
+    assert exit_status.returncode == 1
     assert read_tail(log) == f"cannot start {tmp_path}/none: No such file or directory\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it, on Linux")
 def test_what_is_started_when_its_suite_has_gone_already_does_not_begin(tmp_path: Path) -> None:
     code = f"import pathlib; pathlib.Path({str(tmp_path / 'began')!r}).touch()"
-    words = tied([sys.executable, "-c", code])
+    words = die_with_parent([sys.executable, "-c", code])
     words[words.index(str(os.getpid()))] = str(os.getppid())  # not the parent of what is started here
     assert subprocess.run(words, timeout=30).returncode == 1
     assert not (tmp_path / "began").exists()

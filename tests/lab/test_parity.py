@@ -14,7 +14,7 @@ import pytest
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.lab.suite.process import Ending, ProcessRunner
+from lockstep.lab.suite.process import ExitStatus, ProcessRunner
 from lockstep.lab.train_parity import run as lab
 from lockstep.lab.train_parity.inputs import make_inputs
 from lockstep.lab.train_parity.job import InputsSpec
@@ -50,11 +50,11 @@ def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(lab, "_BEHIND_LAUNCHER", 1.0)
     real = ProcessRunner.run
 
-    def run(self: ProcessRunner, argv: Any, **given: Any) -> Ending:
+    def run(self: ProcessRunner, argv: Any, **given: Any) -> ExitStatus:
         if "lockstep.lab.train_parity.inputs" not in argv:
             return real(self, argv, **given)
         make_inputs(InputsSpec.model_validate_json(Path(argv[-1]).read_text()))
-        return Ending(returncode=0, timed_out=False, seconds=0.1)
+        return ExitStatus(returncode=0, timed_out=False, seconds=0.1)
 
     monkeypatch.setattr(ProcessRunner, "run", run)
     out = tmp_path / "out"

@@ -19,7 +19,7 @@ from lockstep.lab.bisect.shrink_worker import TRIAL_SECONDS, TrialRunner
 from lockstep.lab.replay.buckets import select_inputs
 from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.policy import check_inputs_fit, check_usable, model_config, model_size
-from lockstep.lab.suite.parent_death import tied
+from lockstep.lab.suite.parent_death import die_with_parent
 from lockstep.models.dtypes import DTYPES
 from lockstep.observe.files import write_atomic
 
@@ -169,7 +169,7 @@ def _confirmed(command: Sequence[str], *, seconds: float, log: Path) -> bool:
     with log.open("a", encoding="utf-8") as file:
         try:
             status = subprocess.run(
-                tied([sys.executable, "-m", "lockstep", *command, "--out", str(out)]),
+                die_with_parent([sys.executable, "-m", "lockstep", *command, "--out", str(out)]),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

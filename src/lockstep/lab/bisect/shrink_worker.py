@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from lockstep.errors import LockstepError
 from lockstep.lab.bisect.shrink import Crash, Trial
 from lockstep.lab.suite.failure import is_out_of_memory
-from lockstep.lab.suite.parent_death import tied
+from lockstep.lab.suite.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from lockstep.lab.replay.options import ReplayOptions
@@ -114,7 +114,7 @@ class TrialRunner:
         read, write = os.pipe()
         with self._log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                tied([sys.executable, "-m", "lockstep.lab.bisect.shrink_worker", str(write)]),
+                die_with_parent([sys.executable, "-m", "lockstep.lab.bisect.shrink_worker", str(write)]),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

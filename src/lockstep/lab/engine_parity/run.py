@@ -33,13 +33,12 @@ from lockstep.lab.engine_parity.prompts import Prompts
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult, Status
 from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.process import (
-    Ending,
+    ExitStatus,
     ProcessRunner,
-    hung_in,
     line_that_matters,
     looks_out_of_memory,
     read_tail,
-    signal_name,
+    stalled_in,
 )
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import in_launcher
@@ -127,10 +126,12 @@ class _Suite:
             timeout=options.timeout,
         )
         argv = [sys.executable, "-u", *WORKER, str(job.write())]
-        ending = self.runner.run(argv, log=log, timeout=options.timeout)
-        return self._result(choice, folder=folder, log=log, ending=ending)
+        exit_status = self.runner.run(argv, log=log, timeout=options.timeout)
+        return self._result(choice, folder=folder, log=log, exit_status=exit_status)
 
-    def _result(self, choice: EngineChoice, *, folder: Path, log: Path, ending: Ending) -> EngineResult:
+    def _result(
+        self, choice: EngineChoice, *, folder: Path, log: Path, exit_status: ExitStatus
+    ) -> EngineResult:
         outcome, rows, passes = read_outcome(folder), read_rows(folder), read_passes(folder)
         is_reference = not self.results
         if is_reference:
@@ -147,7 +148,7 @@ class _Suite:
             for phase in PHASES
         ]
         phases = tuple(phase for phase in found if phase is not None)
-        status, reason = self._status(ending, outcome, log)
+        status, reason = self._status(exit_status, outcome, log)
         return EngineResult(
             name=choice.name,
             engine=choice.config.name,
@@ -157,23 +158,23 @@ class _Suite:
             phases=phases,
             problems=self._problems(choice, rows, phases, outcome),
             outcome=outcome,
-            seconds=ending.seconds,
+            seconds=exit_status.seconds,
             folder=folder.name,
             log=str(log.relative_to(self.out)),
             settings=choice.config.model_dump(mode="json", exclude_defaults=True),
         )
 
-    def _status(self, ending: Ending, outcome: Outcome | None, log: Path) -> tuple[Status, str]:
+    def _status(self, exit_status: ExitStatus, outcome: Outcome | None, log: Path) -> tuple[Status, str]:
         tail = read_tail(log)
-        if ending.timed_out:
-            where = hung_in(tail)
+        if exit_status.timed_out:
+            where = stalled_in(tail)
             return "hung", f"no end after {self.options.timeout:g} s (--timeout)" + (
                 f", in {where}" if where else ""
             )
         if outcome is not None and outcome.status != "ok":
             return outcome.status, outcome.reason
-        if outcome is None or ending.returncode != 0:
-            line = line_that_matters(tail) or how(ending)
+        if outcome is None or exit_status.returncode != 0:
+            line = line_that_matters(tail) or exit_status.describe()
             return ("oom" if looks_out_of_memory(tail) else "failed"), line
         return "ok", ""
 
@@ -292,15 +293,6 @@ def run_engines(
     except OSError as error:
         raise ConfigError(f"--out {options.out}: cannot be made ({error.strerror}); name another") from error
     return _Suite(options, progress).run_all()
-
-
-def how(ending: Ending) -> str:
-    """How a process ended, in words."""
-    if ending.returncode is None:
-        return "it was killed"
-    if ending.returncode < 0:
-        return f"it was killed by {signal_name(ending.returncode)}"
-    return f"it exited with status {ending.returncode}"
 
 
 def file_stem(name: str) -> str:

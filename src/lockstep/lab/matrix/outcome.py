@@ -12,12 +12,12 @@ from lockstep.errors import RecordingError
 from lockstep.lab.matrix.compare import Comparison, compare_outputs
 from lockstep.lab.matrix.result import CellResult, cell_from_dict, read_measures
 from lockstep.lab.suite.process import (
-    Ending,
-    hung_in,
+    ExitStatus,
     line_that_matters,
     looks_out_of_memory,
     read_tail,
     signal_name,
+    stalled_in,
 )
 from lockstep.observe.files import read_json, read_plain
 from lockstep.observe.text import printable_lines
@@ -26,7 +26,7 @@ _USAGE_STATUS = 2
 """lockstep's exit status for a setting that cannot be."""
 
 
-def ended(result: CellResult, ending: Ending, *, folder: Path, timeout: float) -> CellResult:
+def ended(result: CellResult, exit_status: ExitStatus, *, folder: Path, timeout: float) -> CellResult:
     """`result` with status, reason and measures.
 
     Args:
@@ -35,13 +35,13 @@ def ended(result: CellResult, ending: Ending, *, folder: Path, timeout: float) -
     """
     log = read_tail(folder / "log.txt").partition("\n")[2] if (folder / "log.txt").exists() else ""
     rows, summary = read_rows(folder / "replay" / "results.jsonl"), _read(folder / "replay" / "summary.json")
-    status, reason = _status(ending, log=log, rows=rows, summary=summary, timeout=timeout)
+    status, reason = _status(exit_status, log=log, rows=rows, summary=summary, timeout=timeout)
     return replace(
         result,
         status=status,
         reason=printable_lines(reason),
         log=f"{result.folder}/log.txt",
-        seconds=round(ending.seconds, 3),
+        seconds=round(exit_status.seconds, 3),
         measures=read_measures(summary or {}, rows) if summary is not None or rows else None,
     )
 
@@ -99,18 +99,18 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _status(
-    ending: Ending,
+    exit_status: ExitStatus,
     *,
     log: str,
     rows: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any] | None,
     timeout: float,
 ) -> tuple[str, str]:
-    if ending.timed_out:
-        where = hung_in(log)
+    if exit_status.timed_out:
+        where = stalled_in(log)
         seen = f"{len(rows)} inputs were done" if rows else "no input was done"
         return f"timeout after {timeout:g} s", seen + (f"; it was in {where}" if where else "")
-    code = ending.returncode
+    code = exit_status.returncode
     assert code is not None
     if code < 0:
         name = signal_name(code)

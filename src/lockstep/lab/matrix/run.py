@@ -276,8 +276,8 @@ class _Work:
         log = folder / "log.txt"
         log.write_text(f"$ {shlex.join(['python', '-m', 'lockstep', *words])}\n", encoding="utf-8")
         argv = [sys.executable, "-m", "lockstep", *words]
-        ending = self.runner.run(argv, log=log, timeout=self.options.timeout)
-        return self._saved(ended(result, ending, folder=folder, timeout=self.options.timeout))
+        exit_status = self.runner.run(argv, log=log, timeout=self.options.timeout)
+        return self._saved(ended(result, exit_status, folder=folder, timeout=self.options.timeout))
 
     def _reference_name(self, cell: MatrixCell) -> str | None:
         reference = self.reference_of.get(cell.name)

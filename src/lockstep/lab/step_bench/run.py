@@ -35,12 +35,11 @@ from lockstep.lab.step_bench.result import BenchResult, CellResult
 from lockstep.lab.step_bench.work import BenchWork
 from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.process import (
-    Ending,
+    ExitStatus,
     ProcessRunner,
     line_that_matters,
     looks_out_of_memory,
     read_tail,
-    signal_name,
 )
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import in_launcher
@@ -87,7 +86,7 @@ class _Running:
 
     def __init__(self, job: BenchJob, *, log: Path, environment: Mapping[str, str]) -> None:
         self.job, self.log, self.environment = job, log, environment
-        self.ending: Ending | None = None
+        self.exit_status: ExitStatus | None = None
         self.hung: str = ""
         self._runner = ProcessRunner()
         self._thread = threading.Thread(target=self._run, name=f"bench {job.cell}", daemon=True)
@@ -96,9 +95,11 @@ class _Running:
     def _run(self) -> None:
         argv = [sys.executable, "-u", *WORKER, str(self.job.out / "job.json")]
         try:
-            self.ending = self._runner.run(argv, log=self.log, timeout=_FOREVER, environment=self.environment)
+            self.exit_status = self._runner.run(
+                argv, log=self.log, timeout=_FOREVER, environment=self.environment
+            )
         except KeyboardInterrupt:  # what ProcessRunner.stop ends a run with
-            self.ending = Ending(returncode=None, timed_out=True, seconds=0.0)
+            self.exit_status = ExitStatus(returncode=None, timed_out=True, seconds=0.0)
 
     @property
     def alive(self) -> bool:
@@ -107,7 +108,7 @@ class _Running:
     @property
     def cut_short(self) -> bool:
         """It has not come to an end of its own: still at work, or stopped."""
-        return self.alive or (self.ending is not None and self.ending.returncode is None)
+        return self.alive or (self.exit_status is not None and self.exit_status.returncode is None)
 
     def wait(self, arrived: Callable[[], bool], seconds: float, what: str) -> bool:
         """Until something has arrived; False: the process ended, or was ended because it did not."""
@@ -259,9 +260,9 @@ class _Suite:
             warm = read_ready(running.job.out) is not None
             seen = f"after {len(times)} of {self.options.repeats} steps" if warm else "before it was warm"
             return "interrupted", seen
-        tail, ending = read_tail(running.log), running.ending
+        tail, exit_status = read_tail(running.log), running.exit_status
         status = "oom" if looks_out_of_memory(tail) else "failed"
-        how = "it was killed" if ending is None or ending.returncode is None else _how(ending.returncode)
+        how = "it was killed" if exit_status is None else exit_status.describe()
         return status, (line_that_matters(tail) or how) + _advice(status, self.options)
 
     # --- the result -----------------------------------------------------------------------------------------
@@ -368,9 +369,3 @@ def _advice(status: str, options: BenchOptions) -> str:
     if status != "oom" or options.one_at_a_time or len(options.cells) == 1:
         return ""
     return " (all cells are in memory at once; give --one-at-a-time)"
-
-
-def _how(returncode: int) -> str:
-    if returncode < 0:
-        return f"it was killed by {signal_name(returncode)}"
-    return f"it exited with status {returncode}"

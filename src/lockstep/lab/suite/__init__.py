@@ -1,1 +1,1 @@
-"""What every suite of the lab shares: a process per variant, its job, its deadline, the machine it ran on."""
+"""Shared by the suites of the lab: a process per variant, its job, its deadline, the machine it ran on."""

@@ -25,7 +25,7 @@ def check_seconds(value: float, setting: str) -> None:
 
 
 def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
-    """What a worker is told. Raises ConfigError."""
+    """Read a worker's job. Raises ConfigError."""
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -37,7 +37,7 @@ def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
 
 
 def read_if_whole(path: Path, kind: type[_Kind]) -> _Kind | None:
-    """What a worker wrote; None: it has not (yet), or the file is something else."""
+    """Read what a worker wrote; None where there is no file yet, or it holds something else."""
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError):
@@ -45,13 +45,13 @@ def read_if_whole(path: Path, kind: type[_Kind]) -> _Kind | None:
 
 
 def read_lines(path: Path, kind: type[_Kind]) -> list[_Kind]:
-    """One value per line; a last line that is cut off is left out. No file: nothing."""
+    """Read one value per line; a last line that is cut off is left out. No file gives no values."""
     if not path.exists():
         return []
-    found = []
+    values = []
     for line in path.read_text(encoding="utf-8").split("\n"):  # splitlines() would cut a text at U+2028 too
         try:
-            found.append(kind.model_validate_json(line))
+            values.append(kind.model_validate_json(line))
         except ValidationError:
             break
-    return found
+    return values

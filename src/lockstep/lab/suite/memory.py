@@ -14,7 +14,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """On CUDA the allocator's peak; on a CPU the process's largest resident size.
 
-    Linux lets a process start its peak anew; elsewhere a CPU's peak is that since the process started.
+    On Linux a process can reset its own peak; elsewhere a CPU's peak is that since the process started.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class PeakMemory:
 
     @property
     def kind(self) -> str:
-        """What is measured."""
+        """The measured quantity, for reports."""
         if self._cuda:
             return "CUDA memory allocated, peak of each input"
         since = "of each input" if self._resets else "since the process started"
@@ -40,7 +40,7 @@ class PeakMemory:
             self._clear()
 
     def peak(self) -> int:
-        """Bytes since `reset`."""
+        """Peak since `reset`, bytes."""
         peak = torch.cuda.max_memory_allocated(self._device) if self._cuda else peak_rss_bytes()
         self.overall = max(self.overall, peak)
         return peak

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.lab.suite.parent_death import tied
+from lockstep.lab.suite.parent_death import die_with_parent
 
 TRACEBACK_SECONDS = 5.0
 """How long a process that ran past its deadline may take to write its traceback."""
 TAIL_BYTES = 256 * 1024
-"""What of a log is looked at for the line that matters."""
+"""How much of a log's end is searched for the line that matters."""
 
 _ERROR = re.compile(r"^(?:\[?rank ?\d+\]?:? ?)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$")
 _ERROR_NAME = re.compile(r"(Error|Exception|Interrupt|Exit|Unsupported|Failed|Failure)$")
@@ -35,7 +35,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class ExitStatus:
     """How a process ended."""
 
     returncode: int | None
@@ -43,9 +43,17 @@ class Ending:
     timed_out: bool
     seconds: float
 
+    def describe(self) -> str:
+        """ "it exited with status 1", "it was killed by SIGSEGV" or "it was killed"."""
+        if self.returncode is None:
+            return "it was killed"
+        if self.returncode < 0:
+            return f"it was killed by {signal_name(self.returncode)}"
+        return f"it exited with status {self.returncode}"
+
 
 class ProcessRunner:
-    """Runs commands, from several threads if need be, and kills those that run when asked to."""
+    """Run commands, from several threads if need be; `stop` kills those that are running."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +68,7 @@ class ProcessRunner:
         timeout: float,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
-    ) -> Ending:
+    ) -> ExitStatus:
         """Run `argv` with stdout and stderr in `log`, until it ends or `timeout` seconds are over.
 
         Raises:
@@ -74,7 +82,7 @@ class ProcessRunner:
                     raise KeyboardInterrupt
                 # A session of its own: the terminal's Ctrl-C comes here only, and one kill reaches all of it.
                 process = subprocess.Popen(
-                    tied(argv),
+                    die_with_parent(argv),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -93,7 +101,7 @@ class ProcessRunner:
                     self._running.discard(process)
         if self._stopped:
             raise KeyboardInterrupt
-        return Ending(
+        return ExitStatus(
             returncode=None if timed_out else process.returncode,
             timed_out=timed_out,
             seconds=time.monotonic() - start,
@@ -126,7 +134,7 @@ def read_tail(log: Path) -> str:
 
 
 def line_that_matters(text: str, *, limit: int = 300) -> str:
-    """The one line of a log that says why: the last error that is named, else where a fatal signal hit, else
+    """The one line of a log that says why: where a fatal signal hit, else the last error that is named, else
     the last line.
 
     Example:
@@ -149,7 +157,7 @@ def line_that_matters(text: str, *, limit: int = 300) -> str:
 
 
 def looks_out_of_memory(text: str) -> bool:
-    """Whether an error or a log is about memory that could not be had, of a device or of the host."""
+    """Whether an error or a log says that memory ran out, on a device or on the host."""
     return _OUT_OF_MEMORY.search(text) is not None
 
 
@@ -168,14 +176,14 @@ def _fatal(lines: Sequence[str]) -> str | None:
     return lines[starts[-1]].strip()
 
 
-def hung_in(text: str) -> str | None:
-    """Where a process was when it was asked for a traceback, as "NAME (FILE:LINE)"."""
+def stalled_in(text: str) -> str | None:
+    """The function a process was in when it was asked for a traceback, as "NAME (FILE:LINE)"."""
     line = _fatal(text.splitlines())
     return line.partition(", in ")[2] or None if line is not None else None
 
 
 def _short_path(path: str) -> str:
-    """The part that says which library and file: .../site-packages/torch/x.py -> torch/x.py."""
+    """Keep the part that names library and file: .../site-packages/torch/x.py -> torch/x.py."""
     for root in ("/site-packages/", "/dist-packages/", "/src/"):
         if root in path:
             return path.rpartition(root)[2]
@@ -206,7 +214,7 @@ def _ask_for_traceback(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of the process's session is left: not the process, nor ranks that it started."""
+    """Kill the process and everything in its session, such as ranks that it started."""
     _signal_group(process, signal.SIGKILL)
     process.wait()
 

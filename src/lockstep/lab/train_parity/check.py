@@ -22,7 +22,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.lab.suite.parent_death import tied
+from lockstep.lab.suite.parent_death import die_with_parent
 from lockstep.lab.train_parity.stacks import Stack
 from lockstep.protocols.train import TrainBackend
 from lockstep.train import BACKENDS
@@ -103,7 +103,7 @@ def import_failure(name: str) -> str:
     command = [sys.executable, "-c", f"import {name}"]
     try:
         ended = subprocess.run(
-            tied(command), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
+            die_with_parent(command), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"import {name} takes more than {IMPORT_SECONDS:g} s"

@@ -22,12 +22,11 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
 from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.process import (
-    Ending,
+    ExitStatus,
     ProcessRunner,
     line_that_matters,
     looks_out_of_memory,
     read_tail,
-    signal_name,
 )
 from lockstep.lab.train_parity.compare import compare
 from lockstep.lab.train_parity.job import (
@@ -135,10 +134,10 @@ class _Suite:
         log = self.logs / "inputs.log"
         log.unlink(missing_ok=True)
         argv = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.inputs", str(path)]
-        ending = self.runner.run(argv, log=log, timeout=INPUT_SECONDS)
-        if ending.returncode != 0:
+        exit_status = self.runner.run(argv, log=log, timeout=INPUT_SECONDS)
+        if exit_status.returncode != 0:
             why = line_that_matters(read_tail(log)).removeprefix("parity inputs: ")
-            raise ConfigError(f"the inputs could not be made: {why or how(ending)} (log: {log})")
+            raise ConfigError(f"the inputs could not be made: {why or exit_status.describe()} (log: {log})")
         return InputsReport.model_validate_json((self.out / REPORT).read_text(encoding="utf-8"))
 
     def _ranks(self, stack: Stack) -> int | None:
@@ -163,14 +162,14 @@ class _Suite:
         except LockstepError as error:
             return StackResult(status="refused", reason=str(error), **base)
         base |= {"ranks": job.ranks, "folder": folder.name, "log": str(log)}
-        ending = self._run_job(job, log)
+        exit_status = self._run_job(job, log)
         rows, outcome = tuple(read_rows(folder)), read_outcome(folder)
-        base |= {"rows": rows, "seconds": ending.seconds}
+        base |= {"rows": rows, "seconds": exit_status.seconds}
         if outcome is not None:
             base |= {name: getattr(outcome, name) for name in ("attention", "dtype", "statement")}
-        if outcome is not None and outcome.status == "ok" and ending.returncode == 0:
+        if outcome is not None and outcome.status == "ok" and exit_status.returncode == 0:
             return StackResult(status="ok", falls=falls(self._gains(rows)), **base)
-        status, reason = self._why(ending, log, folder)
+        status, reason = self._why(exit_status, log, folder)
         if outcome is not None and outcome.reason and status != "hung":
             status, reason = cast(Status, outcome.status), outcome.reason
         return StackResult(status=status, reason=reason, **base)
@@ -198,17 +197,17 @@ class _Suite:
         job.write()
         return job
 
-    def _run_job(self, job: ParityJob, log: Path) -> Ending:
+    def _run_job(self, job: ParityJob, log: Path) -> ExitStatus:
         log.unlink(missing_ok=True)
         argv = [sys.executable, "-u", *WORKER, str(job.out / "job.json")]
         return self.runner.run(argv, log=log, timeout=job.timeout + _BEHIND_LAUNCHER)
 
-    def _why(self, ending: Ending, log: Path, folder: Path) -> tuple[Status, str]:
+    def _why(self, exit_status: ExitStatus, log: Path, folder: Path) -> tuple[Status, str]:
         tail = read_tail(log)
-        if ending.timed_out or ending.returncode == TIMED_OUT:
+        if exit_status.timed_out or exit_status.returncode == TIMED_OUT:
             where = where_it_was(folder / RANK_LOGS)
             return "hung", f"no end after {self.options.timeout:g} s (--timeout){where}"
-        line = line_that_matters(tail) or how(ending)
+        line = line_that_matters(tail) or exit_status.describe()
         return ("oom" if looks_out_of_memory(tail) else "failed"), line
 
     def _gains(self, rows: Sequence[Any]) -> list[float]:
@@ -310,15 +309,6 @@ def run_parity(
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
     return _Suite(options, progress).run_all()
-
-
-def how(ending: Ending) -> str:
-    """How a process ended, in words."""
-    if ending.returncode is None:
-        return "it was killed"
-    if ending.returncode < 0:
-        return f"it was killed by {signal_name(ending.returncode)}"
-    return f"it exited with status {ending.returncode}"
 
 
 def where_it_was(folder: Path) -> str:
