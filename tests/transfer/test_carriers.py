@@ -133,7 +133,10 @@ def test_files_that_are_removed_under_way_are_named(tmp_path: Path) -> None:
             "raise-before-2",
             "a worker says: no room for it; the trainer's side: .*engine worker 1 did not come",
         ),
-        ("hang-before-2", "a worker says: .*; the trainer's side: .*engine worker 1 did not come"),
+        (  # a worker that waits for the hanging one may say so or not come to that
+            "hang-before-2",
+            "a worker (says: .*|did not answer); the trainer's side: .*engine worker 1 did not come",
+        ),
     ],
 )
 def test_a_receiver_that_fails_amid_a_collective_is_named_in_time(
