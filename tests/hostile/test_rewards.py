@@ -19,7 +19,7 @@ import pytest
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.reward_worker import RewardWorker
+from lockstep.rollout.reward_process import RewardWorker
 from lockstep.rollout.rewards import RewardSet
 
 MODULE = """

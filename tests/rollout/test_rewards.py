@@ -19,7 +19,7 @@ from lockstep.config.rollout import RewardConfig
 from lockstep.data.generated import ReasoningGymRows
 from lockstep.errors import ConfigError, RewardError
 from lockstep.protocols.reward import RewardInput
-from lockstep.rollout.reward_worker import RewardFailure
+from lockstep.rollout.reward_process import RewardFailure
 from lockstep.rollout.rewards import RewardSet, Scored, lenient_accuracy, lenient_correct
 
 Row = Mapping[str, Any]

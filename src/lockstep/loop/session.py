@@ -26,8 +26,8 @@ from lockstep.loop.distributed import (
     open_run_dir,
     resume_command,
 )
+from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
-from lockstep.loop.metrics import gap_complaint
 from lockstep.models.load import LoadedModel
 from lockstep.observe.display import Display
 from lockstep.observe.memory import memory_metrics
@@ -465,7 +465,7 @@ class Session:
             checked again (its metrics are those of a run that was not interrupted).
 
         Raises:
-            EngineError: they do not agree at all, see loop/metrics.py.
+            EngineError: they do not agree at all, see loop/first_step_gap.py.
         """
         if "logprob_gap_mean" not in metrics or self._axes is None:
             return {}

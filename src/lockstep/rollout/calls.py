@@ -1,6 +1,6 @@
 """Calling a Python callable as a reward with a time limit, sync or async, without ever hanging the caller.
 
-A named reward has its own process, see reward_worker; this is for callables, which cannot be sent to one.
+A named reward has its own process, see reward_process; this is for callables, which cannot be sent to one.
 Sync functions run one after another in their own thread; async ones run together in an event loop in its own
 thread, so it does not matter whether the caller (a notebook) has a running loop.
 The caller waits in small steps that Ctrl-C interrupts. Python cannot end a thread: one that overran is left
@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from lockstep.rollout.reward_calls import text_of
+from lockstep.rollout.reward_functions import text_of
 
 T = TypeVar("T")
 Call = Callable[[], Any]

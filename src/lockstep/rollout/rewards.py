@@ -23,8 +23,8 @@ from lockstep.errors import ConfigError, RewardError, unknown_name
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
-from lockstep.rollout.reward_calls import MATCHES, bind, is_async, own_row, raised, score_of
-from lockstep.rollout.reward_worker import RewardFailure, RewardWorker, close_all
+from lockstep.rollout.reward_functions import MATCHES, bind, is_async, own_row, raised, score_of
+from lockstep.rollout.reward_process import RewardFailure, RewardWorker, close_all
 from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, require_package
 

@@ -25,7 +25,7 @@ from lockstep.protocols.reward import RewardInput
 from lockstep.registry import load_object
 from lockstep.rollout import sandbox
 from lockstep.rollout.messages import Message, receive, send
-from lockstep.rollout.reward_calls import bind, is_async, own_row, raised, score_of
+from lockstep.rollout.reward_functions import bind, is_async, own_row, raised, score_of
 from lockstep.rollout.row_values import decoded
 
 TRACEBACK_LENGTH = 8000

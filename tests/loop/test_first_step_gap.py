@@ -3,7 +3,7 @@ import math
 import pytest
 
 from lockstep.errors import EngineError
-from lockstep.loop.metrics import gap_complaint
+from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.online import _combine
 
 

@@ -108,7 +108,7 @@ class RewardWorker:
             return self._process
         reader, writer = os.pipe()
         try:
-            process = JobProcess("lockstep.rollout.reward_child", *self._arguments, output=writer)
+            process = JobProcess("lockstep.rollout.reward_process_main", *self._arguments, output=writer)
         except BaseException:
             os.close(reader)
             raise
