@@ -495,7 +495,9 @@ def test_a_recording_may_not_choose_a_kernel_that_the_support_table_does_not_nam
     recording = Recording.open(root)
     with pytest.raises(RecordingError, match=r"field 'axes.attention' is .* --attention"):
         resolve_cell(recording.header, device="cpu")
-    assert resolve_cell(recording.header, device="cpu", given={"attention": "sdpa"})[0].attention == "sdpa"
+    assert (
+        resolve_cell(recording.header, device="cpu", overrides={"attention": "sdpa"})[0].attention == "sdpa"
+    )
     status, problems = validated(root)
     assert status == 1 and "axes.attention" in problems[0]
 

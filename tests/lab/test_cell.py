@@ -52,7 +52,7 @@ def test_a_gpu_recording_becomes_float32_sdpa_on_a_cpu_and_says_why() -> None:
 
 def test_what_is_asked_for_is_not_resolved_away() -> None:
     recorded = CPU | {"attention": "varlen", "dtype": "bfloat16", "device": "cuda"}
-    cell, notes = resolve_cell(header(**recorded), device="cpu", given={"attention": "varlen"})
+    cell, notes = resolve_cell(header(**recorded), device="cpu", overrides={"attention": "varlen"})
     assert (cell.attention, cell.dtype) == ("varlen", "float32")
     assert not any(note.startswith("attention:") for note in notes)
 
@@ -65,9 +65,9 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_the_support_table_refuses_with_its_reason_and_the_flags() -> None:
     with pytest.raises(ConfigError, match=r"no backward on a CPU.*--attention"):
-        resolve_cell(header(**CPU), device="cpu", given={"attention": "flex"})
+        resolve_cell(header(**CPU), device="cpu", overrides={"attention": "flex"})
     with pytest.raises(ConfigError, match="unknown attention kernel 'flsh'"):
-        resolve_cell(header(**CPU), device="cpu", given={"attention": "flsh"})
+        resolve_cell(header(**CPU), device="cpu", overrides={"attention": "flsh"})
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_foreign_header_without_axes_means_plain_sdpa() -> None:
 
 
 def test_all_off() -> None:
-    cell, _ = resolve_cell(header(**(CPU | {"execution": "compile"})), device="cpu", given=ALL_OFF)
+    cell, _ = resolve_cell(header(**(CPU | {"execution": "compile"})), device="cpu", overrides=ALL_OFF)
     assert cell.label() == "sdpa + eager + padded"
     assert dataclasses.asdict(cell).items() >= ALL_OFF.items()
 
@@ -142,28 +142,28 @@ CELLS = [
 def test_flags_give_the_cell_back_whatever_the_recording(cell: Cell) -> None:
     args = parser().parse_args(cell.flags())
     other = header(**(CPU | {"attention": "varlen", "layout": "padded", "execution": "compile"}))
-    assert resolve_cell(other, device=args.device, given=cell_fields(args))[0] == cell
+    assert resolve_cell(other, device=args.device, overrides=cell_fields(args))[0] == cell
 
 
 def test_a_recording_inside_of_the_claim_leaves_it_where_the_cell_has_to_and_says_why() -> None:
     recorded = header(**(CPU | {"attention": "varlen", "batch_invariant": True}))
     cell, notes = resolve_cell(recorded, device="cpu")
     assert cell.batch_invariant and cell.label() == "varlen + eager + packed + batch-invariant"
-    cell, notes = resolve_cell(recorded, device="cpu", given={"attention": "sdpa"})
+    cell, notes = resolve_cell(recorded, device="cpu", overrides={"attention": "sdpa"})
     assert not cell.batch_invariant
     (note,) = (note for note in notes if note.startswith("batch_invariant: on -> off ("))
     assert "splits the keys" in note
     with pytest.raises(ConfigError, match="splits the keys"):
-        resolve_cell(recorded, device="cpu", given={"attention": "sdpa", "batch_invariant": True})
+        resolve_cell(recorded, device="cpu", overrides={"attention": "sdpa", "batch_invariant": True})
     with pytest.raises(ConfigError, match="--batch-invariant with --deepcompile"):
-        resolve_cell(recorded, device="cpu", given={"execution": "deepcompile", "batch_invariant": True})
+        resolve_cell(recorded, device="cpu", overrides={"execution": "deepcompile", "batch_invariant": True})
 
 
 def test_a_joint_graph_needs_whole_weights() -> None:
-    cell = resolve_cell(header(**CPU), device="cpu", given={"execution": "joint", "zero_stage": 2})[0]
+    cell = resolve_cell(header(**CPU), device="cpu", overrides={"execution": "joint", "zero_stage": 2})[0]
     assert (cell.execution, cell.zero_stage) == ("joint", 2)
     with pytest.raises(ConfigError, match="--joint with --zero-stage 3"):
-        resolve_cell(header(**CPU), device="cpu", given={"execution": "joint", "zero_stage": 3})
+        resolve_cell(header(**CPU), device="cpu", overrides={"execution": "joint", "zero_stage": 3})
 
 
 def test_deepcompile_has_a_flag() -> None:

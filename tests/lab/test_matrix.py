@@ -174,7 +174,7 @@ def test_a_cell_that_disagrees_fails_the_matrix(fake: Fake, run: Callable[..., M
 def test_a_refused_cell_starts_no_process_and_does_not_fail(
     fake: Fake, run: Callable[..., MatrixResult]
 ) -> None:
-    result = run(axes=parse_axes([], given=["attention=sdpa,flex"]))
+    result = run(axes=parse_axes([], axis_flags=["attention=sdpa,flex"]))
     refused = result.cell("flex")
     assert refused is not None and refused.status == "refused" and refused.log is None
     assert "flex_attention has no backward on a CPU" in refused.reason
@@ -193,7 +193,7 @@ def test_half_precision_is_measured_by_the_references_own_kernels(
             "bfloat16 --packing sdpa": {"shift": 0.016, "scale": 1.0},
         }
     )
-    axes = parse_axes([], given=["attention=sdpa,varlen", "packing=off,on"])
+    axes = parse_axes([], axis_flags=["attention=sdpa,varlen", "packing=off,on"])
     result = run(axes=axes, base=(("dtype", "bfloat16"),))
     assert [cell.name for cell in result.cells if cell.is_extra] == ["reference (float32)"]
     assert {cell.reference for cell in result.table} == {"reference (float32)"}
@@ -203,7 +203,7 @@ def test_half_precision_is_measured_by_the_references_own_kernels(
 
 
 def test_a_reference_per_number_of_layers(fake: Fake, run: Callable[..., MatrixResult]) -> None:
-    result = run(axes=parse_axes(["packing"], given=["layers=1,all"]))
+    result = run(axes=parse_axes(["packing"], axis_flags=["layers=1,all"]))
     assert [cell.name for cell in result.cells] == [
         "padded + 1 layer",
         "padded + all layers",

@@ -17,7 +17,7 @@ def test_the_usual_axes_make_the_eight_cells_of_document_000() -> None:
 
 
 def test_values_and_their_cells() -> None:
-    axes = parse_axes(["packing"], given=["attention=sdpa, hf:flash_attention_2", "zero-stage=none,3"])
+    axes = parse_axes(["packing"], axis_flags=["attention=sdpa, hf:flash_attention_2", "zero-stage=none,3"])
     assert [axis.name for axis in axes] == ["packing", "attention", "zero-stage"]
     cells = make_cells(BASE, axes)
     assert len(cells) == 8
@@ -28,7 +28,7 @@ def test_values_and_their_cells() -> None:
 
 
 def test_given_values_replace_the_usual_ones_in_place() -> None:
-    axes = parse_axes(["attention", "compile"], given=["attention=varlen"])
+    axes = parse_axes(["attention", "compile"], axis_flags=["attention=varlen"])
     assert [(axis.name, len(axis.values)) for axis in axes] == [("attention", 1), ("compile", 2)]
 
 
@@ -58,7 +58,7 @@ def test_every_axis_with_usual_values_makes_cells() -> None:
 )
 def test_wrong_axes(names: list[str], given: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_axes(names, given=given)
+        parse_axes(names, axis_flags=given)
 
 
 def test_settings_of_a_reference() -> None:
@@ -74,7 +74,7 @@ def test_settings_of_a_reference() -> None:
 
 
 def test_a_reference_that_is_none_of_the_cells() -> None:
-    cells = make_cells(BASE, parse_axes([], given=["attention=varlen", "layers=2,all"]))
+    cells = make_cells(BASE, parse_axes([], axis_flags=["attention=varlen", "layers=2,all"]))
     extra, reference_of = reference_cells(cells, BASE)
     assert [cell.name for cell in extra] == ["reference (float32, 2 layers)", "reference (float32)"]
     assert [cell.cell.num_layers for cell in extra] == [2, None]
@@ -93,7 +93,9 @@ def test_refusals_come_from_the_support_table() -> None:
 
 
 def test_names_of_other_peoples_models_make_plain_folders() -> None:
-    cells = make_cells(BASE, parse_axes([], given=["model=../../etc/passwd,<script>alert(1)</script>,a b"]))
+    cells = make_cells(
+        BASE, parse_axes([], axis_flags=["model=../../etc/passwd,<script>alert(1)</script>,a b"])
+    )
     assert [cell.slug for cell in cells] == ["etc-passwd", "script-alert-1-script", "a-b"]
-    twins = make_cells(BASE, parse_axes([], given=["model=a/b,a?b"]))
+    twins = make_cells(BASE, parse_axes([], axis_flags=["model=a/b,a?b"]))
     assert [cell.slug for cell in twins] == ["a-b", "a-b-2"]

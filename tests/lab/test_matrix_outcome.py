@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.lab.matrix.outcome import ended
+from lockstep.lab.matrix.outcome import with_process_result
 from lockstep.lab.matrix.result import CellResult
 from lockstep.lab.suite.process import ExitStatus
 
@@ -39,7 +39,7 @@ def test_only_a_cell_whose_inputs_and_process_ended_well_works(
     (replay / "summary.json").write_text("{}")
     (tmp_path / "log.txt").write_text("$ python -m lockstep\nValueError: late\n")
     begun = CellResult(name="a", values={}, flags=(), command="", status="refused", folder="cells/a")
-    found = ended(
+    found = with_process_result(
         begun, ExitStatus(returncode=code, timed_out=False, seconds=1.0), folder=tmp_path, timeout=9.0
     )
     assert (found.status, found.reason) == (status, reason)

@@ -7,7 +7,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix.report import brief, markdown, show
+from lockstep.lab.matrix.report import markdown, progress_line, show
 
 
 def shown(*cells: object) -> str:
@@ -55,6 +55,9 @@ def test_markdown_has_the_axes_and_what_it_was_made_with() -> None:
 
 
 def test_a_line_per_cell() -> None:
-    assert brief(made.cell(seconds=3.21), 2, 8) == "[2/8] packed: ok, 2e-06 nats from the reference, 3.2 s"
+    assert (
+        progress_line(made.cell(seconds=3.21), 2, 8)
+        == "[2/8] packed: ok, 2e-06 nats from the reference, 3.2 s"
+    )
     bad = made.cell(status="failed", reason="E: x", comparison=None)
-    assert brief(bad, 1, 8) == "[1/8] packed: failed: E: x"
+    assert progress_line(bad, 1, 8) == "[1/8] packed: failed: E: x"

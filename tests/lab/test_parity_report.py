@@ -16,7 +16,15 @@ from lockstep.lab.loss_curves.differences import Spread, falls
 from lockstep.lab.loss_curves.draw import Curve, Panel, nice_ticks, svg, write_png
 from lockstep.lab.train_parity.compare import Comparison
 from lockstep.lab.train_parity.job import StepRow
-from lockstep.lab.train_parity.report import brief, markdown, page, panels, problems, show, write_reports
+from lockstep.lab.train_parity.report import (
+    markdown,
+    page,
+    panels,
+    problems,
+    progress_line,
+    show,
+    write_reports,
+)
 from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
@@ -159,7 +167,7 @@ def test_agreement_and_learning_are_two_verdicts(
     assert values["learning"]["ok"] is learns and values["stacks"][1]["learning"] == words[1]
     shown = [name for name, _ in problems(found)]
     flat = [s.name for s in (local, other) if s.learning == "does not fall"]
-    assert shown == flat and (other.learning_problem in brief(other, 2, 2))
+    assert shown == flat and (other.learning_problem in progress_line(other, 2, 2))
 
 
 def test_the_terminal_shows_every_stack() -> None:
@@ -180,8 +188,8 @@ def test_the_terminal_shows_every_stack() -> None:
         "2.0e-06",
     ]
     assert "fsdp2:tp2: tp = 2: why not" in text and "…" not in text
-    assert brief(usual().stacks[1], 2, 4) == "[2/4] fsdp2: agrees, losses within 0.01, 12.0 s"
-    assert "\x1b" not in brief(hostile().stacks[1], 1, 1)
+    assert progress_line(usual().stacks[1], 2, 4) == "[2/4] fsdp2: agrees, losses within 0.01, 12.0 s"
+    assert "\x1b" not in progress_line(hostile().stacks[1], 1, 1)
 
 
 def test_the_page_is_self_contained_and_escapes_everything() -> None:

@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     _check(args, argv)
     if "list" in args.axis:
         return _list_axes()
-    from lockstep.lab.matrix.report import brief, show
+    from lockstep.lab.matrix.report import progress_line, show
     from lockstep.lab.matrix.run import run_matrix
     from lockstep.loop.interrupt import Interrupted
 
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     say = arguments.nothing if args.quiet else _say
     say(f"matrix: {options.out}")
     try:
-        result = run_matrix(args.recording, options, progress=lambda *news: say(brief(*news)))
+        result = run_matrix(args.recording, options, progress=lambda *event: say(progress_line(*event)))
     except Interrupted as stop:
         say(f"interrupted after {stop.summary['cells']} of {stop.summary['total']} cells")
         echo(stop.summary["verdict"])
@@ -161,7 +161,7 @@ def make_options(args: argparse.Namespace, argv: Sequence[str]) -> MatrixOptions
     names = [name.strip() for name in args.axes.split(",")] if args.axes else []
     return MatrixOptions(
         out=args.out if args.out is not None else arguments.default_out("matrix"),
-        axes=parse_axes(names, given=args.axis),
+        axes=parse_axes(names, axis_flags=args.axis),
         base=tuple((name, value) for name in _BASE if (value := getattr(args, name)) is not None),
         device=args.device,
         reference=args.reference,

@@ -172,14 +172,14 @@ def train(argv: Sequence[str]) -> int:
     command = shlex.join(["lockstep", "parity", "train", *argv])
     options = make_options(args, os.environ, command=command)
     check_writable(args.json)
-    from lockstep.lab.train_parity.report import brief, show, write_reports
+    from lockstep.lab.train_parity.report import progress_line, show, write_reports
     from lockstep.lab.train_parity.run import run_parity
 
     say = arguments.nothing if args.quiet else _say
     for note in options.notes:
         say(note)
     say(f"parity: {options.out}")
-    result = run_parity(options, progress=lambda *news: say(brief(*news)))
+    result = run_parity(options, progress=lambda *event: say(progress_line(*event)))
     write_reports(result, options.out)
     if not args.quiet:
         show(result, console())

@@ -145,12 +145,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     check_writable(args.json)
     options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
-    from lockstep.lab.engine_parity.report import brief, show, write_reports
+    from lockstep.lab.engine_parity.report import progress_line, show, write_reports
     from lockstep.lab.engine_parity.run import run_engines
 
     say = arguments.nothing if args.quiet else _say
     say(f"parity engines: {options.out}")
-    result = run_engines(options, progress=lambda *news: say(brief(*news)))
+    result = run_engines(options, progress=lambda *event: say(progress_line(*event)))
     write_reports(result, options.out)
     if not args.quiet:
         show(result, console())

@@ -244,7 +244,7 @@ def make_options(args: argparse.Namespace, recording: Recording, given: Mapping[
     from lockstep.lab.replay.cell import resolve_cell
     from lockstep.lab.replay.options import ReplayOptions
 
-    cell, notes = resolve_cell(recording.header, device=args.device, given=given)
+    cell, notes = resolve_cell(recording.header, device=args.device, overrides=given)
     if args.capacity is not None and (cell.execution == "eager" or cell.layout == "padded"):
         notes += (f"--capacity {args.capacity} changes nothing here: it is for packs of a compiled cell",)
     return ReplayOptions(

@@ -40,7 +40,7 @@ def main(
 
 
 def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOptions, out: Path) -> int:
-    from lockstep.lab.replay.ranks import RankPlace, agree_on_directory, replay_ranks, waiting_seconds
+    from lockstep.lab.replay.ranks import RankSetup, agree_on_directory, replay_ranks, waiting_seconds
     from lockstep.models.quiet import quiet_transformers
     from lockstep.ranks.context import init_ranks
 
@@ -50,7 +50,7 @@ def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOpti
         out = agree_on_directory(ranks, out)
         if ranks.rank == 0:
             return _as_first(args, recording, options, ranks, out)
-        replay_ranks(recording, options, place=RankPlace(ranks, out, checked=checked))
+        replay_ranks(recording, options, setup=RankSetup(ranks, out, checked=checked))
         return 0
 
 
@@ -58,14 +58,14 @@ def _as_first(
     args: argparse.Namespace, recording: Recording, options: ReplayOptions, ranks: RankContext, out: Path
 ) -> int:
     """Rank 0 shows what happens, and concludes for all."""
-    from lockstep.lab.replay.ranks import RankPlace, replay_ranks
+    from lockstep.lab.replay.ranks import RankSetup, replay_ranks
     from lockstep.lab.replay.results import ReplayFiles
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
         with Progress(files, quiet=args.quiet) as shown:
-            place = RankPlace(ranks, out, files=files, checked=not args.no_guard)
-            result = replay_ranks(recording, options, place=place, on_ready=shown.ready, on_row=shown.row)
+            setup = RankSetup(ranks, out, files=files, checked=not args.no_guard)
+            result = replay_ranks(recording, options, setup=setup, on_ready=shown.ready, on_row=shown.row)
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:
         files.close()

@@ -43,7 +43,7 @@ def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tu
     """Return the buckets of a run, smallest first: quarters of the token budget, rounded up to 64 slots.
 
     They make at most 4 graphs. Every bucket has room for `max_documents` real documents and for a tail of any
-    size; `max_seqlen` is the same in all. Capacities below max_seqlen are left out.
+    size; `max_seqlen` is the same in all. Bucketing below max_seqlen are left out.
     """
     sizes = {
         min(token_budget, _round_up(-(-token_budget * step // MAX_BUCKETS), _ALIGNMENT))

@@ -52,7 +52,7 @@ class OpenCells:
 
     def statements(self) -> tuple[str, str]:
         """Whose weights each cell has."""
-        return self._replayers[0].statement, self._replayers[1].statement
+        return self._replayers[0].weights_description, self._replayers[1].weights_description
 
 
 def check_bisectable(name: str, options: ReplayOptions) -> None:
@@ -75,7 +75,7 @@ def _side(name: str, replayer: Replayer) -> Side:
         label=replayer.options.cell.label(),
         backend=backend,
         loss=replayer.loss,
-        fit=replayer.capacities.fit,
+        fit=replayer.bucketing.fit,
         backward=replayer.options.backward,
         settings_apply=replayer.policy.settings_apply,
     )

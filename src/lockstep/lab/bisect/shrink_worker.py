@@ -258,7 +258,7 @@ class _Worker:
             self._index, self._batch = index, exact(self._recording[index].batch)
         if num_layers == self._layers:
             return
-        from lockstep.lab.replay.buckets import plan_capacities
+        from lockstep.lab.replay.buckets import plan_buckets
         from lockstep.lab.replay.policy import Policy
         from lockstep.observe.spans import Spans
 
@@ -268,8 +268,8 @@ class _Worker:
             cell = dataclasses.replace(cell, num_layers=num_layers)
         options = dataclasses.replace(self._options, cell=cell)
         cut: Any = Cut(self._recording, self._index, self._batch)
-        capacities = plan_capacities(cut, [0], options, max_positions=1 << 20)
-        self._policy = Policy(cut, options, order=[0], capacities=capacities, spans=Spans())
+        bucketing = plan_buckets(cut, [0], options, max_positions=1 << 20)
+        self._policy = Policy(cut, options, order=[0], bucketing=bucketing, spans=Spans())
         self._layers = num_layers
 
     def run(self, parts: list[list[int]]) -> None:
@@ -277,16 +277,16 @@ class _Worker:
         import torch
 
         from lockstep.lab.bisect.documents import take
-        from lockstep.lab.replay.buckets import plan_capacities
+        from lockstep.lab.replay.buckets import plan_buckets
         from lockstep.lab.replay.losses import token_loss
 
         batch = take(self._batch, [(i, n) for i, n in parts])
         cut: Any = Cut(self._recording, self._index, batch)
         options = self._options
-        capacities = plan_capacities(cut, [0], options, max_positions=self._policy.model.max_positions)
+        bucketing = plan_buckets(cut, [0], options, max_positions=self._policy.model.max_positions)
         if options.cell.execution != "eager":
             torch._dynamo.reset()  # many shapes would run into torch's limit of graphs, which is no crash
-        fitted = capacities.fit(batch)
+        fitted = bucketing.fit(batch)
         backend = self._policy.backend
         backend.drop_gradients()
         if options.backward:

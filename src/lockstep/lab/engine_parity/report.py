@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def brief(engine: EngineResult, done: int, total: int) -> str:
+def progress_line(engine: EngineResult, done: int, total: int) -> str:
     """A line for an engine that has just ended."""
     gaps = [phase.gap for phase in engine.phases if phase.gap is not None]
     far = f", logprob gap mean {number(max(g.mean for g in gaps))}" if gaps else ""

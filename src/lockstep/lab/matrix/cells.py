@@ -1,4 +1,4 @@
-"""Which cells a matrix has: axes, their values, and what each value sets of a Cell.
+"""The cells of a matrix: axes, their values, and the fields of Cell that each value sets.
 
 --axes flash,compile,packing                     axes by name, with their usual values
 --axis attention=sdpa,varlen,hf:flash_attention_2    an axis with these values
@@ -18,9 +18,9 @@ from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.replay.cell import Cell, check_cell
 
 DEFAULT_AXES = ("flash", "compile", "packing")
-"""The table of document 000: 8 cells."""
+"""The axes of a matrix by default: 8 cells."""
 MAX_CELLS = 512
-"""More than this is a mistake in the axes."""
+"""The most cells of a matrix: more are a mistake in the axes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class AxisValue:
     value: str
     """As the user writes it: "on", "varlen", "2"."""
     label: str
-    """Its part of a cell's name: "varlen", "packed", "2 layers"."""
+    """The value's part of a cell's name: "varlen", "packed", "2 layers"."""
     sets: Mapping[str, Any]
     """Field of Cell -> value."""
 
@@ -51,9 +51,10 @@ class MatrixCell:
     name: str
     """ "varlen + compile + packed"; differs from cell to cell."""
     slug: str
-    """The name as a folder's."""
+    """The name of the cell's folder."""
     values: Mapping[str, str]
-    """Axis -> value, as the user writes them; empty for a reference cell that is none of the cells."""
+    """Axis -> value, as the user writes them; empty for a reference cell that no combination of values
+    gives."""
     cell: Cell
 
     @property
@@ -64,11 +65,11 @@ class MatrixCell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """What an axis may be."""
+    """What an axis sets, and the values that it takes."""
 
     fields: tuple[str, ...]
-    read: Callable[[str], tuple[str, dict[str, Any]]]
-    """Value -> (label, fields of Cell). ValueError: the text says what is expected."""
+    parse: Callable[[str], tuple[str, dict[str, Any]]]
+    """Value -> (label, fields of Cell). Raises ValueError, whose text says what is expected."""
     usual: tuple[str, ...]
     help: str
 
@@ -90,12 +91,12 @@ def _compile(value: str) -> tuple[str, dict[str, Any]]:
 
 
 def _one_of(field: str, *known: str) -> Callable[[str], tuple[str, dict[str, Any]]]:
-    def read(value: str) -> tuple[str, dict[str, Any]]:
+    def parse(value: str) -> tuple[str, dict[str, Any]]:
         if value not in known:
             raise ValueError(unknown_name(field.replace("_", " "), value, known))
         return value, {field: value}
 
-    return read
+    return parse
 
 
 def _packing(value: str) -> tuple[str, dict[str, Any]]:
@@ -165,60 +166,62 @@ def _model(value: str) -> tuple[str, dict[str, Any]]:
 
 KINDS: dict[str, _Kind] = {
     "flash": _Kind(
-        fields=("attention",), read=_flash, usual=("off", "on"), help="off: sdpa; on: varlen (flash kernels)"
+        fields=("attention",), parse=_flash, usual=("off", "on"), help="off: sdpa; on: varlen (flash kernels)"
     ),
     "attention": _Kind(
         fields=("attention",),
-        read=_attention,
+        parse=_attention,
         usual=("sdpa", "varlen", "flex"),
         help="sdpa, varlen, flex, hf:NAME",
     ),
     "compile": _Kind(
-        fields=("execution",), read=_compile, usual=("off", "on"), help="off: eager; on: compile"
+        fields=("execution",), parse=_compile, usual=("off", "on"), help="off: eager; on: compile"
     ),
     "execution": _Kind(
         fields=("execution",),
-        read=_one_of("execution", "eager", "compile", "joint", "deepcompile"),
+        parse=_one_of("execution", "eager", "compile", "joint", "deepcompile"),
         usual=("eager", "compile"),
         help="eager, compile, joint, deepcompile",
     ),
     "packing": _Kind(
-        fields=("layout",), read=_packing, usual=("off", "on"), help="off: padded rows; on: one packed row"
+        fields=("layout",), parse=_packing, usual=("off", "on"), help="off: padded rows; on: one packed row"
     ),
     "padding-side": _Kind(
-        fields=("padding_side",), read=_padding_side, usual=("right", "left"), help="right, left"
+        fields=("padding_side",), parse=_padding_side, usual=("right", "left"), help="right, left"
     ),
     "dtype": _Kind(
-        fields=("dtype",), read=_dtype, usual=("float32", "bfloat16"), help="float32 (fp32), bfloat16 (bf16)"
+        fields=("dtype",), parse=_dtype, usual=("float32", "bfloat16"), help="float32 (fp32), bfloat16 (bf16)"
     ),
-    "device": _Kind(fields=("device",), read=_device, usual=("cpu", "cuda"), help="cpu, cuda, cuda:N"),
+    "device": _Kind(fields=("device",), parse=_device, usual=("cpu", "cuda"), help="cpu, cuda, cuda:N"),
     "backend": _Kind(
         fields=("zero_stage",),
-        read=_backend,
+        parse=_backend,
         usual=("local", "deepspeed"),
         help="local; deepspeed (ZeRO stage 1)",
     ),
     "zero-stage": _Kind(
         fields=("zero_stage",),
-        read=_zero_stage,
+        parse=_zero_stage,
         usual=("0", "1", "2", "3"),
         help="0 to 3; none: no DeepSpeed",
     ),
-    "layers": _Kind(fields=("num_layers",), read=_layers, usual=("2", "all"), help="a number of layers; all"),
+    "layers": _Kind(
+        fields=("num_layers",), parse=_layers, usual=("2", "all"), help="a number of layers; all"
+    ),
     "activation-checkpointing": _Kind(
-        fields=("activation_checkpointing",), read=_checkpointing, usual=("off", "on"), help="off, on"
+        fields=("activation_checkpointing",), parse=_checkpointing, usual=("off", "on"), help="off, on"
     ),
     "batch-invariant": _Kind(
-        fields=("batch_invariant",), read=_batch_invariant, usual=("off", "on"), help="off, on"
+        fields=("batch_invariant",), parse=_batch_invariant, usual=("off", "on"), help="off, on"
     ),
-    "ranks": _Kind(fields=("ranks",), read=_ranks, usual=("1", "2"), help="processes of one replay"),
-    "model": _Kind(fields=("model",), read=_model, usual=(), help="as --model takes it"),
+    "ranks": _Kind(fields=("ranks",), parse=_ranks, usual=("1", "2"), help="processes of one replay"),
+    "model": _Kind(fields=("model",), parse=_model, usual=(), help="as --model takes it"),
 }
 """Every axis by name."""
 
 
-def parse_axes(names: Sequence[str], *, given: Sequence[str] = ()) -> tuple[Axis, ...]:
-    """The axes of a matrix, in the order of naming.
+def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple[Axis, ...]:
+    """Parse the axes of a matrix, in the order in which they are named.
 
     Args:
         names: axes with their usual values ("compile").
@@ -229,7 +232,7 @@ def parse_axes(names: Sequence[str], *, given: Sequence[str] = ()) -> tuple[Axis
         ConfigError: an unknown axis or value, two axes that set the same thing, or more than MAX_CELLS cells.
     """
     values: dict[str, tuple[str, ...] | None] = dict.fromkeys(names)
-    for text in given:
+    for text in axis_flags:
         name, equals, rest = text.partition("=")
         if not equals or not rest:
             raise ConfigError(f"--axis {text!r}: expected NAME=VALUE[,VALUE...], such as --axis layers=2,8")
@@ -252,7 +255,7 @@ def parse_axes(names: Sequence[str], *, given: Sequence[str] = ()) -> tuple[Axis
 
 
 def settings(text: str, *, origin: str) -> dict[str, Any]:
-    """Fields of Cell from "attention=sdpa packing=off dtype=float32" (spaces or commas between).
+    """Parse fields of Cell from "attention=sdpa packing=off dtype=float32" (spaces or commas between).
 
     Raises:
         ConfigError: not AXIS=VALUE, an unknown axis or value, or the same thing set twice.
@@ -273,7 +276,7 @@ def settings(text: str, *, origin: str) -> dict[str, Any]:
 def make_cells(base: Cell, axes: Sequence[Axis]) -> tuple[MatrixCell, ...]:
     """Every combination of the axes' values on top of `base`, the last axis changing fastest."""
     cells: list[MatrixCell] = []
-    taken: set[str] = set()
+    used_slugs: set[str] = set()
     for combination in itertools.product(*(axis.values for axis in axes)):
         fields: dict[str, Any] = {}
         for value in combination:
@@ -282,7 +285,7 @@ def make_cells(base: Cell, axes: Sequence[Axis]) -> tuple[MatrixCell, ...]:
         cells.append(
             MatrixCell(
                 name=name,
-                slug=_unique(name, taken),
+                slug=_unique(name, used_slugs),
                 values={value.axis: value.value for value in combination},
                 cell=replace(base, **fields),
             )
@@ -293,34 +296,34 @@ def make_cells(base: Cell, axes: Sequence[Axis]) -> tuple[MatrixCell, ...]:
 def reference_cells(
     cells: Sequence[MatrixCell], reference: Cell
 ) -> tuple[tuple[MatrixCell, ...], dict[str, str]]:
-    """What the cells are compared with: a reference cell per model and number of layers.
+    """Find the cells to compare with: a reference cell per model and number of layers.
 
     Cells of another model or depth compute another function, so each of those has a reference of its own.
 
     Returns:
-        The reference cells that are none of the cells, and for every cell's name its reference's name.
+        The reference cells that are not among the cells, and for every cell's name its reference's name.
     """
-    taken = {cell.slug for cell in cells}
-    named = {tuple(cell.flags): cell.name for cell in cells}
+    used_slugs = {cell.slug for cell in cells}
+    names = {tuple(cell.flags): cell.name for cell in cells}
     extra: list[MatrixCell] = []
     reference_of: dict[str, str] = {}
     several = len({(c.cell.model, c.cell.num_layers) for c in cells}) > 1
     for cell in cells:
-        wanted = replace(reference, model=cell.cell.model, num_layers=cell.cell.num_layers)
-        key = tuple(wanted.flags())
-        if key not in named:
-            depth = "" if wanted.num_layers is None else f", {wanted.num_layers} layers"
-            model = "" if wanted.model is None else f", {wanted.model}"
-            name = f"reference ({wanted.dtype}{model + depth if several else ''})"
-            named[key] = name
-            extra.append(MatrixCell(name=name, slug=_unique(name, taken), values={}, cell=wanted))
-        reference_of[cell.name] = named[key]
+        target = replace(reference, model=cell.cell.model, num_layers=cell.cell.num_layers)
+        key = tuple(target.flags())
+        if key not in names:
+            depth = "" if target.num_layers is None else f", {target.num_layers} layers"
+            model = "" if target.model is None else f", {target.model}"
+            name = f"reference ({target.dtype}{model + depth if several else ''})"
+            names[key] = name
+            extra.append(MatrixCell(name=name, slug=_unique(name, used_slugs), values={}, cell=target))
+        reference_of[cell.name] = names[key]
     return tuple(extra), reference_of
 
 
 def refusal(cell: Cell) -> str | None:
-    """Why a cell is refused before any process is started, and what to use instead: the support table, or a
-    device that is not here. None: it may be tried."""
+    """Why a cell is refused before any process is started, and what to use instead: the support table refuses
+    it, or this machine lacks the device. None: the cell may run."""
     try:
         check_cell(cell)
     except ConfigError as error:
@@ -337,16 +340,16 @@ def _axis(name: str, values: Sequence[str] | None) -> Axis:
     chosen = tuple(dict.fromkeys(kind.usual if values is None else values))
     if not chosen:
         raise ConfigError(f"the axis {name} has no usual values; give some: --axis {name}=VALUE,VALUE")
-    made = []
+    axis_values = []
     for value in chosen:
         try:
-            label, sets = kind.read(value)
+            label, sets = kind.parse(value)
         except ValueError as error:
             raise ConfigError(f"axis {name}: {error}") from error
-        made.append(AxisValue(axis=name, value=value, label=label, sets=sets))
-    if len({value.label for value in made}) < len(made):
+        axis_values.append(AxisValue(axis=name, value=value, label=label, sets=sets))
+    if len({value.label for value in axis_values}) < len(axis_values):
         raise ConfigError(f"axis {name}: {', '.join(chosen)} name the same value twice")
-    return Axis(name=name, values=tuple(made))
+    return Axis(name=name, values=tuple(axis_values))
 
 
 def _switch(value: str) -> bool:
@@ -363,9 +366,9 @@ def _whole(value: str, *, least: int, most: int | None = None) -> int:
     return number
 
 
-def _unique(name: str, taken: set[str]) -> str:
-    """A folder's name, made of the letters that every file system and shell takes."""
+def _unique(name: str, used: set[str]) -> str:
+    """Return an unused folder name, of letters that every file system and shell accepts."""
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.").lower()[:80] or "cell"
-    slug = next(s for n in itertools.count(1) if (s := plain if n == 1 else f"{plain}-{n}") not in taken)
-    taken.add(slug)
+    slug = next(s for n in itertools.count(1) if (s := plain if n == 1 else f"{plain}-{n}") not in used)
+    used.add(slug)
     return slug

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Change = Literal["worse", "better", "other", "same", "only in A", "only in B"]
 
 SPEED_THRESHOLD = 0.1
-"""Tokens per second that differ by more than this share are told."""
+"""A relative change of tokens per second above this is reported."""
 GREW = 2.0
-"""A difference to the reference cell that is more than this many times what it was is told."""
+"""A difference to the reference cell that grew by more than this factor is reported."""
 NOISE = {"logprob": 1e-6, "gradient": 1e-6}
-"""Below, a difference has not grown: nats, relative."""
+"""Differences below these are noise and have not grown: nats, relative."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,10 @@ class CellDiff:
 
     name: str
     change: Change
-    """Of the status: what works, and what agrees."""
+    """How the status changed: whether the cell works, and agrees."""
     before: str
     after: str
-    """What is known of it: "works, agrees"; with the reason where it does not work."""
+    """The cell's status: "works, agrees"; with the reason where it does not work."""
     speed: float | None
     """Tokens per second, B over A; None: not known or not comparable in both."""
     speed_changed: bool
@@ -47,16 +47,16 @@ class CellDiff:
     gradient: tuple[float | None, float | None]
     """Gradient relative error in A and in B."""
     grew: tuple[str, ...]
-    """Of "logprob", "gradient": what is farther from the reference than it was."""
+    """Which of "logprob" and "gradient" are farther from the reference than before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixDiff:
-    """What `lockstep matrix diff A B` tells."""
+    """The result of `lockstep matrix diff A B`."""
 
     cells: tuple[CellDiff, ...]
     environment: Mapping[str, tuple[str, str]]
-    """What the two were not made with alike: versions, machine, commit, recording, shared flags."""
+    """The conditions that differ: versions, machine, commit, recording, shared flags."""
 
     @property
     def regressions(self) -> tuple[CellDiff, ...]:
@@ -64,7 +64,7 @@ class MatrixDiff:
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The verdict, which is printed last."""
         counts = {
             "worse": len(self.regressions),
             "better": sum(cell.change == "better" for cell in self.cells),
@@ -83,7 +83,7 @@ class MatrixDiff:
         return f"matrix diff: {cells} in both: {', '.join(parts) or 'nothing changed'}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """The diff as JSON values, for --json."""
         return {
             "verdict": self.verdict,
             "regressions": [cell.name for cell in self.regressions],
@@ -95,11 +95,11 @@ class MatrixDiff:
 def diff_matrices(
     a: MatrixResult, b: MatrixResult, *, speed_threshold: float = SPEED_THRESHOLD, grew: float = GREW
 ) -> MatrixDiff:
-    """What changed from `a` to `b`.
+    """Compare two matrices: the changes from `a` to `b`.
 
     Args:
-        speed_threshold: share of tokens per second from which on a change is told.
-        grew: how many times its former size a difference must be to be told.
+        speed_threshold: relative change of tokens per second above which a cell is reported.
+        grew: factor by which a difference must have grown to be reported.
     """
     first, second = ({_key(cell): cell for cell in result.cells} for result in (a, b))
     cells = []
@@ -109,35 +109,35 @@ def diff_matrices(
             cells.append(_only(one, other))
         else:
             cells.append(_pair(one, other, speed_threshold=speed_threshold, grew=grew))
-    made = [_made_with(result) for result in (a, b)]
-    names = dict.fromkeys((*made[0], *made[1]))
-    apart = {name: (made[0].get(name, "-"), made[1].get(name, "-")) for name in names}
+    settings = [_conditions(result) for result in (a, b)]
+    names = dict.fromkeys((*settings[0], *settings[1]))
+    pairs = {name: (settings[0].get(name, "-"), settings[1].get(name, "-")) for name in names}
     return MatrixDiff(
-        cells=tuple(cells), environment={name: pair for name, pair in apart.items() if pair[0] != pair[1]}
+        cells=tuple(cells), environment={name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     )
 
 
 def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -> None:
-    """The table; cells that are as they were only with `everything`."""
+    """Print the table; unchanged cells only with `everything`."""
     from rich.table import Table
     from rich.text import Text
 
     for name, (before, after) in diff.environment.items():
         console.print(Text(printable_lines(f"{name}: {before} -> {after}")), soft_wrap=True)
-    shown = [c for c in diff.cells if everything or c.change != "same" or c.speed_changed or c.grew]
-    if not shown:
+    cells = [c for c in diff.cells if everything or c.change != "same" or c.speed_changed or c.grew]
+    if not cells:
         return
     table = Table(padding=(0, 1), pad_edge=False)
     for head in ("cell", "A", "B"):
         table.add_column(head, overflow="fold")
     for head in ("speed", "GiB", "max Δlogp", "grad err"):
         table.add_column(head, justify="right")
-    for cell in shown:
+    for cell in cells:
         style = {"worse": "red", "better": "green"}.get(cell.change)
-        words = (cell.name, cell.before, cell.after)
+        texts = (cell.name, cell.before, cell.after)
         ratios = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in (cell.speed, cell.memory))
         numbers = (_arrow(pair) for pair in (cell.logprob, cell.gradient))
-        table.add_row(*(Text(printable_lines(word)) for word in words), *ratios, *numbers, style=style)
+        table.add_row(*(Text(printable_lines(text)) for text in texts), *ratios, *numbers, style=style)
     console.print(table)
 
 
@@ -193,7 +193,7 @@ def _change(a: CellResult, b: CellResult) -> Change:
 
 
 def _rank(cell: CellResult) -> int:
-    """Agrees, works, works but disagrees, is refused, fails: from 4 down to 0."""
+    """Rank a cell: agrees 4, works 3, works but disagrees 2, is refused 1, fails 0."""
     if cell.works:
         return 2 if cell.agrees is False else 4 if cell.agrees or cell.reference is None else 3
     return 1 if cell.status == "refused" else 0
@@ -208,10 +208,10 @@ def _key(cell: CellResult) -> tuple[Any, ...]:
     return (cell.is_extra, tuple(sorted(cell.values.items())) or cell.name)
 
 
-def _made_with(result: MatrixResult) -> dict[str, str]:
-    found = dict(result.environment)
-    found |= {"recording": str(result.recording.get("path")), "model": str(result.recording.get("model"))}
-    return found | {"shared flags": " ".join(result.shared) or "none"}
+def _conditions(result: MatrixResult) -> dict[str, str]:
+    settings = dict(result.environment)
+    settings |= {"recording": str(result.recording.get("path")), "model": str(result.recording.get("model"))}
+    return settings | {"shared flags": " ".join(result.shared) or "none"}
 
 
 def _measure(cell: CellResult, name: str) -> float | None:

@@ -31,7 +31,7 @@ def write_html(result: MatrixResult, path: Path) -> None:
 
 
 def page(result: MatrixResult) -> str:
-    """The whole document."""
+    """Build the whole page."""
     title = f"Compatibility matrix: {result.recording.get('path', '')}"
     tone = "good" if result.ok else "bad" if result.complete else "warn"
     unfinished = "" if result.complete else '<p class="warn">Not complete: cells are still to be run.</p>'
@@ -52,9 +52,9 @@ def page(result: MatrixResult) -> str:
 
 
 def _table(result: MatrixResult, part: str) -> str:
-    shown = [column for column in columns() if column.part == part]
+    part_columns = [column for column in columns() if column.part == part]
     heads = ["<th>cell</th>", f"<th>{'works' if part == 'speed' else 'agrees'}</th>"]
-    heads += [f'<th class="n">{escaped(column.head)}</th>' for column in shown]
+    heads += [f'<th class="n">{escaped(column.head)}</th>' for column in part_columns]
     rows = "\n".join(_row(result, cell, part) for cell in result.cells)
     return f"""<div class="scroll"><table>
 <thead><tr>{"".join(heads)}<th>log</th></tr></thead>
@@ -67,9 +67,9 @@ def _row(result: MatrixResult, cell: CellResult, part: str) -> str:
     word = cell.status if part == "speed" else agreement(cell)
     cells = [f'<td class="name">{escaped(cell.name)}</td>', f'<td class="{_tone(cell)}">{escaped(word)}</td>']
     for column in (column for column in columns() if column.part == part):
-        shown = column.text(result, cell)
-        bar = _bar(result, cell) if column.head == "tokens/s" and shown != NOTHING else ""
-        cells.append(f'<td class="n">{escaped(shown)}{bar}</td>')
+        text = column.text(result, cell)
+        bar = _bar(result, cell) if column.head == "tokens/s" and text != NOTHING else ""
+        cells.append(f'<td class="n">{escaped(text)}{bar}</td>')
     cells.append(f"<td>{_log(cell)}</td>")
     return f"<tr{' class=broken' if cell.fails else ''}>{''.join(cells)}</tr>"
 

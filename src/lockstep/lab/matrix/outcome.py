@@ -1,4 +1,4 @@
-"""From what a cell's process left behind to its result."""
+"""Turn what a cell's process left behind into the cell's result."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from lockstep.observe.files import read_json, read_plain
 from lockstep.observe.text import printable_lines
 
 _USAGE_STATUS = 2
-"""lockstep's exit status for a setting that cannot be."""
+"""lockstep's exit status for an invalid setting."""
 
 
-def ended(result: CellResult, exit_status: ExitStatus, *, folder: Path, timeout: float) -> CellResult:
-    """`result` with status, reason and measures.
+def with_process_result(
+    result: CellResult, exit_status: ExitStatus, *, folder: Path, timeout: float
+) -> CellResult:
+    """Add status, reason and measures to `result`.
 
     Args:
         folder: the cell's: log.txt, and replay/ with the replay's own files.
@@ -47,10 +49,10 @@ def ended(result: CellResult, exit_status: ExitStatus, *, folder: Path, timeout:
 
 
 def compare_cells(cell: CellResult, reference: CellResult, *, out: Path) -> Comparison:
-    """The outputs of two cells that work.
+    """Compare the outputs of two cells that work.
 
     Raises:
-        RecordingError: one of them left none, or they are of other inputs.
+        RecordingError: one of them left none, or they are of different inputs.
     """
     folders = [out / result.folder / "replay" for result in (cell, reference)]
     summed = [_summed(_read(folder / "summary.json")) for folder in folders]
@@ -62,7 +64,7 @@ def compare_cells(cell: CellResult, reference: CellResult, *, out: Path) -> Comp
 
 
 _ROWS_BYTES = 2**30
-"""Of a results.jsonl: a million inputs."""
+"""The largest results.jsonl that is read: a million inputs."""
 
 
 def read_cell(folder: Path) -> CellResult | None:
@@ -83,7 +85,7 @@ def read_cell(folder: Path) -> CellResult | None:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a results.jsonl; a last line that a crash cut off is left out."""
+    """Read the rows of a results.jsonl; a last line that a crash cut off is left out."""
     if not file.exists():
         return []
     rows = []
@@ -108,8 +110,8 @@ def _status(
 ) -> tuple[str, str]:
     if exit_status.timed_out:
         where = stalled_in(log)
-        seen = f"{len(rows)} inputs were done" if rows else "no input was done"
-        return f"timeout after {timeout:g} s", seen + (f"; it was in {where}" if where else "")
+        progress = f"{len(rows)} inputs were done" if rows else "no input was done"
+        return f"timeout after {timeout:g} s", progress + (f"; it was in {where}" if where else "")
     code = exit_status.returncode
     assert code is not None
     if code < 0:
@@ -135,7 +137,7 @@ def _status(
 
 
 def _inputs(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[str, str]:
-    """Of a replay that came to its end."""
+    """(status, reason) of a replay that ran to its end."""
     bad = [row for row in rows if row.get("status") != "ok"]
     if not bad:
         if not rows:
@@ -154,8 +156,8 @@ def _inputs(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tu
 
 def _summed(summary: Mapping[str, Any] | None) -> list[Any]:
     outputs = (summary or {}).get("outputs")
-    found = outputs.get("gradient_inputs") if isinstance(outputs, Mapping) else None
-    return list(found) if isinstance(found, list) else []
+    inputs = outputs.get("gradient_inputs") if isinstance(outputs, Mapping) else None
+    return list(inputs) if isinstance(inputs, list) else []
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -27,13 +27,13 @@ WIDTH = 100
 
 
 def write_reports(result: MatrixResult, out: Path) -> None:
-    """matrix.md and matrix.html in `out`, beside the matrix.json that is there."""
+    """Write matrix.md and matrix.html into `out`, beside its matrix.json."""
     write_atomic(out / "matrix.md", markdown(result))
     write_html(result, out / "matrix.html")
 
 
 def markdown(result: MatrixResult) -> str:
-    """The table with one column per axis as document 000 has it, and everything needed to repeat it."""
+    """Format matrix.md: the table with one column per axis, and everything needed to repeat it."""
     axes = list(result.axes)
     heads = [*axes, "result", *(column.head for column in columns()), "log"]
     lines = [
@@ -49,9 +49,9 @@ def markdown(result: MatrixResult) -> str:
             names = [f"*{_plain(cell.name)}*", *("" for _ in axes[1:])]
         else:
             names = [_plain(cell.values.get(axis, "")) for axis in axes]
-        shown = [_plain(column.text(result, cell)) for column in columns()]
+        figures = [_plain(column.text(result, cell)) for column in columns()]
         log = f"[log]({_link(cell.log)})" if cell.log else ""
-        lines.append("| " + " | ".join([*names, _plain(result_text(cell)), *shown, log]) + " |")
+        lines.append("| " + " | ".join([*names, _plain(result_text(cell)), *figures, log]) + " |")
     lines.append("")
     broken = problems(result)
     if broken:
@@ -71,7 +71,7 @@ def markdown(result: MatrixResult) -> str:
 
 
 def show(result: MatrixResult, console: Console) -> None:
-    """Two tables, whether it works and how fast, and the numbers; then what did not work."""
+    """Print two tables, one of speed and one of differences, then what did not work."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -81,18 +81,18 @@ def show(result: MatrixResult, console: Console) -> None:
 
     width = min(30, max(len(cell.name) for cell in result.cells))
     for head, part in (("works", "speed"), ("agrees", "numbers")):
-        shown = [column for column in columns() if column.part == part]
+        part_columns = [column for column in columns() if column.part == part]
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         table.add_column("cell", overflow="fold", min_width=width)
         table.add_column(head, overflow="fold", min_width=9)
-        for column in shown:
+        for column in part_columns:
             table.add_column(column.short, justify="right", no_wrap=True)
         for cell in result.cells:
             style = None if cell.works and cell.agrees is not False else "yellow" if not cell.fails else "red"
             table.add_row(
                 text(cell.name),
                 text(cell.status if part == "speed" else agreement(cell)),
-                *(text(column.text(result, cell)) for column in shown),
+                *(text(column.text(result, cell)) for column in part_columns),
                 style=style,
             )
         console.print(table)
@@ -106,8 +106,8 @@ def show(result: MatrixResult, console: Console) -> None:
     console.print(text(limits_text(result)), soft_wrap=True)
 
 
-def brief(cell: CellResult, done: int, total: int) -> str:
-    """A line for a cell that has just ended."""
+def progress_line(cell: CellResult, done: int, total: int) -> str:
+    """Format a line about a cell that has just ended."""
     seconds = "" if cell.seconds is None else f", {cell.seconds:.1f} s"
     why = f": {cell.reason}" if cell.reason else ""
     apart = cell.comparison.logprob_max if cell.comparison is not None else None
@@ -116,7 +116,7 @@ def brief(cell: CellResult, done: int, total: int) -> str:
 
 
 def _plain(text: object) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no new cell or line."""
+    """Escape text so that Markdown shows it as it is: no markup, no HTML, no new cell or line."""
     line = printable_lines(str(text)).replace("\n", " ")
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)
@@ -131,5 +131,5 @@ def _fenced(text: str) -> str:
 
 
 def _link(path: str | None) -> str:
-    """A relative path of our own making: letters, digits, dots, dashes and slashes."""
+    """Escape a relative path that the matrix made: letters, digits, dots, dashes and slashes."""
     return "" if path is None else re.sub(r"[^A-Za-z0-9._/-]", "-", path)

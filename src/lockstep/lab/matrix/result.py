@@ -1,4 +1,4 @@
-"""What a matrix found: one record per cell, matrix.json, and when a cell agrees with its reference."""
+"""The results of a matrix: one record per cell, matrix.json, and when a cell agrees with its reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ number of layers, because rounding adds up as a random walk. On an H200 the rand
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measures:
-    """What the cell's replay measured; None: not said."""
+    """What the cell's replay measured; None: not known."""
 
     first_call_ms: float | None = None
     """Forward and backward of the first input, with warm-up and compilation."""
@@ -42,7 +42,7 @@ class Measures:
     steady_ms: float | None = None
     """Forward and backward of an input, median, without first calls."""
     tokens_per_second: float | None = None
-    """Of real tokens (pads are none), without first calls."""
+    """Real tokens (without pads) per second, without first calls."""
     peak_memory_bytes: float | None = None
     graphs: int | None = None
     recompiles: int | None = None
@@ -55,7 +55,7 @@ class Measures:
     computed_slots: int | None = None
     """Token slots that went through the layers, pads included."""
     num_layers: int | None = None
-    """Of the model that was replayed."""
+    """Layers of the model that was replayed."""
     weights: str = ""
     """How many inputs ran on the recorded weights, and what replay says of the first one's: a fingerprint
     that is not the recording's, for example."""
@@ -77,23 +77,23 @@ class CellResult:
     reason: str = ""
     """Error class and the line that matters; of a refused cell, why."""
     folder: str
-    """Relative to the matrix's folder."""
+    """The cell's folder, relative to the matrix's."""
     log: str | None = None
     """Relative path of the process's output; None: no process was started."""
     seconds: float | None = None
-    """Of the whole process."""
+    """Duration of the whole process."""
     reference: str | None = None
     """The cell it is compared with; None: it is a reference itself."""
     measures: Measures | None = None
     comparison: Comparison | None = None
     agrees: bool | None = None
-    """None: not compared."""
+    """Whether the cell agrees with its reference; None: not compared."""
     disagreement: str = ""
-    """What is beyond which limit, or why there is no comparison."""
+    """Which difference is beyond which limit, or why there is no comparison."""
     timing_note: str = ""
     """Why its times must not be compared with the others'; empty when they may."""
     is_extra: bool = False
-    """A reference cell that is none of the axes' combinations."""
+    """Whether this is a reference cell outside the axes' combinations."""
 
     @property
     def works(self) -> bool:
@@ -101,7 +101,7 @@ class CellResult:
 
     @property
     def fails(self) -> bool:
-        """What exit status 1 is for; a refused cell is none."""
+        """Whether the cell makes the exit status 1; a refused cell does not."""
         return self.status not in ("ok", "refused") or self.agrees is False
 
 
@@ -130,14 +130,15 @@ class MatrixResult:
 
     @property
     def ok(self) -> bool:
-        """Exit status 0: nothing that was tried fails or disagrees, and what works was compared."""
+        """Whether the exit status is 0: no cell that ran fails or disagrees, and those that work were
+        compared."""
         if not self.complete or any(cell.fails for cell in self.cells):
             return False
         return all(cell.agrees is not None for cell in self.cells if cell.works and cell.reference)
 
     @property
     def table(self) -> tuple[CellResult, ...]:
-        """The axes' combinations, without references that are none of them."""
+        """The axes' combinations, without the extra reference cells."""
         return tuple(cell for cell in self.cells if not cell.is_extra)
 
     def speed_ratio(self, cell: CellResult) -> float | None:
@@ -152,7 +153,7 @@ class MatrixResult:
         return mine / base
 
     def as_dict(self) -> dict[str, Any]:
-        """As matrix.json has it."""
+        """The result as matrix.json has it."""
         cells = [
             asdict(cell) | {"works": cell.works, "speed_ratio": self.speed_ratio(cell)} for cell in self.cells
         ]
@@ -161,7 +162,7 @@ class MatrixResult:
 
 
 def read_matrix(path: Path) -> MatrixResult:
-    """A result by its folder or its matrix.json.
+    """Read a result from its folder or its matrix.json.
 
     Raises:
         RecordingError: no such file, or it is not a matrix's.
@@ -201,15 +202,15 @@ def cell_from_dict(values: Mapping[str, Any]) -> CellResult:
 
 
 def read_measures(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Measures:
-    """Of a replay's summary.json and results.jsonl."""
+    """Take the measures from a replay's summary.json and results.jsonl."""
     compiled, steady = _table(summary, "compile"), _table(summary, "steady_ms")
     counts = {status: sum(row.get("status") == status for row in rows) for status in ("ok", "failed", "oom")}
-    done = [row for row in rows if row.get("status") == "ok"]
+    ok_rows = [row for row in rows if row.get("status") == "ok"]
     memory = _number(_table(summary, "memory").get("peak_bytes"))
     if memory is None:
         memory = max((m for row in rows if (m := _number(row.get("peak_memory_bytes")))), default=None)
-    first = next((row for row in done if row.get("first_call")), None)
-    later = [row for row in done if not row.get("first_call")] or done
+    first = next((row for row in ok_rows if row.get("first_call")), None)
+    later = [row for row in ok_rows if not row.get("first_call")] or ok_rows
     times = [time for row in later if (time := _total_ms(row)) is not None]
     return Measures(
         first_call_ms=None if first is None else _total_ms(first),
@@ -225,20 +226,20 @@ def read_measures(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         inputs_failed=counts["failed"],
         inputs_oom=counts["oom"],
         inputs_skipped=len(rows) - sum(counts.values()),
-        tokens=sum(_count(row.get("tokens")) or 0 for row in done),
-        computed_slots=sum(_count(row.get("computed_slots")) or 0 for row in done),
+        tokens=sum(_count(row.get("tokens")) or 0 for row in ok_rows),
+        computed_slots=sum(_count(row.get("computed_slots")) or 0 for row in ok_rows),
         num_layers=_count(_table(summary, "model").get("num_layers")),
         weights=_weights(_table(summary, "weights")),
     )
 
 
 def _table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = values.get(name)
-    return found if isinstance(found, Mapping) else {}
+    table = values.get(name)
+    return table if isinstance(table, Mapping) else {}
 
 
-def _weights(told: Mapping[str, Any]) -> str:
-    statement, inputs = str(told.get("statement") or ""), _table(told, "inputs")
+def _weights(weights: Mapping[str, Any]) -> str:
+    statement, inputs = str(weights.get("statement") or ""), _table(weights, "inputs")
     names = {"match": "on the recorded weights", "mismatch": "NOT on them", "unknown": "on weights unknown"}
     counts = {kind: _count(inputs.get(kind)) or 0 for kind in names}
     total = sum(counts.values())
@@ -249,7 +250,7 @@ def _weights(told: Mapping[str, Any]) -> str:
 
 
 def _total_ms(row: Mapping[str, Any]) -> float | None:
-    """Forward and backward of an input; of a replay without backward, forward."""
+    """Milliseconds of forward and backward of an input, or of forward alone in a replay without backward."""
     forward = _number(row.get("forward_ms"))
     return None if forward is None else forward + (_number(row.get("backward_ms")) or 0.0)
 
@@ -262,7 +263,7 @@ def judge(
     limits: Mapping[str, float | None],
     num_layers: int = 1,
 ) -> tuple[bool, str]:
-    """Whether a cell agrees with its reference, and what is beyond which limit.
+    """Judge whether a cell agrees with its reference, and name what is beyond which limit.
 
     Args:
         rounds: one of the two computes in 16 bits.
@@ -301,7 +302,7 @@ def judge(
 
 
 def verdict(result: MatrixResult) -> str:
-    """The last line that `lockstep matrix` prints."""
+    """The verdict, which `lockstep matrix` prints last."""
     table = result.table
     ran = [cell for cell in table if cell.status != "not run"]
     parts = [f"{len(table)} cells", f"{sum(cell.works for cell in ran)} work"]

@@ -34,7 +34,7 @@ from lockstep.lab.matrix.cells import (
     settings,
 )
 from lockstep.lab.matrix.compare import Comparison
-from lockstep.lab.matrix.outcome import compare_cells, ended, read_cell
+from lockstep.lab.matrix.outcome import compare_cells, read_cell, with_process_result
 from lockstep.lab.matrix.report import write_reports
 from lockstep.lab.matrix.result import CellResult, MatrixResult, judge, read_matrix, verdict
 from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell
@@ -47,18 +47,19 @@ from lockstep.observe.lock import RunLock
 from lockstep.recording import Recording
 
 Progress = Callable[[CellResult, int, int], None]
-"""Called with a cell that is done, how many are, and of how many."""
+"""Called with a cell that is done, the number of cells done, and the number of all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixOptions:
-    """What to try, and how."""
+    """The cells of a matrix, and how to run them."""
 
     out: Path
     axes: tuple[Axis, ...] | None = None
     """None: flash, compile, packing."""
     base: tuple[tuple[str, Any], ...] = ()
-    """Fields of Cell that all cells have, and the reference but for its dtype: model, dtype, num_layers."""
+    """Fields of Cell that all cells share, and the reference except for its dtype: model, dtype,
+    num_layers."""
     device: str = "auto"
     reference: str = ""
     """AXIS=VALUE words on top of padded, sdpa, eager, float32."""
@@ -67,9 +68,9 @@ class MatrixOptions:
     timeout: float = 600.0
     """Seconds per cell."""
     jobs: int = 1
-    """More than 1: so many cells at a time, whose times then mean nothing."""
+    """Cells that run at a time; with more than 1 their times are not comparable."""
     resume: bool = False
-    """Go on in `out`: what is there is not run again."""
+    """Continue in `out`: cells that have a result are not run again."""
     retry: bool = False
     """With resume: cells that failed, crashed or timed out are run again."""
     logprob_limit: float | None = None
@@ -78,7 +79,7 @@ class MatrixOptions:
     keep_outputs: bool = False
     """Keep every cell's outputs.safetensors; else only the reference cells'."""
     command: str = ""
-    """What the reports say the matrix was made with."""
+    """The command line, for the reports."""
 
     def __post_init__(self) -> None:
         check_seconds(self.timeout, "timeout")
@@ -113,20 +114,20 @@ def run_matrix(
 
 
 class _Work:
-    """One matrix on its way."""
+    """One matrix under way."""
 
     def __init__(self, recording: Recording, path: str | None, options: MatrixOptions) -> None:
         self.options, self.path = options, path
-        given = dict(ALL_OFF) | dict(options.base)
-        base = resolve_cell(recording.header, device=options.device, given=given)[0]
+        overrides = dict(ALL_OFF) | dict(options.base)
+        base = resolve_cell(recording.header, device=options.device, overrides=overrides)[0]
         self.axes = options.axes if options.axes is not None else parse_axes(())
         self.cells = make_cells(base, self.axes)
         self.reference = _reference(base, options.reference)
         self.extra, self.reference_of = reference_cells(self.cells, self.reference)
         # References first: every other cell is compared with one as soon as it is done.
-        wanted = set(self.reference_of.values())
-        first = [cell for cell in self.cells if cell.name in wanted]
-        self.order = [*self.extra, *first, *(cell for cell in self.cells if cell.name not in wanted)]
+        references = set(self.reference_of.values())
+        first = [cell for cell in self.cells if cell.name in references]
+        self.order = [*self.extra, *first, *(cell for cell in self.cells if cell.name not in references)]
         self.done: dict[str, CellResult] = {}
         self.runner = ProcessRunner()
         self.created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -141,7 +142,7 @@ class _Work:
     # --- the folder -----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the folder, or look at what is done in it. Raises ConfigError when it is another matrix's."""
+        """Make the folder, or read the results in it. Raises ConfigError if it holds another matrix."""
         out = self.options.out
         if out.exists() and not out.is_dir():
             raise ConfigError(f"--out {str(out)!r} is a file; give a folder")
@@ -174,18 +175,18 @@ class _Work:
             self._take(cell)
 
     def _take(self, cell: MatrixCell) -> None:
-        found = read_cell(self.options.out / "cells" / cell.slug)
-        if found is None:
+        result = read_cell(self.options.out / "cells" / cell.slug)
+        if result is None:
             return
-        if found.command != self.command(cell):
+        if result.command != self.command(cell):
             raise ConfigError(
                 f"--resume: {str(self.options.out)!r} has {cell.name!r} by another command "
-                f"({found.command}); give the same options, or another --out"
+                f"({result.command}); give the same options, or another --out"
             )
-        again = self.options.retry and not found.works and found.status != "refused"
+        again = self.options.retry and not result.works and result.status != "refused"
         if not again:
             self.done[cell.name] = replace(
-                found,
+                result,
                 name=cell.name,
                 values=dict(cell.values),
                 is_extra=not cell.values,
@@ -193,7 +194,7 @@ class _Work:
             )
 
     def command(self, cell: MatrixCell) -> str:
-        """What a user would type for this cell."""
+        """The command that a user would type for this cell."""
         return shlex.join(["lockstep", *self._replay(cell)])
 
     def _replay(self, cell: MatrixCell) -> list[str]:
@@ -203,7 +204,7 @@ class _Work:
     # --- running --------------------------------------------------------------------------------------------
 
     def run(self, progress: Progress) -> MatrixResult:
-        todo = [cell for cell in self.order if cell.name not in self.done]
+        pending = [cell for cell in self.order if cell.name not in self.done]
         total = len(self.order)
         self.write(complete=False)
 
@@ -214,7 +215,7 @@ class _Work:
 
         with Interrupt() as interrupt:
             try:
-                self._run_all(todo, finish)
+                self._run_all(pending, finish)
                 # Cells that an earlier run had nothing to compare with: their reference may work by now.
                 for name, cell in self.done.items():
                     if cell.comparison is None:
@@ -236,9 +237,9 @@ class _Work:
         write_reports(result, self.options.out)
         return result
 
-    def _run_all(self, todo: Sequence[MatrixCell], finish: Callable[[CellResult], None]) -> None:
-        references = [cell for cell in todo if cell.name in set(self.reference_of.values())]
-        rest = [cell for cell in todo if cell not in references]
+    def _run_all(self, pending: Sequence[MatrixCell], finish: Callable[[CellResult], None]) -> None:
+        references = [cell for cell in pending if cell.name in set(self.reference_of.values())]
+        rest = [cell for cell in pending if cell not in references]
         if self.options.jobs == 1:
             for cell in (*references, *rest):
                 finish(self._run_cell(cell))
@@ -272,12 +273,14 @@ class _Work:
         why = refusal(cell.cell)
         if why is not None:
             return self._saved(replace(result, reason=why))
-        words = [*self._replay(cell), "--out", str(folder / "replay"), "--keep-outputs", "--quiet"]
+        arguments = [*self._replay(cell), "--out", str(folder / "replay"), "--keep-outputs", "--quiet"]
         log = folder / "log.txt"
-        log.write_text(f"$ {shlex.join(['python', '-m', 'lockstep', *words])}\n", encoding="utf-8")
-        argv = [sys.executable, "-m", "lockstep", *words]
+        log.write_text(f"$ {shlex.join(['python', '-m', 'lockstep', *arguments])}\n", encoding="utf-8")
+        argv = [sys.executable, "-m", "lockstep", *arguments]
         exit_status = self.runner.run(argv, log=log, timeout=self.options.timeout)
-        return self._saved(ended(result, exit_status, folder=folder, timeout=self.options.timeout))
+        return self._saved(
+            with_process_result(result, exit_status, folder=folder, timeout=self.options.timeout)
+        )
 
     def _reference_name(self, cell: MatrixCell) -> str | None:
         reference = self.reference_of.get(cell.name)
@@ -313,7 +316,7 @@ class _Work:
         return result
 
     def write(self, *, complete: bool) -> MatrixResult:
-        """matrix.json with what is there so far."""
+        """Write matrix.json with the results so far."""
         limits = {"logprob": self.options.logprob_limit, "gradient": self.options.gradient_limit}
         cells = tuple(self._judged(cell, limits) for cell in (*self.extra, *self.cells))
         result = MatrixResult(
@@ -358,16 +361,16 @@ class _Work:
         return replace(result, agrees=agrees, disagreement=why)
 
     def _yardstick(self, cell: MatrixCell) -> Comparison | None:
-        """How far the reference's own kernels are from it in this cell's dtype."""
+        """The comparison of the reference's own kernels in this cell's dtype, to judge the cell by."""
         if cell.cell.dtype == self.reference.dtype or self.reference.dtype != "float32":
             return None
         same = ("model", "num_layers")
-        wanted = replace(
+        target = replace(
             self.reference, dtype=cell.cell.dtype, **{name: getattr(cell.cell, name) for name in same}
         )
         for other in self.cells:
-            near = replace(other.cell, activation_checkpointing=wanted.activation_checkpointing)
-            if near == wanted and other.name != cell.name and other.name in self.done:
+            candidate = replace(other.cell, activation_checkpointing=target.activation_checkpointing)
+            if candidate == target and other.name != cell.name and other.name in self.done:
                 return self.done[other.name].comparison
         return None
 

@@ -1,4 +1,4 @@
-"""What every report of a matrix says: columns, footnotes, conditions. Plain text; a report escapes it."""
+"""The text that all reports of a matrix share: columns, footnotes, conditions. Plain; a report escapes it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Column:
 
     head: str
     short: str
-    """For the terminal."""
+    """The head in the terminal."""
     part: Literal["speed", "numbers"]
     text: Callable[[MatrixResult, CellResult], str]
 
 
 def columns() -> tuple[Column, ...]:
-    """In the order in which reports show them."""
+    """All columns, in the order in which reports show them."""
     return (
         Column(head="first ms", short="first ms", part="speed", text=_first),
         Column(head="forward ms", short="fwd ms", part="speed", text=_forward),
@@ -56,12 +56,12 @@ def columns() -> tuple[Column, ...]:
 
 
 def result_text(cell: CellResult) -> str:
-    """Works, or how it does not; whether it agrees."""
+    """Say whether a cell works and agrees, or how it failed."""
     return f"works, {agreement(cell)}" if cell.works else cell.status
 
 
 def agreement(cell: CellResult) -> str:
-    """Of a cell that works, how it compares with its reference; else "-"."""
+    """How a cell that works compares with its reference; else "-"."""
     if not cell.works:
         return NOTHING
     if cell.reference is None:
@@ -70,39 +70,40 @@ def agreement(cell: CellResult) -> str:
 
 
 def problems(result: MatrixResult) -> list[tuple[CellResult, str]]:
-    """Cells with something to tell: why they do not work, or what is apart; and gradients not compared."""
-    found = []
+    """Cells with a problem: why they do not work or do not agree, or why gradients were not compared."""
+    rows = []
     for cell in result.cells:
         if cell.status == "not run":
             continue
         if not cell.works:
-            found.append((cell, f"{cell.status}: {cell.reason}" if cell.reason else cell.status))
+            rows.append((cell, f"{cell.status}: {cell.reason}" if cell.reason else cell.status))
         elif cell.disagreement:
-            found.append((cell, cell.disagreement))
+            rows.append((cell, cell.disagreement))
         elif cell.comparison is not None and cell.comparison.gradient_note:
-            found.append((cell, cell.comparison.gradient_note))
-    return found
+            rows.append((cell, cell.comparison.gradient_note))
+    return rows
 
 
 def footnotes(result: MatrixResult) -> list[tuple[str, str]]:
     """Marks in the table and what they mean."""
     notes = dict.fromkeys(cell.timing_note for cell in result.cells if cell.timing_note)
-    found = [(_mark(result, note), note) for note in notes]
+    lines = [(_mark(result, note), note) for note in notes]
     left_out = [c for c in result.cells if c.comparison is not None and c.comparison.left_out]
     for cell in left_out:
         assert cell.comparison is not None
-        found.append(("-", f"{cell.name}: {cell.comparison.left_out} inputs have no counterpart, left out"))
+        lines.append(("-", f"{cell.name}: {cell.comparison.left_out} inputs have no counterpart, left out"))
     weights = {c.measures.weights for c in result.cells if c.measures is not None and c.measures.weights}
-    found += [("-", text) for text in sorted(weights)]
-    return found
+    lines += [("-", text) for text in sorted(weights)]
+    return lines
 
 
 def limits_text(result: MatrixResult) -> str:
-    """When a cell agrees."""
-    given = {name: value for name, value in result.limits.items() if value is not None}
-    if len(given) == len(result.limits):
+    """Say within which limits a cell agrees."""
+    set_limits = {name: value for name, value in result.limits.items() if value is not None}
+    if len(set_limits) == len(result.limits):
         return (
-            f"A cell agrees within {given['logprob']:g} nats (largest) and {given['gradient']:g} (gradient)."
+            f"A cell agrees within {set_limits['logprob']:g} nats (largest) and "
+            f"{set_limits['gradient']:g} (gradient)."
         )
     dtypes = {
         cell.flags[i + 1] for cell in result.cells for i, f in enumerate(cell.flags[:-1]) if f == "--dtype"
@@ -117,12 +118,12 @@ def limits_text(result: MatrixResult) -> str:
             f"else {HALF_RMS_LIMIT:g} nats (RMS) and {HALF_GRADIENT_LIMIT:g}, times the square root of the "
             "number of layers"
         )
-    parts += [f"{name} {value:g} as given" for name, value in given.items()]
+    parts += [f"{name} {value:g} as given" for name, value in set_limits.items()]
     return f"A cell agrees within {'; '.join(parts)}."
 
 
 def conditions(result: MatrixResult) -> list[tuple[str, str]]:
-    """Everything one needs to repeat it, or to judge it."""
+    """The conditions that one needs to repeat the matrix, or to judge it."""
     references = dict.fromkeys(cell.reference or cell.name for cell in result.cells if cell.works)
     rows = [
         ("command", result.command),
@@ -144,7 +145,7 @@ def bar_share(result: MatrixResult, cell: CellResult) -> float:
 
 
 def number(value: float | None, *, digits: int = 2) -> str:
-    """A small difference: "0", "2.4e-07", "inf"."""
+    """Format a small difference: "0", "2.4e-07", "inf"."""
     if value is None:
         return NOTHING
     return "0" if value == 0 else f"{value:.{digits}g}"

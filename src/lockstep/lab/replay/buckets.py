@@ -24,26 +24,26 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Capacities:
-    """What batches become."""
+class Bucketing:
+    """The shapes that batches are brought to before they run."""
 
     kind: Literal["recorded", "exact", "static", "dense"]
     """recorded: as they are. exact: without a tail. static: padded to one of `buckets`. dense: rows and
     longest document rounded up to powers of two, for padded batches."""
     static: bool
-    """Shapes come in few kinds, so one graph serves many inputs."""
+    """Whether there are few different shapes, so that one graph serves many inputs."""
     buckets: tuple[Bucket, ...] = ()
-    """Of kind static, smallest first."""
+    """For kind static, smallest first."""
     width: int = 0
-    """Of kind dense: no row is longer."""
+    """For kind dense: the longest row."""
     documents: int = 0
-    """Entries of cu_seqlens of every batch of kind recorded, if static: without it, equal token capacities
+    """For kind recorded, if static: entries of cu_seqlens in every batch. Without it, equal token capacities
     would have different shapes."""
     limit: MemoryLimit | None = None
-    """What a batch may take; None: nothing is estimated."""
+    """Memory that a batch may take; None: nothing is estimated."""
 
     def fit(self, batch: PackedBatch) -> PackedBatch:
-        """The batch to run.
+        """Return the batch to run.
 
         Raises:
             DataError: no bucket holds it.
@@ -70,7 +70,7 @@ class Capacities:
         return bucket.tokens, bucket.documents
 
     def _bucket(self, batch: PackedBatch) -> Bucket:
-        """Of kinds dense and static."""
+        """The bucket of a batch, for kinds dense and static."""
         used, documents = batch.num_tokens, len(batch.sample_ids)
         if self.kind == "dense":
             return _dense_bucket(batch.lengths[:documents], self.width)
@@ -90,7 +90,7 @@ class Capacities:
         return repack(batch, self._bucket(batch))
 
     def describe(self) -> str:
-        """One line."""
+        """Describe it in one line, for the log."""
         if self.kind == "exact":
             return "inputs without a padded tail"
         if self.kind == "recorded":
@@ -112,12 +112,12 @@ def _dense_bucket(lengths: Sequence[int], width: int) -> Bucket:
 
 
 def _rows(bucket: Bucket) -> int:
-    """Most real documents: a bucket also has room for those that cover its tail."""
+    """The most real documents: a bucket also has room for the pad documents that cover its tail."""
     return bucket.documents - -(-bucket.tokens // bucket.max_seqlen)
 
 
 def shape_of(batch: PackedBatch) -> tuple[int, int, int]:
-    """What a graph is made for: (slots, entries of cu_seqlens, longest document)."""
+    """The shape that a graph is compiled for: (slots, entries of cu_seqlens, longest document)."""
     return batch.num_slots, batch.cu_seqlens.shape[0], batch.max_seqlen
 
 
@@ -129,10 +129,10 @@ def computed_slots(batch: PackedBatch, cell: Cell) -> int:
     return rows * width
 
 
-def plan_capacities(
+def plan_buckets(
     recording: Recording, order: Sequence[int], options: ReplayOptions, *, max_positions: int
-) -> Capacities:
-    """How the selected inputs fit the cell.
+) -> Bucketing:
+    """Choose the shapes under which the selected inputs run in the cell.
 
     Raises:
         ConfigError: --capacity is below an input's tokens.
@@ -148,12 +148,12 @@ def plan_capacities(
     if same and options.capacity is None:
         width = max(header.capacity.get("max_seqlen") or 1, 1)
         documents = most_documents + -(-max(recorded, *totals, 0) // width)
-        return Capacities(kind="recorded", static=axes["static_capacity"], documents=documents)
+        return Bucketing(kind="recorded", static=axes["static_capacity"], documents=documents)
     if cell.execution == "eager":
-        return Capacities(kind="exact", static=False)
+        return Bucketing(kind="exact", static=False)
     width = min(_round_up(longest, _ALIGNMENT), max(longest, max_positions))
     if cell.layout == "padded":
-        return Capacities(kind="dense", static=True, width=width)
+        return Bucketing(kind="dense", static=True, width=width)
     if options.capacity is not None and max(totals) > options.capacity:
         index = order[totals.index(max(totals))]
         raise ConfigError(
@@ -163,7 +163,7 @@ def plan_capacities(
     budget = options.capacity or max(recorded, _round_up(max(totals), _ALIGNMENT))
     width = min(width, budget)
     buckets = buckets_for(token_budget=budget, max_seqlen=width, max_documents=most_documents)
-    return Capacities(kind="static", static=True, buckets=buckets)
+    return Bucketing(kind="static", static=True, buckets=buckets)
 
 
 def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ...]:
@@ -207,9 +207,9 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def as_dict(capacities: Capacities) -> dict[str, Any]:
-    """For the summary."""
+def bucketing_json(bucketing: Bucketing) -> dict[str, Any]:
+    """The bucketing as summary.json has it."""
     buckets = [
-        {"tokens": b.tokens, "documents": b.documents, "max_seqlen": b.max_seqlen} for b in capacities.buckets
+        {"tokens": b.tokens, "documents": b.documents, "max_seqlen": b.max_seqlen} for b in bucketing.buckets
     ]
-    return {"kind": capacities.kind, "static": capacities.static, "buckets": buckets}
+    return {"kind": bucketing.kind, "static": bucketing.static, "buckets": buckets}

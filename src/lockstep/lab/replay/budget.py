@@ -1,4 +1,4 @@
-"""What one replayed input may take, estimated before anything of its size is allocated.
+"""Estimate the memory of one replayed input before anything of its size is allocated.
 
 A recording states sizes that no byte of it stands behind: the padded tail, the documents that cu_seqlens
 has room for, the width of padded rows, the rank of adapters. The estimate is that of `lockstep plan`.
@@ -24,7 +24,7 @@ _DOCUMENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimit:
-    """How much memory an input may take beside the others."""
+    """The memory that one input may take."""
 
     bytes: int
     shape: ModelShape
@@ -55,28 +55,31 @@ class MemoryLimit:
             )
 
     def estimate(self, *, slots: int, documents: int = 0) -> int:
-        """Bytes: parameters, gradients, what forward and backward keep, and the batch itself."""
+        """Estimate bytes: parameters, gradients, what forward and backward keep, and the batch itself."""
         shape, kind = self.shape, torch.device(self.cell.device).type
         weights = shape.parameters * shape.dtype_bytes
         weights += shape.trained * shape.dtype_bytes * self.backward
         if not self.backward:  # nothing is kept from layer to layer
             shape = dataclasses.replace(shape, layers=1)
         train = train_config(self.cell, static_capacity=False)
-        kept = sum(size for _, size, _, _ in forward_sizes(shape, train, tokens=slots, device=kind))
-        return int(weights + kept + slots * _SLOT_BYTES + documents * _DOCUMENT_BYTES)
+        activations = sum(size for _, size, _, _ in forward_sizes(shape, train, tokens=slots, device=kind))
+        return int(weights + activations + slots * _SLOT_BYTES + documents * _DOCUMENT_BYTES)
 
 
-def memory_limit(cell: Cell, shape: ModelShape, *, backward: bool, given: int | None) -> MemoryLimit:
-    """The limit of `--max-memory`, bytes; None: all memory of the device.
+def memory_limit(cell: Cell, shape: ModelShape, *, backward: bool, max_bytes: int | None) -> MemoryLimit:
+    """The limit set by `--max-memory`.
+
+    Args:
+        max_bytes: None: all memory of the device.
 
     Raises:
         RecordingError: the model alone is larger.
     """
     device = torch.device(cell.device)
-    if given is None:
-        given = (
+    if max_bytes is None:
+        max_bytes = (
             torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else total_bytes()
         )
-    limit = MemoryLimit(bytes=given, shape=shape, cell=cell, backward=backward)
+    limit = MemoryLimit(bytes=max_bytes, shape=shape, cell=cell, backward=backward)
     limit.check(slots=1, documents=1)
     return limit

@@ -1,4 +1,4 @@
-"""Under what an input is replayed: kernel, execution mode, layout, dtype, device, backend."""
+"""A cell: the kernel, execution mode, layout, dtype, device and backend that an input is replayed under."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Cell:
     """eager, compile (every block of layers), joint (the decoder as one graph), deepcompile (DeepSpeed's)."""
     layout: Layout
     padding_side: Literal["left", "right"] = "right"
-    """Of layout padded."""
+    """For layout padded."""
     dtype: str
-    """Of parameters and activations."""
+    """The dtype of parameters and activations."""
     device: str
     """cpu, cuda, cuda:N."""
     activation_checkpointing: bool = False
@@ -42,7 +42,7 @@ class Cell:
     num_layers: int | None = None
     """Only the first N layers: another model, which nothing recorded is comparable with."""
     model: str | None = None
-    """Instead of the recorded one."""
+    """A model to use instead of the recorded one."""
     ranks: int = 1
 
     @classmethod
@@ -52,11 +52,11 @@ class Cell:
 
     @property
     def deepspeed(self) -> bool:
-        """Whether DeepSpeed's engine runs it."""
+        """Whether DeepSpeed's engine runs the cell."""
         return self.zero_stage is not None or self.execution == "deepcompile"
 
     def label(self) -> str:
-        """Such as "varlen + compile + packed"."""
+        """The cell's name, such as "varlen + compile + packed"."""
         parts = [self.attention, self.execution, self.layout]
         if self.layout == "padded" and self.padding_side == "left":
             parts[-1] = "padded left"
@@ -90,7 +90,7 @@ class Cell:
         return flags + (["--ranks", str(self.ranks)] if self.ranks > 1 else [])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields, label and flags, as JSON values."""
         return dataclasses.asdict(self) | {"label": self.label(), "flags": self.flags()}
 
 
@@ -106,22 +106,22 @@ ALL_OFF: Mapping[str, Any] = {
 
 
 def resolve_cell(
-    header: RecordingHeader, *, device: str = "auto", given: Mapping[str, Any] | None = None
+    header: RecordingHeader, *, device: str = "auto", overrides: Mapping[str, Any] | None = None
 ) -> tuple[Cell, tuple[str, ...]]:
-    """The recorded configuration on `device`, with what `given` sets instead.
+    """Resolve the recorded configuration for `device`; `overrides` take precedence.
 
-    A recording of another kind of device is replayed with what this one is good at. What was resolved to
-    what, and why, is said in the notes.
+    A recording from another kind of device is replayed with choices that suit this one; the notes say what
+    was resolved to what, and why.
 
     Args:
-        given: fields of Cell; they are taken as they are.
+        overrides: fields of Cell, taken as they are.
 
     Raises:
         RecordingError: the header names what does not exist.
         ConfigError: this machine does not have `device`, or the combination is not supported.
     """
-    given = dict(given or {})
-    axes = recorded_axes(header, given={"attention"} & given.keys())
+    overrides = dict(overrides or {})
+    axes = recorded_axes(header, given={"attention"} & overrides.keys())
     kind = axes["device"].partition(":")[0]
     target = _device(device)
     notes = []
@@ -140,12 +140,12 @@ def resolve_cell(
             resolved["attention"] = "sdpa"
             notes.append("attention: 'varlen' -> 'sdpa' (CUDA flash kernels have no float32)")
         axes |= resolved
-        notes = [note for note in notes if note.partition(":")[0] not in given]
+        notes = [note for note in notes if note.partition(":")[0] not in overrides]
     names = {field.name for field in dataclasses.fields(Cell)}
-    values = {name: value for name, value in axes.items() if name in names} | given | {"device": target}
+    values = {name: value for name, value in axes.items() if name in names} | overrides | {"device": target}
     cell = Cell(**values)
-    if "batch_invariant" not in given:
-        cell, why = within_the_claim(cell)
+    if "batch_invariant" not in overrides:
+        cell, why = drop_unsupported_batch_invariance(cell)
         notes += [f"batch_invariant: on -> off ({why})"] if why else []
     checked = check_cell(cell)
     if checked.support == "untested" and not cell.deepspeed:
@@ -161,8 +161,8 @@ def _device(device: str) -> str:
     return device
 
 
-def within_the_claim(cell: Cell) -> tuple[Cell, str]:
-    """The cell, not batch-invariant where it cannot be, and why it cannot; "" where nothing was changed."""
+def drop_unsupported_batch_invariance(cell: Cell) -> tuple[Cell, str]:
+    """Turn batch_invariant off where the cell does not support it; (cell, the reason, or "" if unchanged)."""
     if not cell.batch_invariant:
         return cell, ""
     try:
@@ -173,7 +173,7 @@ def within_the_claim(cell: Cell) -> tuple[Cell, str]:
 
 
 def check_cell(cell: Cell) -> Axes:
-    """What the support table says about the cell. Raises ConfigError with its refusal."""
+    """Look the cell up in the support table. Raises ConfigError if the table refuses it."""
     if cell.zero_stage == 3 and cell.execution == "joint":
         raise ConfigError(
             "--joint with --zero-stage 3: there DeepSpeed gathers weights by hooks of modules, which the "
@@ -187,8 +187,8 @@ def check_cell(cell: Cell) -> Axes:
     execution = "compile" if cell.execution == "deepcompile" else cell.execution
     train = train_config(cell, static_capacity=False).model_copy(update={"execution": execution})
     named = {"name": cell.model, "num_layers": cell.num_layers, "dtype": cell.dtype}
-    given = {name: value for name, value in named.items() if value is not None}
-    model = check(given, ModelConfig, origin="the model of the cell")
+    settings = {name: value for name, value in named.items() if value is not None}
+    model = check(settings, ModelConfig, origin="the model of the cell")
     run = RunConfig.model_construct(kind="replay", model=model, train=train)
     try:
         return resolve_axes(run, engine=None)
@@ -200,7 +200,7 @@ def check_cell(cell: Cell) -> Axes:
 
 
 def train_config(cell: Cell, *, static_capacity: bool, token_budget: int = 4096) -> TrainConfig:
-    """The settings of a train backend that runs the cell. Raises ConfigError."""
+    """The train settings of a backend that runs the cell. Raises ConfigError."""
     settings = {
         "attention": cell.attention,
         "execution": cell.execution,

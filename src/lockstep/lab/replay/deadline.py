@@ -58,11 +58,11 @@ class Deadline:
             self._thread.join()
 
     def start(self, index: int) -> None:
-        """Input `index` begins."""
+        """Start the clock for input `index`."""
         self._running = (index, time.monotonic())
 
     def stop(self) -> None:
-        """It is done."""
+        """Stop the clock: the input is done."""
         self._running = None
 
     def _watch(self) -> None:

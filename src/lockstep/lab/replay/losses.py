@@ -1,4 +1,4 @@
-"""What is differentiated: the recorded loss, or a plain one."""
+"""The loss of a replay: the recorded one, or a plain one."""
 
 from __future__ import annotations
 

@@ -23,27 +23,27 @@ class ReplayOptions:
     inputs: tuple[int, ...] | None = None
     """Indices; None: all."""
     steps: tuple[int | None, int | None] | None = None
-    """First step, and the one behind the last; None: open."""
+    """First step, and one past the last; None: open."""
     shuffle: bool = False
     seed: int = 0
-    """Of the shuffled order."""
+    """Seed of the shuffled order."""
     capacity: int | None = None
     """Static capacity of compiled packs, tokens; None: the recorded token budget."""
     warmup: int = 0
-    """The first inputs are run once more before anything is measured."""
+    """How many of the first inputs are run once, unmeasured, before the replay."""
     timeout: float | None = None
     """Seconds that one input may take before the process is ended."""
     keep_outputs: bool = False
     gradient_inputs: int = 8
-    """keep_outputs: of how many inputs the gradients are added up."""
+    """With keep_outputs: the number of inputs whose gradients are added up."""
     gradient_entries: int = GRADIENT_ENTRIES
     max_memory: int | None = None
     """Bytes that one input may take, by estimate; None: all memory of the device."""
     trust_remote_code: bool = False
     """Run Python code that comes with a hub model, whatever the recording says."""
     simulate: bool = False
-    """Several ranks in this one process."""
+    """Run several ranks in this one process."""
     local_rank: int | None = None
-    """From a launcher."""
+    """The local rank that a launcher set."""
     notes: tuple[str, ...] = ()
-    """What was resolved to what, and why."""
+    """What each setting was resolved to, and why."""

@@ -28,17 +28,17 @@ class KeptOutputs:
     """
 
     gradient_inputs: int
-    """Of how many inputs the gradients are added up; the first ones that give any."""
+    """The number of inputs whose gradients are added up: the first ones that have any."""
     entries: int = GRADIENT_ENTRIES
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     summed: list[int] = field(default_factory=list)
     """Indices of the inputs in `gradients`."""
     total: int = 0
-    """Entries that all parameters have."""
+    """Entries of all parameters together."""
 
     def add_logprobs(self, index: int, logprobs: Tensor, batch: PackedBatch) -> None:
-        """logprobs: [T] of `batch`, which is on the host."""
+        """Keep logprobs [T] of `batch`, which is on the host."""
         used = batch.num_tokens
         self.logprobs[index] = logprobs[:used].cpu().float()[batch.loss_mask[:used]]
 
@@ -48,22 +48,22 @@ class KeptOutputs:
         return len(self.summed) < self.gradient_inputs
 
     def add_gradients(self, index: int, gradients: Mapping[str, Tensor]) -> None:
-        """Gradients by Parameter name, on any device."""
+        """Add one input's gradients, by parameter name, on any device."""
         self.summed.append(index)
         self.total = sum(gradient.numel() for gradient in gradients.values())
         for name, gradient in gradients.items():
             flat = gradient.detach().reshape(-1)
-            places = gradient_places(name, flat.numel(), self.entries)
-            if places is not None:
-                flat = flat[places.to(flat.device)]
-            taken = flat.to("cpu", torch.float32, copy=True)
+            indices = gradient_places(name, flat.numel(), self.entries)
+            if indices is not None:
+                flat = flat[indices.to(flat.device)]
+            kept = flat.to("cpu", torch.float32, copy=True)
             if name in self.gradients:
-                self.gradients[name] += taken
+                self.gradients[name] += kept
             else:
-                self.gradients[name] = taken
+                self.gradients[name] = kept
 
     def summary(self) -> dict[str, Any]:
-        """For the summary."""
+        """What was kept, as summary.json has it."""
         kept = sum(gradient.numel() for gradient in self.gradients.values())
         return {
             "file": FILE,

@@ -1,4 +1,4 @@
-"""The policy of a replay: its module, the backend that runs it, and whose weights it has."""
+"""The policy of a replay: its module, the backend that runs it, and the weights loaded into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import RecordingError
 from lockstep.execution import joint_of
-from lockstep.lab.replay.buckets import Capacities
+from lockstep.lab.replay.buckets import Bucketing
 from lockstep.lab.replay.cell import train_config
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import DTYPES
@@ -37,7 +37,7 @@ Match = Literal["match", "mismatch", "unknown"]
 
 
 class ReplayBackend(Protocol):
-    """What a replay asks of a train backend."""
+    """The part of a train backend that a replay uses."""
 
     def logprobs(
         self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
@@ -52,7 +52,7 @@ class ReplayBackend(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """What the model has and what it would have."""
+    """Sizes of the model as it is replayed, and with all of its layers."""
 
     vocab_size: int
     max_positions: int
@@ -60,15 +60,15 @@ class ModelSize:
     num_layers_full: int
     parameter_bytes: int
     parameter_bytes_full: int
-    """With all its layers."""
+    """Bytes of the model with all of its layers."""
     shape: ModelShape
-    """What memory is estimated by."""
+    """The sizes that the memory estimate is based on."""
 
 
 def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig:
-    """The recorded model, or the one that was asked for.
+    """The recorded model, or the one that the options name.
 
-    A recording cannot make its reader run code: `trust_remote_code` is what the options say.
+    A recording cannot make its reader run code: `trust_remote_code` comes from the options alone.
 
     Raises:
         RecordingError: header.model is no model.
@@ -95,7 +95,7 @@ def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig
 
 
 def model_size(config: ModelConfig, *, dtype: torch.dtype) -> ModelSize:
-    """Sizes, before any weight is loaded. Raises ModelError."""
+    """Compute the sizes before any weight is loaded. Raises ModelError."""
     module = meta_module(config, dtype=dtype)
     whole = module
     if config.num_layers is not None:
@@ -137,7 +137,7 @@ def check_inputs_fit(recording: Recording, order: Sequence[int], size: ModelSize
 
 
 def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> None:
-    """Raises RecordingError for a token id that the model does not have; a GPU would only abort."""
+    """Raise RecordingError for a token id outside the model's vocabulary; a GPU would only abort."""
     low, high = (int(x) for x in batch.token_ids.aminmax())
     if low < 0 or high >= vocab_size:
         raise RecordingError(
@@ -148,8 +148,8 @@ def check_ids(batch: PackedBatch, *, index: int, vocab_size: int, name: str) -> 
 
 
 def check_tail(batch: PackedBatch, *, index: int, max_positions: int, name: str) -> None:
-    """Raises RecordingError for a pad document longer than any that the model can be fed: attention would
-    compute it all the same."""
+    """Raise RecordingError for a pad document longer than the model's positions: attention would compute it
+    all the same."""
     real = len(batch.sample_ids)
     longest = max(batch.lengths[real:], default=0)
     if longest > max(max_positions, *batch.lengths[:real]):
@@ -160,7 +160,7 @@ def check_tail(batch: PackedBatch, *, index: int, max_positions: int, name: str)
 
 
 def check_usable(meta: InputMeta, *, index: int) -> None:
-    """Raises RecordingError for an input that a foreign module was called with, but that is no documents."""
+    """Raise RecordingError for an input of a foreign module that could not be split into documents."""
     if meta.unusable is not None:
         raise RecordingError(
             f"input {index} is kept as the module was called, not as documents ({meta.unusable}); it cannot "
@@ -169,10 +169,10 @@ def check_usable(meta: InputMeta, *, index: int) -> None:
 
 
 class Policy:
-    """The module, its backend, and the weights that are in it.
+    """The module, its backend, and the weights loaded into it.
 
     Args:
-        spans: what the backend times its halves with.
+        spans: times the backend's forward and backward.
 
     Raises:
         ModelError, RecordingError, ConfigError: the model or the weights cannot be loaded.
@@ -184,7 +184,7 @@ class Policy:
         options: ReplayOptions,
         *,
         order: Sequence[int],
-        capacities: Capacities,
+        bucketing: Bucketing,
         spans: Spans,
     ) -> None:
         self.recording, self.options = recording, options
@@ -192,34 +192,34 @@ class Policy:
         self._device = torch.device(options.cell.device)
         self._settings = contextlib.ExitStack()
         self.settings_apply = options.cell.batch_invariant and self._device.type == "cuda"
-        """Whether the cell needs CUDA's settings of batch-invariance, which are the process's."""
+        """Whether the cell needs CUDA's settings for batch invariance, which hold for the whole process."""
         self._settings.enter_context(invariant.configured(self.settings_apply))
-        self._capacities, self._inputs = capacities, len(order)
-        self._found: dict[tuple[str | None, str | None, int], Path | None] = {}
+        self._bucketing, self._inputs = bucketing, len(order)
+        self._stored_folders: dict[tuple[str | None, str | None, int], Path | None] = {}
         alone = options.cell.ranks == 1 and not options.simulate and not options.shuffle
         # DeepSpeed takes a module's weights when its engine is made, and ranks share one engine.
         self._fixed = options.optimizer_step or (options.cell.deepspeed and not alone)
         self._load(recording.metas[order[0]])
         self._spans = spans
         self.moved = False
-        """An optimizer step has changed the weights."""
+        """Whether an optimizer step has changed the weights."""
         self.backend = self._build()
 
     def _load(self, meta: InputMeta) -> None:
-        """The module, with the weights that this input saw."""
+        """Load the module with the weights that this input saw."""
         self._checkpoint: Path | None = None
         self.model = self._load_base()
         self.fingerprint = "" if self._stored(meta) else self._fingerprint(self.model.module)
         self._cast()
         if self.options.cell.batch_invariant:
             invariant.convert(self.model.module, device=self._device, dtype=self._cell_dtype)
-        self._place(meta)
+        self._load_weights_of(meta)
 
     # --- weights --------------------------------------------------------------------------------------------
 
     def use(self, meta: InputMeta) -> Match:
-        """Put the weights in place that saw this input, as far as they are stored, and say whether they are
-        these."""
+        """Load the weights that this input saw, if they are stored, and return whether the loaded weights are
+        those."""
         if self._fixed or self._stored(meta) == self._checkpoint:
             return self.match(meta)
         if self.options.cell.deepspeed:
@@ -231,16 +231,16 @@ class Policy:
             if before is not None and after is not None:
                 after.adopt(before)
         else:
-            self._place(meta)
+            self._load_weights_of(meta)
         return self.match(meta)
 
     def weights_of(self, meta: InputMeta) -> str:
-        """Tells the weights apart that `use` puts in place for the inputs of this replay."""
+        """An id of the weights that `use` loads for this input; inputs with equal ids share weights."""
         stored = None if self._fixed else self._stored(meta)
         return "" if stored is None else meta.weights or str(stored)
 
     def match(self, meta: InputMeta) -> Match:
-        """Whether the weights in place are those that saw this input, by fingerprint."""
+        """Whether the loaded weights are those that saw this input, by fingerprint."""
         if self.moved:
             return "mismatch"
         if meta.weights is None:
@@ -248,8 +248,8 @@ class Policy:
         same = meta.weights == self.fingerprint and self.recorded_layers
         return "match" if same else "mismatch"
 
-    def statement(self, meta: InputMeta) -> str:
-        """One line about where the weights come from, and whether they are the recorded ones."""
+    def describe_weights(self, meta: InputMeta) -> str:
+        """Describe in one line where the weights come from and whether they are the recorded ones."""
         source = self.config.name if self._checkpoint is None else f"{self.config.name}, {self._checkpoint}"
         cast = "" if self._loaded_dtype == self._cell_dtype else f", converted to {self.options.cell.dtype}"
         about = f"weights of {source}{cast}: fingerprint {self.fingerprint}"
@@ -277,7 +277,7 @@ class Policy:
         return self.model.dtype
 
     def _load_base(self) -> LoadedModel:
-        """In the recorded dtype: weights are those that were recorded before they are converted."""
+        """Load the model in the recorded dtype; the weights are converted afterwards, as in the run."""
         dtype = self.options.cell.dtype
         if self.options.cell.model is None:
             dtype = recorded_axes(self.recording.header, given=("attention",))["dtype"]
@@ -290,42 +290,42 @@ class Policy:
 
         return fingerprint(module_tensors(module).items())
 
-    def _place(self, meta: InputMeta) -> None:
-        wanted = self._stored(meta)
-        if wanted == self._checkpoint:
+    def _load_weights_of(self, meta: InputMeta) -> None:
+        folder = self._stored(meta)
+        if folder == self._checkpoint:
             return
         from lockstep.recording.storage.weights import load_weights
 
-        if wanted is None:
+        if folder is None:
             base = self._load_base().module
             self.fingerprint = self._fingerprint(base)
             self._copy(base)
         else:
             fewer = self.options.cell.num_layers is not None
-            self.fingerprint = load_weights(self.model.module, wanted, cast=True, partial=fewer)
-        self._checkpoint = wanted
+            self.fingerprint = load_weights(self.model.module, folder, cast=True, partial=fewer)
+        self._checkpoint = folder
 
     def _stored(self, meta: InputMeta) -> Path | None:
-        """Where the weights of an input are; None: nowhere, or another model is asked for."""
+        """The folder with the weights of an input; None: not stored, or --model is given."""
         if self.options.cell.model is not None:
             return None
         key = (meta.checkpoint, meta.weights, meta.step)
-        if key not in self._found:
+        if key not in self._stored_folders:
             from lockstep.recording.storage.weights import find_weights
 
-            self._found[key] = find_weights(self.recording.path, meta)
-        return self._found[key]
+            self._stored_folders[key] = find_weights(self.recording.path, meta)
+        return self._stored_folders[key]
 
     @torch.no_grad()
     def _copy(self, source: nn.Module) -> None:
         from lockstep.recording.storage.fingerprint import module_tensors
 
-        found = module_tensors(source)
+        tensors = module_tensors(source)
         for name, tensor in module_tensors(self.model.module).items():
-            tensor.copy_(found[name])
+            tensor.copy_(tensors[name])
 
     def _cast(self) -> None:
-        """Parameters only: buffers such as rotary frequencies have a dtype of their own."""
+        """Convert parameters only: buffers such as rotary frequencies have a dtype of their own."""
         for parameter in self.model.module.parameters():
             if parameter.dtype != self._cell_dtype:
                 parameter.data = parameter.data.to(self._cell_dtype)
@@ -335,7 +335,7 @@ class Policy:
     def _build(self) -> ReplayBackend:
         cell = self.options.cell
         tokens = self.recording.header.capacity.get("token_budget") or 4096
-        train = train_config(cell, static_capacity=self._capacities.static, token_budget=max(1, int(tokens)))
+        train = train_config(cell, static_capacity=self._bucketing.static, token_budget=max(1, int(tokens)))
         model = dataclasses.replace(self.model, dtype=self._cell_dtype)
         temperature = self.recording.header.temperature
         steps = self._inputs if self.options.optimizer_step else 0
@@ -361,17 +361,17 @@ class Policy:
         return backend
 
     def take_back_settings(self) -> None:
-        """Leave the process as it was before: another cell may run in it."""
+        """Restore the process's settings: another cell may run in it."""
         self._settings.close()
 
     def close(self) -> None:
-        """Drop gradients."""
+        """Close the backend and restore the process's settings."""
         self.backend.close()
         self.take_back_settings()
 
 
-def weights_summary(policy: Policy, matches: Mapping[Match, int], statement: str) -> dict[str, Any]:
-    """For the summary."""
+def weights_summary(policy: Policy, matches: Mapping[Match, int], description: str) -> dict[str, Any]:
+    """Where the weights came from and how many inputs they match, as summary.json has it."""
     total = {name: matches.get(name, 0) for name in ("match", "mismatch", "unknown")}
     if total["mismatch"]:
         verdict: bool | None = False
@@ -382,5 +382,5 @@ def weights_summary(policy: Policy, matches: Mapping[Match, int], statement: str
         "fingerprint": policy.fingerprint,
         "matches": verdict,
         "inputs": total,
-        "statement": statement,
+        "statement": description,
     }

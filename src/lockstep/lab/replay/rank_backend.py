@@ -1,4 +1,4 @@
-"""Train backends of a replay on several ranks: real ones, and ranks simulated one after the other.
+"""Train backends of a replay on several ranks, real or simulated one after the other.
 
 Both stand where a replay's own backend stands and change one thing: the gradients after `forward_backward`
 are those of a step of all ranks, added up.
@@ -26,7 +26,7 @@ from lockstep.train.gradients import global_norm
 
 
 class _Wrapped:
-    """The backend underneath, and what a replay reads of it besides the protocol."""
+    """The wrapped backend, and the attributes that a replay reads besides the protocol."""
 
     def __init__(self, inner: ReplayBackend) -> None:
         self.inner = inner
@@ -35,40 +35,40 @@ class _Wrapped:
 
     @property
     def spans(self) -> Spans | None:
-        """Where the backend notes its times."""
-        found: Spans | None = getattr(self.inner, "spans", None)
-        return found
+        """The spans in which the backend records its times."""
+        spans: Spans | None = getattr(self.inner, "spans", None)
+        return spans
 
     @spans.setter
     def spans(self, spans: Spans) -> None:
         self.inner.spans = spans  # type: ignore[attr-defined]
 
     def _forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Of this rank's own micro-batches: DeepSpeed's backend would deal them out."""
+        """Run this rank's own micro-batches; DeepSpeed's own call would assign them to ranks."""
         run = self.inner.forward_backward if self.has_live_gradients else self.inner.forward_backward_own  # type: ignore[attr-defined]
         stats: StepStats = run(batches, loss)
         return stats
 
     def _logprobs(self, batches: Sequence[PackedBatch], model: Literal["policy", "ref"]) -> list[Tensor]:
         run = self.inner.logprobs if self.has_live_gradients else self.inner.logprobs_own  # type: ignore[attr-defined]
-        found: list[Tensor] = run(batches, model=model)
-        return found
+        logprobs: list[Tensor] = run(batches, model=model)
+        return logprobs
 
     def _live(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.inner.live_gradients()  # type: ignore[attr-defined]
-        return found
+        gradients: dict[str, Tensor] = self.inner.live_gradients()  # type: ignore[attr-defined]
+        return gradients
 
     def close(self) -> None:
-        """Close the backend underneath."""
+        """Close the wrapped backend."""
         self.inner.close()
 
 
 class RankBackend(_Wrapped):
     """The backend of one real rank.
 
-    Before forward and backward the ranks tell each other what comes; after them whether it worked; then
-    gradients are added up. A rank whose input failed takes no part, and then nobody does: the step has no
-    gradients. Without `guard.checked` nobody asks, as in most jobs.
+    Before forward and backward the ranks agree on what comes next, and afterwards on whether it worked; then
+    gradients are added up. If one rank's input failed, the step has no gradients on any rank. Without
+    `guard.checked` nothing is agreed on, as in most jobs.
 
     Args:
         terms: what must be the same on all ranks, such as the cell.
@@ -89,59 +89,59 @@ class RankBackend(_Wrapped):
         self.guard, self.terms, self.spare, self.zero_stage = guard, dict(terms), spare, zero_stage
         self.step: PlannedStep | None = None
         self.desync: Desync | None = None
-        """The ranks cannot work together any more."""
+        """Why the ranks cannot go on together; None: they can."""
         self.notes: list[str] = []
-        """What happened to gradients, in the step at hand."""
+        """What happened to the current step's gradients."""
         self.delivered = False
-        """Gradients of the step at hand have been asked for, and there were some."""
+        """Whether the current step's gradients were read, and there were any."""
         self.dropped = False
-        """The step at hand has no gradients, because a rank failed in it."""
+        """Whether the current step has no gradients because a rank failed in it."""
         self._entered = False
         self._peer_missing = False
 
     # --- a step ---------------------------------------------------------------------------------------------
 
     def start(self, step: PlannedStep) -> None:
-        """The next step; `forward_backward` or `logprobs` of its input follows, or `without_input`."""
+        """Begin a step; a call of `forward_backward`, `logprobs` or `without_input` follows."""
         self.step, self._entered, self.notes = step, False, []
         self.delivered = self.dropped = self._peer_missing = False
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """As the backend's; gradients are those of all ranks."""
         self._enter(batches)
-        with self._noticed(), self._explained(f"forward and backward of {self._what()}"):
+        with self._keep_desync(), self._explained(f"forward and backward of {self._what()}"):
             try:
                 stats = self._forward_backward(batches, loss)
             except Exception as error:
-                self._tell(error)
+                self._agree_on_outcome(error)
                 raise
-        self._tell(None)
+        self._agree_on_outcome(None)
         return stats
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
         """As the backend's, which at ZeRO stage 3 gathers weights from all ranks."""
         self._enter(batches)
-        with self._noticed(), self._explained(f"forward of {self._what()}"):
+        with self._keep_desync(), self._explained(f"forward of {self._what()}"):
             return self._logprobs(batches, model)
 
     def without_input(self, loss: TokenLoss, *, backward: bool) -> None:
-        """This rank has no input in this step: an empty micro-batch, with zero gradients."""
+        """Run an empty micro-batch with zero gradients: this rank has no input in this step."""
         if self.has_live_gradients:
             self._enter([])
             if backward:
-                self._tell(None)
+                self._agree_on_outcome(None)
         elif backward:
             self.forward_backward([empty_batch(self.spare())], loss)
         else:
             self.logprobs([empty_batch(self.spare())], model="policy")
 
-    def missed(self, error: str) -> None:
-        """This rank's input failed before it reached the backend: the others are told."""
+    def report_failure(self, error: str) -> None:
+        """Tell the other ranks that this rank's input failed before it reached the backend."""
         if self._entered:
             return
         step = self._step()
         if self.guard.checked:
-            with self._noticed():
+            with self._keep_desync():
                 self.guard.agree(step, self._intent([], error=error), what=f"entering step {step}")
 
     def _step(self) -> int:
@@ -161,15 +161,15 @@ class RankBackend(_Wrapped):
         }
 
     def _enter(self, batches: Sequence[PackedBatch]) -> int:
-        """Agree with the others that all are at this step. Raises Desync; PeerFailed where DeepSpeed's
+        """Agree with the other ranks that all are at this step. Raises Desync; PeerFailed where DeepSpeed's
         collectives would wait for a rank that has failed."""
         step, self._entered = self._step(), True
-        with self._noticed():
-            found = self.guard.agree(
+        with self._keep_desync():
+            intents = self.guard.agree(
                 step, self._intent(batches), what=f"entering step {step} with {self._what()}", same=("terms",)
             )
             self.guard.at(step, f"forward and backward of {self._what()}")
-        failed = [f"rank {r}: {f['error']}" for r, f in enumerate(found) if f.get("error")]
+        failed = [f"rank {r}: {f['error']}" for r, f in enumerate(intents) if f.get("error")]
         if failed:
             self._peers_failed(failed)
             if not self.has_live_gradients:
@@ -180,17 +180,17 @@ class RankBackend(_Wrapped):
         self._peer_missing = bool(failed)
         return step
 
-    def _tell(self, error: Exception | None) -> None:
-        """Whether forward and backward worked; then the gradients of all ranks are added up."""
+    def _agree_on_outcome(self, error: Exception | None) -> None:
+        """Agree on whether forward and backward worked, then add up the gradients of all ranks."""
         step = self._step()
         if self._peer_missing:
             self._drop()
             return
-        with self._noticed():
+        with self._keep_desync():
             if self.guard.checked:
                 line = None if error is None else f"{type(error).__name__}: {error_line(error)}"
-                found = self.guard.agree(step, {"error": line}, what=f"the end of step {step}")
-                failed = [f"rank {r}: {f['error']}" for r, f in enumerate(found) if f["error"]]
+                outcomes = self.guard.agree(step, {"error": line}, what=f"the end of step {step}")
+                failed = [f"rank {r}: {f['error']}" for r, f in enumerate(outcomes) if f["error"]]
                 if failed:
                     self._peers_failed(failed)
                     self._drop()
@@ -199,7 +199,7 @@ class RankBackend(_Wrapped):
                 self._add_up(step)
 
     def _drop(self) -> None:
-        """The step has no gradients, on any rank."""
+        """Drop the step's gradients, as every rank does."""
         self.dropped = True
         self.inner.drop_gradients()
 
@@ -224,11 +224,11 @@ class RankBackend(_Wrapped):
                 "so neither gloo nor NCCL notices. In a job this trains on, with wrong gradients"
             )
 
-    def _noticed(self) -> _Noticed:
-        return _Noticed(self)
+    def _keep_desync(self) -> _KeepDesync:
+        return _KeepDesync(self)
 
     def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Only DeepSpeed makes collectives of its own."""
+        """Explain a hang in `what`; only DeepSpeed runs collectives of its own."""
         return (
             contextlib.nullcontext() if self.has_live_gradients else self.guard.explained(self._step(), what)
         )
@@ -236,29 +236,29 @@ class RankBackend(_Wrapped):
     # --- the rest -------------------------------------------------------------------------------------------
 
     def optimizer_step(self) -> dict[str, float]:
-        """As the backend's: every rank has the same gradients, so the weights stay equal. None at all, where
+        """Step as the backend does; every rank has the same gradients, so the weights stay equal. Skipped if
         the step has no gradients."""
         if self.dropped:
             return {"grad_norm": math.nan, "lr": math.nan}
-        with self._noticed(), self._explained("the optimizer step"):
+        with self._keep_desync(), self._explained("the optimizer step"):
             return self.inner.optimizer_step()
 
     def gradient_norm(self) -> float:
-        """Of the step, over all ranks; nan where it has no gradients."""
+        """The norm of the step's gradients over all ranks; nan if it has none."""
         if self.dropped:
             return math.nan
-        with self._noticed(), self._explained("the gradient norm"):
+        with self._keep_desync(), self._explained("the gradient norm"):
             return self.inner.gradient_norm()
 
     def live_gradients(self) -> dict[str, Tensor]:
-        """Of the step, added up over ranks."""
-        found = self._live() if self.has_live_gradients else self.gradients()
-        self.delivered = bool(found)
-        return found
+        """The step's gradients, added up over ranks."""
+        gradients = self._live() if self.has_live_gradients else self.gradients()
+        self.delivered = bool(gradients)
+        return gradients
 
     def gradients(self) -> dict[str, Tensor]:
-        """float32 copies on the host."""
-        with self._noticed(), self._explained("gathering gradients"):
+        """Copies of the gradients, float32 on the host."""
+        with self._keep_desync(), self._explained("gathering gradients"):
             return self.inner.gradients()
 
     def drop_gradients(self) -> None:
@@ -270,8 +270,8 @@ class PeerFailed(RuntimeError):
     """This rank's part of a step was not run, because another rank's had failed."""
 
 
-class _Noticed:
-    """Keeps the Desync that passes through: a replay makes a row of every exception."""
+class _KeepDesync:
+    """Keep a Desync that is raised in the body: a replay turns every exception into a row."""
 
     def __init__(self, backend: RankBackend) -> None:
         self.backend = backend
@@ -295,19 +295,19 @@ class SimulatedBackend(_Wrapped):
         super().__init__(inner)
         self.want_gradients = want_gradients
         self.last = True
-        """Whether the rank at hand is the last one of the step that has an input."""
+        """Whether the current rank is the last one of the step that has an input."""
         self.failed = False
         self.delivered = False
         self._sum: dict[str, Tensor] = {}
 
     def start(self) -> None:
-        """The next step."""
+        """Begin a step."""
         self.failed, self.last, self.delivered = False, False, False
         self._sum = {}
         self.inner.drop_gradients()
 
     def fail(self) -> None:
-        """A rank's input failed: the step has no gradients."""
+        """Drop the step's gradients: a rank's input failed."""
         self.failed = True
         self._sum = {}
         self.inner.drop_gradients()
@@ -329,15 +329,16 @@ class SimulatedBackend(_Wrapped):
         return self.inner.logprobs(batches, model=model)
 
     def live_gradients(self) -> dict[str, Tensor]:
-        """Of the step, at its last rank; before that none."""
+        """The step's gradients, at its last rank; none before that."""
         if self.failed or not self.last:
             return {}
-        found = self._live() if self.has_live_gradients else self._sum
-        self.delivered = bool(found)
-        return found
+        gradients = self._live() if self.has_live_gradients else self._sum
+        self.delivered = bool(gradients)
+        return gradients
 
     def gradient_norm(self) -> float:
-        """Of the step, at its last rank; before that, and where nobody keeps DeepSpeed's gradients, nan."""
+        """The norm of the step's gradients at its last rank; nan before that, and where DeepSpeed's gradients
+        are not kept."""
         if self.failed or not self.last:
             return math.nan
         if self.has_live_gradients:
@@ -345,17 +346,17 @@ class SimulatedBackend(_Wrapped):
         return float(global_norm(list(self._sum.values()))) if self._sum else math.nan
 
     def gradients(self) -> dict[str, Tensor]:
-        """float32 copies on the host."""
+        """Copies of the gradients, float32 on the host."""
         return {name: g.to("cpu", torch.float32, copy=True) for name, g in self.live_gradients().items()}
 
     def optimizer_step(self) -> dict[str, float]:
-        """One for the step of all ranks, at the last one."""
+        """Step once for all ranks, at the last one."""
         if not self.last:
             return {"grad_norm": math.nan, "lr": math.nan}
         return self.inner.optimizer_step()
 
     def drop_gradients(self) -> None:
-        """Only behind the last rank."""
+        """Drop gradients, but only after the last rank."""
         if self.last:
             self._sum = {}
             self.inner.drop_gradients()

@@ -1,8 +1,8 @@
-"""A replay on several ranks, real ones or simulated in this process.
+"""A replay on several ranks, real or simulated in this process.
 
-Each step gives every rank one input; gradients are added up over the ranks. What a data-parallel job would
-make of the same steps is said before the first (lockstep.lab.replay.step_plan); where ranks really get out of
-step, who waits for whom is said instead of a hang (lockstep.ranks.guard).
+Each step gives every rank one input; gradients are added up over the ranks. A report before the first step
+says what the same steps would do in a data-parallel job (lockstep.lab.replay.step_plan); if ranks really get
+out of step, an error says who waits for whom, where a job would hang (lockstep.ranks.guard).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from lockstep.recording import Recording
 
 SECONDS, UNGUARDED_SECONDS = 300.0, 20.0
-"""How long a rank waits for another: the slowest compilation of one rank is in it. Without the guard a wait
-is what is to be shown."""
+"""Seconds that a rank waits for another, with and without the guard. With it the wait includes the slowest
+compilation of one rank; without it, waiting is what the replay demonstrates."""
 _FAREWELL_SECONDS = 5.0
-"""After a desync or Ctrl-C: how long rank 0 waits for what the others have left to say."""
+"""After a desync or Ctrl-C: how long rank 0 waits for the other ranks' last reports."""
 
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -47,7 +47,7 @@ OnRow = Callable[[ReplayRow, int, int], None]
 
 @dataclass(slots=True)
 class _State:
-    """What a replay has done so far."""
+    """The state of a replay under way."""
 
     rows: list[ReplayRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -58,33 +58,33 @@ class _State:
 
 
 def rank_options(options: ReplayOptions, ranks: RankContext) -> ReplayOptions:
-    """The options of one rank: its device, and how many there are.
+    """The options of one rank: its device, and the number of ranks.
 
     Raises:
-        ConfigError: --ranks says another number than the launcher.
+        ConfigError: --ranks and the launcher disagree about the number.
     """
-    asked = options.cell.ranks
-    if asked not in (1, ranks.world_size):
+    requested = options.cell.ranks
+    if requested not in (1, ranks.world_size):
         raise ConfigError(
-            f"--ranks {asked}, but {ranks.world_size} ranks were started; leave --ranks out under torchrun "
-            "and deepspeed, or give the same number"
+            f"--ranks {requested}, but {ranks.world_size} ranks were started; leave --ranks out under "
+            "torchrun and deepspeed, or give the same number"
         )
     cell = dataclasses.replace(options.cell, ranks=ranks.world_size, device=str(ranks.device))
     return dataclasses.replace(options, cell=cell)
 
 
-def waiting_seconds(asked: float | None, *, checked: bool) -> float:
+def waiting_seconds(requested: float | None, *, checked: bool) -> float:
     """The deadline of one rank's waits for another."""
-    return asked or (SECONDS if checked else UNGUARDED_SECONDS)
+    return requested or (SECONDS if checked else UNGUARDED_SECONDS)
 
 
 def agree_on_directory(ranks: RankContext, out: Path) -> Path:
-    """Rank 0's OUT: the default has the time in its name. Raises Desync."""
+    """Take rank 0's OUT, as the default name contains the time. Raises Desync."""
     return Path(Guard(ranks).exchange(-1, {"out": str(out)}, what="the start", name="out")[0]["out"])
 
 
 def plan_of(recording: Recording, order: Sequence[int], options: ReplayOptions) -> StepPlan:
-    """The steps of a replay; the same on every rank."""
+    """The steps of a replay, the same on every rank."""
     return plan_steps(
         recording.metas,
         recording.lengths,
@@ -96,7 +96,7 @@ def plan_of(recording: Recording, order: Sequence[int], options: ReplayOptions) 
 
 
 def simulated_ranks(recording: Recording, options: ReplayOptions) -> int:
-    """How many ranks to simulate: as asked for, else as many as recorded, else 2."""
+    """The number of ranks to simulate: --ranks if given, else as many as recorded, at least 2."""
     if options.cell.ranks > 1:
         return options.cell.ranks
     return max(2, recording.header.world_size)
@@ -131,7 +131,7 @@ def replay_simulated(
     state = _State()
 
     def partial(index: int) -> None:
-        state.rows.append(replayer.late(index))
+        state.rows.append(replayer.timed_out_row(index))
         if files is not None:
             files.row(state.rows[-1])
             files.summary(finish(replayer, state.rows, started=started, interrupted=True))
@@ -142,7 +142,7 @@ def replay_simulated(
     report = diagnose(plan, recording.lengths, zero_stage=_zero_stage(options))
     backend = SimulatedBackend(
         replayer.policy.backend,
-        want_gradients=lambda: replayer.kept is not None and replayer.kept.wants_gradients,
+        want_gradients=lambda: replayer.outputs is not None and replayer.outputs.wants_gradients,
     )
     replayer.policy.backend = backend
     _announce(replayer, report, files, how=f"{ranks} simulated ranks, one after the other in this process")
@@ -160,10 +160,10 @@ def replay_simulated(
                         on_row(row, len(state.rows), len(replayer.order))
     except KeyboardInterrupt:
         state.interrupted = True
-    if replayer.kept is not None:
-        replayer.kept.summed = state.summed
+    if replayer.outputs is not None:
+        replayer.outputs.summed = state.summed
         if files is not None:
-            replayer.kept.write(files.out)
+            replayer.outputs.write(files.out)
     summary = finish(replayer, state.rows, started=started, interrupted=state.interrupted)
     mixed = _mixed_weights(replayer, report)
     extra = {"simulated": True, "notes": state.notes, "desync": None, "mixed_weights": mixed}
@@ -196,12 +196,12 @@ def _simulated_step(
 
 
 def _keep(replayer: Replayer, index: int, inputs: Sequence[int], delivered: bool, state: _State) -> None:
-    """KeptOutputs counts every call; only a step with gradients is one."""
-    kept = replayer.kept
-    if kept is None or not kept.summed or kept.summed[-1] != index:
+    """Correct KeptOutputs, which counts every call: only a step with gradients counts."""
+    outputs = replayer.outputs
+    if outputs is None or not outputs.summed or outputs.summed[-1] != index:
         return
     if not delivered:
-        kept.summed.pop()
+        outputs.summed.pop()
     elif not set(inputs) <= set(state.summed):
         state.summed += inputs
 
@@ -210,38 +210,38 @@ def _keep(replayer: Replayer, index: int, inputs: Sequence[int], delivered: bool
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where one rank of a replay stands."""
+class RankSetup:
+    """One rank of a replay: its context and where it writes."""
 
     ranks: RankContext
     out: Path
     """Every rank writes OUT/rank-N/results.jsonl; the ranks of several machines must share it."""
     files: ReplayFiles | None = None
-    """Of OUT itself, where rank 0 merges them by step and rank; None on other ranks."""
+    """The files of OUT itself, where rank 0 merges the rows by step and rank; None on other ranks."""
     checked: bool = True
-    """False (--no-guard): ranks do not ask each other before a step, so that one without an input really
-    leaves the others waiting."""
+    """False (--no-guard): ranks do not agree before a step, so that one without an input really leaves the
+    others waiting."""
 
 
 def replay_ranks(
     recording: Recording,
     options: ReplayOptions,
     *,
-    place: RankPlace,
+    setup: RankSetup,
     on_row: OnRow | None = None,
     on_ready: Callable[[Replayer], None] | None = None,
 ) -> ReplayResult:
-    """This rank's part of a replay; every rank calls it. Rank 0's result is that of all ranks.
+    """Run this rank's part of a replay; every rank calls it. Rank 0's result is that of all ranks.
 
     Raises:
         ConfigError, RecordingError, ModelError: before the first forward.
         Desync: the ranks differ in what they are about to do.
     """
-    started, ranks, files = time.perf_counter(), place.ranks, place.files
+    started, ranks, files = time.perf_counter(), setup.ranks, setup.files
     options = rank_options(options, ranks)
-    guard = Guard(ranks, checked=place.checked)
+    guard = Guard(ranks, checked=setup.checked)
     guard.at(-1, "loading the policy")
-    own = ReplayFiles(place.out / f"rank-{ranks.rank}", echo=_nothing)
+    own = ReplayFiles(setup.out / f"rank-{ranks.rank}", echo=_nothing)
     replayer = Replayer(recording, options, files=own)
     with _deadline(replayer, own) as deadline:
         replayer.warm_up(deadline)
@@ -265,9 +265,9 @@ def replay_ranks(
         _run_steps(replayer, backend, plan, state, own, on_row)
     finally:
         own.close()
-    if ranks.rank != 0 and replayer.kept is not None:
-        replayer.kept.write(own.out)
-    result = _merged(replayer, backend, report, state, place=place, started=started)
+    if ranks.rank != 0 and replayer.outputs is not None:
+        replayer.outputs.write(own.out)
+    result = _merged(replayer, backend, report, state, setup=setup, started=started)
     if state.desync is None:
         replayer.close()
     return result
@@ -281,7 +281,7 @@ def _run_steps(
     own: ReplayFiles,
     on_row: OnRow | None,
 ) -> None:
-    """All steps of this rank, until the ranks are out of step."""
+    """Run all steps of this rank, until the ranks are out of step."""
     rank, total = backend.guard.ranks.rank, len(plan.steps)
 
     def keep(row: ReplayRow) -> None:
@@ -308,16 +308,16 @@ def _run_steps(
 
 
 def _deadline(replayer: Replayer, own: ReplayFiles) -> Deadline:
-    """Of each of this rank's inputs."""
+    """The deadline of each of this rank's inputs."""
 
     def partial(index: int) -> None:
-        own.row(replayer.late(index))
+        own.row(replayer.timed_out_row(index))
 
     return Deadline(replayer.options.timeout, files=own, on_expiry=partial)
 
 
 def _step(replayer: Replayer, backend: RankBackend, step: PlannedStep, state: _State) -> ReplayRow | None:
-    """One step of this rank; None: it has no input."""
+    """Run one step of this rank; None: it has no input."""
     rank, options = backend.guard.ranks.rank, replayer.options
     index, row = step.inputs[rank], None
     backend.start(step)
@@ -327,7 +327,7 @@ def _step(replayer: Replayer, backend: RankBackend, step: PlannedStep, state: _S
         if row.status != "ok" and backend.desync is None:
             line = row.error["line"] if row.error is not None else row.status
             with contextlib.suppress(Desync):  # kept by the backend
-                backend.missed(line)
+                backend.report_failure(line)
         if backend.desync is not None:
             row = dataclasses.replace(row, status="desync")
     elif backend.guard.checked:
@@ -350,7 +350,7 @@ def _spare(replayer: Replayer) -> PackedBatch:
     """The smallest input, for ranks that have none."""
     lengths = replayer.recording.lengths
     smallest = min(replayer.order, key=lambda index: (sum(lengths[index]), index))
-    return replayer.capacities.fit(replayer.recording[smallest].batch)
+    return replayer.bucketing.fit(replayer.recording[smallest].batch)
 
 
 # --- results of all -----------------------------------------------------------------------------------------
@@ -362,14 +362,14 @@ def _merged(
     report: PlanReport,
     state: _State,
     *,
-    place: RankPlace,
+    setup: RankSetup,
     started: float,
 ) -> ReplayResult:
-    """Every rank tells the others that it is done; rank 0 makes one result of all."""
-    guard, ranks, out, files = backend.guard, place.ranks, place.out, place.files
+    """Exchange what each rank has done; rank 0 merges it into one result."""
+    guard, ranks, out, files = backend.guard, setup.ranks, setup.out, setup.files
     ended_early = state.desync is not None or state.interrupted
     guard.at(report.steps[-1].step + 1, "the end")
-    said = {
+    own_state = {
         "matches": dict(replayer.matches),
         "peak": replayer.memory.overall,
         "recompiles": replayer.recompiles,
@@ -380,30 +380,30 @@ def _merged(
     # One that waits in a collective must be able to give up, and say so, before the others leave.
     farewell = Guard(ranks, seconds=_FAREWELL_SECONDS if ended_early else 2 * guard.seconds + 10)
     try:
-        found: Sequence[dict[str, Any] | None] = farewell.exchange(0, said, what="the end", name="end")
+        states: Sequence[dict[str, Any] | None] = farewell.exchange(0, own_state, what="the end", name="end")
     except Desync as missing:
-        found = [said if rank == ranks.rank else None for rank in range(ranks.world_size)]
+        states = [own_state if rank == ranks.rank else None for rank in range(ranks.world_size)]
         state.desync = state.desync or missing
-        said["desync"] = str(state.desync)
+        own_state["desync"] = str(state.desync)
     rows = state.rows if files is None else _rows_of_all(out, ranks.world_size)
     if files is not None:
-        _take_over(replayer, [other for other in found[1:] if other is not None])
+        _take_over(replayer, [other for other in states[1:] if other is not None])
         for row in rows:
             files.row(row)
-        if replayer.kept is not None:
-            replayer.kept.summed = state.summed
+        if replayer.outputs is not None:
+            replayer.outputs.summed = state.summed
             _merge_logprobs(replayer, out, ranks.world_size)
-            replayer.kept.write(out)
-    interrupted = state.interrupted or any(other is not None and other["interrupted"] for other in found)
+            replayer.outputs.write(out)
+    interrupted = state.interrupted or any(other is not None and other["interrupted"] for other in states)
     summary = finish(replayer, rows, started=started, interrupted=interrupted)
-    told = [other for other in found if other is not None]
+    present = [other for other in states if other is not None]
     extra: dict[str, Any] = {
         "simulated": False,
         "guard": guard.checked,
         "statement": ranks.description,
-        "notes": list(dict.fromkeys(note for other in told for note in other["notes"])),
+        "notes": list(dict.fromkeys(note for other in present for note in other["notes"])),
         "mixed_weights": _mixed_weights(replayer, report),
-        "desync": next((other["desync"] for other in told if other["desync"]), said["desync"]),
+        "desync": next((other["desync"] for other in present if other["desync"]), own_state["desync"]),
     }
     summary = _with_ranks(summary, report, extra)
     if files is not None:
@@ -416,7 +416,7 @@ def _merged(
 
 
 def _take_over(replayer: Replayer, others: Sequence[dict[str, Any]]) -> None:
-    """The figures of other ranks that a summary takes from the replayer."""
+    """Add the other ranks' figures to the replayer, from which the summary takes them."""
     for other in others:
         replayer.matches += Counter(other["matches"])
         replayer.memory.overall = max(replayer.memory.overall, other["peak"])
@@ -424,7 +424,7 @@ def _take_over(replayer: Replayer, others: Sequence[dict[str, Any]]) -> None:
 
 
 def _rows_of_all(out: Path, world_size: int) -> list[ReplayRow]:
-    """By step and rank; what a rank that has gone had written counts."""
+    """All ranks' rows by step and rank, including what a rank that has gone had written."""
     rows = []
     for rank in range(world_size):
         path = out / f"rank-{rank}" / "results.jsonl"
@@ -445,13 +445,13 @@ def _rows_of_all(out: Path, world_size: int) -> list[ReplayRow]:
 def _merge_logprobs(replayer: Replayer, out: Path, world_size: int) -> None:
     from safetensors.torch import load_file
 
-    assert replayer.kept is not None
+    assert replayer.outputs is not None
     for rank in range(1, world_size):
         path = out / f"rank-{rank}" / "outputs.safetensors"
         for name, value in (load_file(path) if path.exists() else {}).items():
             kind, _, index = name.partition("/")
             if kind == "logprobs":
-                replayer.kept.logprobs[int(index)] = value
+                replayer.outputs.logprobs[int(index)] = value
 
 
 def _announce(replayer: Replayer, report: PlanReport, files: ReplayFiles | None, *, how: str) -> None:
@@ -468,7 +468,7 @@ def _announce(replayer: Replayer, report: PlanReport, files: ReplayFiles | None,
 
 
 def _mixed_weights(replayer: Replayer, report: PlanReport) -> int:
-    """Steps whose gradients are a sum over inputs that have weights of their own."""
+    """The number of steps whose gradients are summed over inputs with different weights."""
     if not replayer.options.backward:
         return 0
     metas, policy = replayer.recording.metas, replayer.policy
@@ -477,7 +477,7 @@ def _mixed_weights(replayer: Replayer, report: PlanReport) -> int:
 
 
 def _with_ranks(summary: dict[str, Any], report: PlanReport, extra: dict[str, Any]) -> dict[str, Any]:
-    """A summary with what is to say about the ranks, and a verdict that says it too."""
+    """Add the figures about ranks to a summary and to its verdict."""
     count, kinds = report.ranks, ", ".join(finding.kind for finding in report.findings)
     about = f"{count} {'simulated ' if extra['simulated'] else ''}ranks"
     verdict = f"{summary['verdict']}; {about}, {f'in a job: {kinds}' if kinds else 'nothing to diagnose'}"

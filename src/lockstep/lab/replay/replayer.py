@@ -1,4 +1,4 @@
-"""The policy of a replay, ready to be fed recorded inputs, and the row that each of them gives."""
+"""Run a replay's policy on recorded inputs, one row of results each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.execution import CompileWatch
-from lockstep.lab.replay.buckets import computed_slots, plan_capacities, select_inputs, shape_of
+from lockstep.lab.replay.buckets import computed_slots, plan_buckets, select_inputs, shape_of
 from lockstep.lab.replay.budget import memory_limit
 from lockstep.lab.replay.cell import check_cell
 from lockstep.lab.replay.deadline import Deadline
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Replayer:
-    """The policy, ready to be fed inputs of one recording.
+    """A loaded policy that replays inputs of one recording.
 
     Args:
         files: where tracebacks are kept; None: nowhere.
@@ -64,9 +64,9 @@ class Replayer:
         self.size = model_size(config, dtype=DTYPES[cell.dtype])
         check_inputs_fit(recording, self.order, self.size, name=config.name)
         self.loss = token_loss(recording.header, options.loss)
-        limit = memory_limit(cell, self.size.shape, backward=options.backward, given=options.max_memory)
-        planned = plan_capacities(recording, self.order, options, max_positions=self.size.max_positions)
-        self.capacities = replace(planned, limit=limit)
+        limit = memory_limit(cell, self.size.shape, backward=options.backward, max_bytes=options.max_memory)
+        planned = plan_buckets(recording, self.order, options, max_positions=self.size.max_positions)
+        self.bucketing = replace(planned, limit=limit)
         self.device = torch.device(cell.device)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)
@@ -76,37 +76,37 @@ class Replayer:
         self.watch = CompileWatch()
         started = time.perf_counter()
         self.policy = Policy(
-            recording, options, order=self.order, capacities=self.capacities, spans=self._spans
+            recording, options, order=self.order, bucketing=self.bucketing, spans=self._spans
         )
         self.load_seconds = time.perf_counter() - started
-        self.statement = self.policy.statement(recording.metas[self.order[0]])
-        self.kept = None
+        self.weights_description = self.policy.describe_weights(recording.metas[self.order[0]])
+        self.outputs = None
         if options.keep_outputs:
-            self.kept = KeptOutputs(
+            self.outputs = KeptOutputs(
                 options.gradient_inputs if options.backward else 0, options.gradient_entries
             )
         self.matches: Counter[Match] = Counter()
         self.recompiles = 0
         self.broken: str | None = None
-        """Why the device cannot be used any more."""
-        self._seen: set[Any] = set()
+        """Why the device cannot be used any more; None: it can."""
+        self._seen_shapes: set[Any] = set()
         self._graphs = 0
 
     # --- one input ------------------------------------------------------------------------------------------
 
     def run(self, index: int) -> ReplayRow:
-        """Replay one input. What it raises becomes the row's error; only KeyboardInterrupt passes."""
+        """Replay one input. An exception becomes the row's error; only KeyboardInterrupt propagates."""
         base = self._base(index)
         if self.broken is not None:
             return ReplayRow(**base, status="skipped")
         try:
-            values = self._replayed(index)
+            values = self._replay(index)
         except Exception as error:  # kept with its traceback, counted, shown
             return self._failed(index, base, error)
         return ReplayRow(**base, status="ok", **values)
 
-    def late(self, index: int) -> ReplayRow:
-        """The row of an input that took longer than `timeout`."""
+    def timed_out_row(self, index: int) -> ReplayRow:
+        """Return the row of an input that took longer than `timeout`."""
         line = f"it took more than {self.options.timeout} s"
         log = f"tracebacks/{index:06d}.txt"
         return ReplayRow(
@@ -124,34 +124,34 @@ class Replayer:
             "shortest": min(lengths, default=0),
         }
 
-    def _replayed(self, index: int) -> dict[str, Any]:
+    def _replay(self, index: int) -> dict[str, Any]:
         recorded = self.recording[index]
         check_usable(recorded.meta, index=index)
         name = self.policy.config.name
         check_ids(recorded.batch, index=index, vocab_size=self.size.vocab_size, name=name)
         check_tail(recorded.batch, index=index, max_positions=self.size.max_positions, name=name)
-        batch = self.capacities.fit(recorded.batch)
+        batch = self.bucketing.fit(recorded.batch)
         match = self.policy.use(recorded.meta)
         self.matches[match] += 1
         if recorded.rng is not None:
             torch.set_rng_state(recorded.rng)
         self._spans.start()
         self.memory.reset()
-        loss, logprobs = self._computed(batch)
+        loss, logprobs = self._compute(batch)
         times = self._spans.flush()
         peak = self.memory.peak()
         values: dict[str, Any] = {"weights": match, "peak_memory_bytes": peak}
-        values |= self._timing(batch, times) | self._graphs_made(batch)
+        values |= self._timing(batch, times) | self._count_graphs(batch)
         values["loss"] = None if loss is None else float(loss)
         values |= self._differences(recorded, values["loss"], logprobs)
         values["grad_norm"] = self._after_backward(index) if self.options.backward else None
-        if self.kept is not None:
-            self.kept.add_logprobs(index, logprobs, batch)
+        if self.outputs is not None:
+            self.outputs.add_logprobs(index, logprobs, batch)
         return values
 
-    def _computed(self, batch: PackedBatch) -> tuple[Tensor | None, Tensor]:
-        """(loss, logprobs [T]). Forward only: the loss of a policy that has not moved, if it needs no
-        entropy."""
+    def _compute(self, batch: PackedBatch) -> tuple[Tensor | None, Tensor]:
+        """Return (loss, logprobs [T]). Forward only: the loss of a policy that has not moved, or None if the
+        loss needs the entropy."""
         backend = self.policy.backend
         if self.options.backward:
             stats = backend.forward_backward([batch], self.loss)
@@ -174,13 +174,13 @@ class Replayer:
             "computed_slots": slots,
         }
 
-    def _graphs_made(self, batch: PackedBatch) -> dict[str, Any]:
-        """A graph that is made for a shape that was there before is a recompile."""
+    def _count_graphs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Count new graphs; a graph compiled for a shape seen before is a recompile."""
         compiled = self.options.cell.execution != "eager"
         shape = shape_of(batch)
         key = shape if compiled else None
-        first, new = key not in self._seen, 0
-        self._seen.add(key)
+        first, new = key not in self._seen_shapes, 0
+        self._seen_shapes.add(key)
         if compiled:
             graphs = self.watch.report().graphs
             new, self._graphs = graphs - self._graphs, graphs
@@ -188,28 +188,28 @@ class Replayer:
         return {"shape": shape, "first_call": first, "new_graphs": new}
 
     def _differences(self, recorded: RecordedInput, loss: float | None, logprobs: Tensor) -> dict[str, Any]:
-        outputs = recorded.outputs
-        if outputs is None:
+        recorded_outputs = recorded.outputs
+        if recorded_outputs is None:
             return {}
-        found: dict[str, Any] = {"loss_recorded": outputs.loss}
-        if loss is not None and outputs.loss is not None and self.options.loss == "recorded":
-            found["loss_difference"] = loss - outputs.loss
-        if outputs.logprobs is not None:
+        differences: dict[str, Any] = {"loss_recorded": recorded_outputs.loss}
+        if loss is not None and recorded_outputs.loss is not None and self.options.loss == "recorded":
+            differences["loss_difference"] = loss - recorded_outputs.loss
+        if recorded_outputs.logprobs is not None:
             used = recorded.batch.num_tokens
             mask = recorded.batch.loss_mask[:used]
             if bool(mask.any()):
-                difference = (logprobs[:used].cpu() - outputs.logprobs[:used])[mask].abs()
-                found["logprob_max_difference"] = float(difference.max())
-                found["logprob_mean_difference"] = float(difference.mean())
-        return found
+                difference = (logprobs[:used].cpu() - recorded_outputs.logprobs[:used])[mask].abs()
+                differences["logprob_max_difference"] = float(difference.max())
+                differences["logprob_mean_difference"] = float(difference.mean())
+        return differences
 
     def _after_backward(self, index: int) -> float | None:
-        """Keep gradients, measure them, and drop or use them."""
+        """Keep the gradients, measure them, and apply or drop them."""
         backend = self.policy.backend
         norm = backend.gradient_norm()
-        if self.kept is not None and self.kept.wants_gradients:
+        if self.outputs is not None and self.outputs.wants_gradients:
             live: Callable[[], dict[str, Tensor]] = getattr(backend, "live_gradients", backend.gradients)
-            self.kept.add_gradients(index, live())
+            self.outputs.add_gradients(index, live())
         if self.options.optimizer_step:
             self.policy.moved = True
             return backend.optimizer_step()["grad_norm"]
@@ -241,16 +241,16 @@ class Replayer:
                 torch.cuda.empty_cache()
 
     def warm_up(self, deadline: Deadline) -> None:
-        """Run the first inputs once, unmeasured; what they raise, they raise again when it counts."""
+        """Run the first inputs once, unmeasured; an error shows again when they are measured."""
         for index in self.order[: self.options.warmup]:
-            kept, self.kept = self.kept, None
+            outputs, self.outputs = self.outputs, None
             files, self.files = self.files, None
             deadline.start(index)
             self.run(index)
             deadline.stop()
-            self.kept, self.files = kept, files
+            self.outputs, self.files = outputs, files
         self.matches.clear()
 
     def close(self) -> None:
-        """Drop gradients."""
+        """Close the policy."""
         self.policy.close()

@@ -1,4 +1,4 @@
-"""What a replay says: a row per input, and a summary of them all."""
+"""The results of a replay: a row per input, and aggregates over all rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReplayRow:
     """One input's result: a line of OUT/results.jsonl."""
 
     index: int
-    """In the recording."""
+    """Index of the input in the recording."""
     step: int
     update: int
     micro_batch: int
@@ -35,7 +35,7 @@ class ReplayRow:
     or the ranks got out of step, which is desync."""
     documents: int
     tokens: int
-    """Of real documents."""
+    """Tokens of real documents."""
     longest: int
     shortest: int
     weights: str = "unknown"
@@ -47,12 +47,12 @@ class ReplayRow:
     computed_slots: int = 0
     """Rows that every layer computed: T, or B x L when padded."""
     forward_ms: float | None = None
-    """With the loss; device-synchronised."""
+    """Forward with the loss, device-synchronised."""
     backward_ms: float | None = None
     tokens_per_second: float | None = None
     """Real tokens over forward and backward."""
     slots_per_second: float | None = None
-    """Computed ones."""
+    """Computed slots over forward and backward."""
     peak_memory_bytes: int | None = None
     loss: float | None = None
     loss_recorded: float | None = None
@@ -62,7 +62,7 @@ class ReplayRow:
     """Largest |logprob - recorded| of a trained token, nats."""
     logprob_mean_difference: float | None = None
     grad_norm: float | None = None
-    """Of this input alone, before clipping."""
+    """Norm of this input's gradients alone, before clipping."""
     new_graphs: int = 0
     """Graphs that torch compiled during it."""
     error: Mapping[str, str] | None = None
@@ -82,7 +82,7 @@ class ReplayFiles:
     out: Path
     echo: Callable[[str], None] = print
     suffix: str = ""
-    """Of results and log: a rank's own, such as "-rank-0001"."""
+    """Suffix of the names of results and log, such as a rank's "-rank-0001"."""
     _opened: tuple[TextIO, TextIO] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class ReplayFiles:
         return self._opened
 
     def line(self, text: str, *, show: bool = True) -> None:
-        """One line of the log."""
+        """Write one line to the log."""
         log = self._files()[1]
         log.write(printable_lines(text) + "\n")
         log.flush()
@@ -111,7 +111,7 @@ class ReplayFiles:
             self.echo(printable_lines(text))
 
     def row(self, row: ReplayRow) -> None:
-        """One input is done."""
+        """Write one input's row to the results and to the log."""
         text = json.dumps(jsonable(dataclasses.asdict(row)), ensure_ascii=False, allow_nan=False)
         results = self._files()[0]
         results.write(text + "\n")
@@ -119,7 +119,7 @@ class ReplayFiles:
         self.line(row_text(row), show=False)
 
     def traceback(self, index: int, error: BaseException) -> str:
-        """Keep an error's traceback; its path below OUT."""
+        """Write an error's traceback; return its path below OUT."""
         text = "".join(traceback.format_exception(error))
         name = f"tracebacks/{index:06d}{self.suffix}.txt"
         (self.out / "tracebacks").mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class ReplayFiles:
         return name
 
     def summary(self, summary: Mapping[str, Any], *, copy: Path | None = None) -> None:
-        """summary.json, and the same in `copy`."""
+        """Write summary.json, and the same to `copy`."""
         self._files()
         write_json(self.out / "summary.json", summary)
         if copy is not None:
@@ -140,19 +140,19 @@ class ReplayFiles:
 
 
 def check_fresh(out: Path) -> None:
-    """Raises ConfigError when OUT holds a replay, or is no directory."""
+    """Raise ConfigError if OUT holds a replay already, or is not a directory."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; name a directory that is not there yet")
     check_above(out)
-    found = [n for n in ("results.jsonl", "summary.json", "replay.log") if (out / n).exists()]
-    if found:
+    existing = [n for n in ("results.jsonl", "summary.json", "replay.log") if (out / n).exists()]
+    if existing:
         raise ConfigError(
-            f"--out {out} holds a replay already ({found[0]}); name another directory, or remove this one"
+            f"--out {out} holds a replay already ({existing[0]}); name another directory, or remove this one"
         )
 
 
 def row_text(row: ReplayRow) -> str:
-    """A row as one line for people."""
+    """Format a row as one line of the log."""
     head = (
         f"input {row.index}: step {row.step} micro-batch {row.micro_batch} rank {row.rank}, {row.documents} "
         f"documents of {row.shortest} to {row.longest}, {row.tokens} tokens"
@@ -186,9 +186,9 @@ def _ms(value: float | None) -> str:
 
 
 def aggregate(rows: Sequence[ReplayRow]) -> dict[str, Any]:
-    """Counts, totals, percentiles, first calls and steady ones, differences: what the rows say together."""
-    done = [row for row in rows if row.status == "ok"]
-    steady = [row for row in done if not row.first_call] or done
+    """Aggregate the rows: counts, totals, percentiles, first and steady calls, differences."""
+    ok_rows = [row for row in rows if row.status == "ok"]
+    steady = [row for row in ok_rows if not row.first_call] or ok_rows
     counts = Counter(row.status for row in rows)
     columns = {
         name: [value for row in steady if (value := getattr(row, name)) is not None]
@@ -200,31 +200,31 @@ def aggregate(rows: Sequence[ReplayRow]) -> dict[str, Any]:
         "counts": {name: counts.get(name, 0) for name in ("ok", "failed", "oom", "desync", "skipped")}
         | {"inputs": len(rows)},
         "totals": {
-            "documents": sum(row.documents for row in done),
-            "tokens": sum(row.tokens for row in done),
-            "computed_slots": sum(row.computed_slots for row in done),
-            "seconds": sum((row.forward_ms or 0.0) + (row.backward_ms or 0.0) for row in done) / 1000,
+            "documents": sum(row.documents for row in ok_rows),
+            "tokens": sum(row.tokens for row in ok_rows),
+            "computed_slots": sum(row.computed_slots for row in ok_rows),
+            "seconds": sum((row.forward_ms or 0.0) + (row.backward_ms or 0.0) for row in ok_rows) / 1000,
             "tokens_per_second": steady_tokens / seconds if seconds else None,
             "slots_per_second": sum(r.computed_slots for r in steady) / seconds if seconds else None,
         },
         "percentiles": {name: percentiles(values) for name, values in columns.items()},
         "first_call_ms": [
             {"shape": row.shape, "forward": row.forward_ms, "backward": row.backward_ms}
-            for row in done
+            for row in ok_rows
             if row.first_call
         ],
         "steady_ms": {
             name: statistics.median(columns[f"{name}_ms"]) if columns[f"{name}_ms"] else None
             for name in ("forward", "backward")
         },
-        "differences": _differences(done)
-        | {"on_recorded_weights": _differences([row for row in done if row.weights == "match"])},
+        "differences": _differences(ok_rows)
+        | {"on_recorded_weights": _differences([row for row in ok_rows if row.weights == "match"])},
         "errors": dict(Counter(row.error["type"] for row in rows if row.error is not None)),
     }
 
 
 def _differences(rows: Sequence[ReplayRow]) -> dict[str, Any]:
-    """How far these inputs are from the recording."""
+    """Largest and mean differences of these inputs from the recording."""
     worst = [row.logprob_max_difference for row in rows if row.logprob_max_difference is not None]
     means = [row.logprob_mean_difference for row in rows if row.logprob_mean_difference is not None]
     losses = [abs(row.loss_difference) for row in rows if row.loss_difference is not None]
@@ -237,12 +237,12 @@ def _differences(rows: Sequence[ReplayRow]) -> dict[str, Any]:
 
 
 def _largest(values: Sequence[float]) -> float | None:
-    """nan if any of them is: `max` would drop one that is not the first."""
+    """The largest value; nan if any of them is nan, which `max` would miss."""
     return max(values, key=lambda value: (math.isnan(value), value), default=None)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """min, p10, p50, p90, p99, max (nearest rank) and mean; None of nothing."""
+    """min, p10, p50, p90, p99, max (nearest rank) and mean; each None if there are no values."""
     names = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     if not values:
         return dict.fromkeys((*names, "mean"))

@@ -1,4 +1,4 @@
-"""Feed recorded inputs to the policy again, in a cell of one's choice.
+"""Feed recorded inputs to the policy again, in any cell.
 
 >>> from lockstep.lab.replay.run import ReplayOptions, replay
 >>> from lockstep.lab.replay.cell import Cell
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayResult:
-    """What came of a replay."""
+    """The rows and the summary of a replay."""
 
     rows: tuple[ReplayRow, ...]
     summary: dict[str, Any]
@@ -39,7 +39,7 @@ class ReplayResult:
 
     @property
     def ok(self) -> bool:
-        """Every selected input was replayed."""
+        """Whether every selected input was replayed."""
         return not self.interrupted and all(row.status == "ok" for row in self.rows)
 
 
@@ -53,7 +53,7 @@ def replay(
 ) -> ReplayResult:
     """Replay the selected inputs, one after the other, in this process.
 
-    Ctrl-C ends it with what there is so far.
+    Ctrl-C ends the replay with the results so far.
 
     Args:
         files: OUT; None: nothing is written.
@@ -74,10 +74,10 @@ def replay(
     interrupted = False
 
     def partial(index: int) -> None:
-        late = replayer.late(index)
+        row = replayer.timed_out_row(index)
         if files is not None:
-            files.row(late)
-            files.summary(finish(replayer, [*rows, late], started=started, interrupted=True))
+            files.row(row)
+            files.summary(finish(replayer, [*rows, row], started=started, interrupted=True))
 
     try:
         with Deadline(options.timeout, files=files, on_expiry=partial) as deadline:
@@ -95,22 +95,22 @@ def replay(
         interrupted = True
     summary = finish(replayer, rows, started=started, interrupted=interrupted)
     if files is not None:
-        if replayer.kept is not None:
-            replayer.kept.write(files.out)
+        if replayer.outputs is not None:
+            replayer.outputs.write(files.out)
         files.summary(summary)
     replayer.close()
     return ReplayResult(rows=tuple(rows), summary=summary, interrupted=interrupted)
 
 
 def opening(replayer: Replayer) -> list[str]:
-    """What is said before the first input: which recording, cell, weights, and what was resolved."""
+    """The lines shown before the first input: recording, cell, weights, and what was resolved."""
     options, recording = replayer.options, replayer.recording
     lines = [
         f"recording: {recording.path}, {len(recording)} inputs, {len(replayer.order)} to replay",
         f"cell: {options.cell.label()}, {options.cell.dtype} on {options.cell.device}; "
-        f"{replayer.capacities.describe()}",
+        f"{replayer.bucketing.describe()}",
         *options.notes,
-        replayer.statement,
+        replayer.weights_description,
         *_contract_lines(replayer),
     ]
     if options.optimizer_step:
@@ -121,7 +121,7 @@ def opening(replayer: Replayer) -> list[str]:
 
 
 def _contract_lines(replayer: Replayer) -> list[str]:
-    """Whether the replay computes by the kernels of the recording, where both promise bits."""
+    """One line on whether the replay has the recording's kernel contract, where both have one."""
     recorded = replayer.recording.header.contract
     here: KernelContract | None = getattr(replayer.policy.backend, "contract", None)
     if recorded is None or here is None:
@@ -135,5 +135,5 @@ def _contract_lines(replayer: Replayer) -> list[str]:
 def finish(
     replayer: Replayer, rows: Sequence[ReplayRow], *, started: float, interrupted: bool
 ) -> dict[str, Any]:
-    """The summary of what was replayed so far."""
+    """Summarise what was replayed so far."""
     return summarise(replayer, rows, seconds=time.perf_counter() - started, interrupted=interrupted)

@@ -1,4 +1,4 @@
-"""Which input each rank gets at each step, and what a real data-parallel job would make of it. Pure.
+"""Assign an input to each rank at each step, and diagnose what a data-parallel job would do with it. Pure.
 
 Example: three inputs of 5, 3 and 9 tokens on two ranks. Step 0 gives rank 0 input 0 and rank 1 input 1; step
 1 gives rank 0 input 2, and rank 1 has run out.
@@ -19,19 +19,19 @@ from lockstep.errors import ConfigError
 from lockstep.schema.recording import InputMeta
 
 _UNEVEN_EVERY = 8
-"""Shuffled: in one of so many steps a rank gets no input."""
+"""Shuffled: one step in this many leaves a rank without an input."""
 
 Kind = Literal["no-input", "lengths-differ", "rows-differ", "mean-of-means", "imbalance"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStep:
-    """What all ranks do at the same time: one micro-batch each."""
+    """One step of all ranks: one micro-batch each."""
 
     step: int
     """Position in the plan, from 0."""
     update: int | None
-    """The recorded optimizer step that all inputs are of; None: shuffled."""
+    """The recorded optimizer step that all inputs come from; None: shuffled."""
     inputs: tuple[int | None, ...]
     """[ranks]: index of the input; None: this rank has none."""
 
@@ -46,7 +46,7 @@ class StepPlan:
     order: Literal["recorded ranks", "round robin", "shuffled"]
 
     def inputs_of(self, rank: int) -> list[int | None]:
-        """What one rank gets, step by step."""
+        """The inputs of one rank, step by step."""
         return [step.inputs[rank] for step in self.steps]
 
 
@@ -59,11 +59,11 @@ def plan_steps(
     shuffle: bool = False,
     seed: int = 0,
 ) -> StepPlan:
-    """Deal inputs out.
+    """Assign inputs to steps and ranks.
 
-    Recorded order: step after step as recorded; each rank gets what the rank of its number had where the
-    recording was made on as many ranks, otherwise the inputs of each optimizer step are dealt round robin. A
-    step never mixes optimizer steps, so a rank whose share is smaller runs out, as it did in the run.
+    Recorded order: step after step as recorded. If the recording was made on as many ranks, each rank gets
+    its own inputs again; otherwise the inputs of each optimizer step are assigned round robin. A step never
+    mixes optimizer steps, so a rank whose share is smaller runs out, as it did in the run.
 
     Shuffled: a seeded permutation, such that the inputs of a step differ in tokens where there are any that
     do; and in one of 8 steps (at least once, where there are two steps) one rank gets nothing, as happens
@@ -80,7 +80,7 @@ def plan_steps(
         raise ConfigError(f"--ranks {ranks}: at least 1 rank is needed")
     chosen = list(range(len(metas)) if indices is None else indices)
     if not chosen:
-        raise ConfigError("there is no input to deal out to ranks; raise --max-inputs")
+        raise ConfigError("there is no input to assign to ranks; raise --max-inputs")
     if shuffle:
         rows = _shuffled(chosen, [sum(part) for part in lengths], ranks, random.Random(seed))
         steps = [PlannedStep(step=i, update=None, inputs=tuple(row)) for i, row in enumerate(rows)]
@@ -103,7 +103,7 @@ def _round_robin(indices: Sequence[int], ranks: int) -> list[list[int | None]]:
 def _by_recorded_rank(
     indices: Sequence[int], metas: Sequence[InputMeta], ranks: int
 ) -> list[list[int | None]]:
-    """A column per rank, its own micro-batches in order."""
+    """One row per step; each column holds a rank's own micro-batches in order."""
     columns = [
         sorted((i for i in indices if metas[i].rank == r), key=lambda i: metas[i].key) for r in range(ranks)
     ]
@@ -146,9 +146,9 @@ class StepReport:
     update: int | None
     inputs: tuple[int | None, ...]
     lengths: tuple[tuple[int, ...], ...]
-    """Per rank, of the documents; empty: no input."""
+    """Lengths of the documents, per rank; empty: no input."""
     tokens: tuple[int, ...]
-    """Per rank."""
+    """Tokens per rank."""
     shapes: tuple[tuple[int, int], ...]
     """[B, L] of the padded layout, per rank; (0, 0): no input."""
     padding_added: int
@@ -158,11 +158,11 @@ class StepReport:
 
     @property
     def without_input(self) -> tuple[int, ...]:
-        """Ranks that have none."""
+        """Ranks that have no input."""
         return tuple(rank for rank, index in enumerate(self.inputs) if index is None)
 
     def line(self) -> str:
-        """Such as `step 3: rank 0 input 7, 812 tokens, [4, 310]; rank 1 no input`."""
+        """One line such as `step 3: rank 0 input 7, 812 tokens, [4, 310]; rank 1 no input`."""
         parts = [
             f"rank {rank} no input"
             if index is None
@@ -174,7 +174,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Something that fails, or is silently wrong, or slow, in a real job."""
+    """A step pattern that fails, is silently wrong, or is slow in a real job."""
 
     kind: Kind
     steps: tuple[int, ...]
@@ -182,11 +182,11 @@ class Finding:
     example: str
     """The first of them, or the worst."""
     what: str
-    """What a job does there."""
+    """What a job does in such a step."""
     fix: str
 
     def lines(self, *, total: int) -> list[str]:
-        """For a log."""
+        """The finding as lines of a log."""
         where = f"{len(self.steps)} of {total} steps" if len(self.steps) > 1 else f"step {self.steps[0]}"
         return [f"{self.kind} ({where})", f"  {self.example}", f"  {self.what}", f"  fix: {self.fix}"]
 
@@ -207,7 +207,7 @@ class PlanReport:
     """Position of the largest imbalance."""
 
     def lines(self) -> list[str]:
-        """For a terminal or a log."""
+        """The report as lines of a log."""
         worst = self.steps[self.worst_step]
         shape = (
             f"{len(self.steps)} steps on {self.ranks} ranks ({self.order}), {self.tokens:,} tokens; ranks "
@@ -227,8 +227,8 @@ class PlanReport:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """For summary.json; steps that are in no finding are left out."""
-        named = {step for finding in self.findings for step in finding.steps}
+        """The report as summary.json has it; steps without a finding are left out."""
+        affected = {step for finding in self.findings for step in finding.steps}
         return {
             "ranks": self.ranks,
             "order": self.order,
@@ -238,14 +238,14 @@ class PlanReport:
             "idle_share": self.idle_share,
             "worst_step": self.worst_step,
             "findings": [asdict(finding) for finding in self.findings],
-            "steps": [asdict(step) for step in self.steps if step.step in named],
+            "steps": [asdict(step) for step in self.steps if step.step in affected],
         }
 
 
 def diagnose(
     plan: StepPlan, lengths: Sequence[Sequence[int]], *, zero_stage: int | None = None
 ) -> PlanReport:
-    """What a plan means for a job whose ranks run it together.
+    """Diagnose what a plan would do in a job whose ranks run it together.
 
     Args:
         lengths: of the real documents, per input.
@@ -256,7 +256,7 @@ def diagnose(
     largest = sum(max(step.tokens) for step in steps)
     tokens = sum(sum(step.tokens) for step in steps)
     worst = max(range(len(steps)), key=lambda i: (steps[i].imbalance, -i))
-    found = (
+    findings = (
         _no_input(steps, plan, zero_stage),
         _lengths_differ(steps),
         _rows_differ(steps),
@@ -267,7 +267,7 @@ def diagnose(
         ranks=plan.ranks,
         order=plan.order,
         steps=steps,
-        findings=tuple(finding for finding in found if finding is not None),
+        findings=tuple(finding for finding in findings if finding is not None),
         tokens=tokens,
         padding_added=sum(step.padding_added for step in steps),
         idle_share=1 - tokens / (plan.ranks * largest) if largest else 0.0,
@@ -424,5 +424,5 @@ def _imbalance(steps: Sequence[StepReport]) -> Finding | None:
             f"the largest rank has {worst.imbalance:.2f}x the mean number of tokens; the others wait for it "
             "in the gradient all-reduce, and a profiler shows that as slow communication"
         ),
-        fix="balance tokens over ranks before dealing micro-batches out (lockstep.packing.balance)",
+        fix="balance tokens over ranks before assigning micro-batches (lockstep.packing.balance)",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.lab.replay.buckets import as_dict
+from lockstep.lab.replay.buckets import bucketing_json
 from lockstep.lab.replay.policy import weights_summary
 from lockstep.lab.replay.results import ReplayRow, aggregate
 from lockstep.lab.suite.machine import device_name, versions
@@ -19,13 +19,13 @@ GIB = 1024**3
 def summarise(
     replayer: Replayer, rows: Sequence[ReplayRow], *, seconds: float, interrupted: bool
 ) -> dict[str, Any]:
-    """The whole summary; JSON values only."""
+    """Build the whole summary; JSON values only."""
     options, report = replayer.options, replayer.watch.report()
-    found = aggregate(rows)
+    totals = aggregate(rows)
     summary: dict[str, Any] = {
         "recording": str(replayer.recording.path),
         "cell": options.cell.as_dict(),
-        "capacity": as_dict(replayer.capacities),
+        "capacity": bucketing_json(replayer.bucketing),
         "loss": options.loss,
         "backward": options.backward,
         "optimizer_step": options.optimizer_step,
@@ -35,22 +35,22 @@ def summarise(
         "model": model_summary(replayer),
         "device": device_name(replayer.device),
         "versions": versions(),
-        "weights": weights_summary(replayer.policy, replayer.matches, replayer.statement),
-        **found,
+        "weights": weights_summary(replayer.policy, replayer.matches, replayer.weights_description),
+        **totals,
         "memory": memory_summary(replayer),
         "compile": {
             "graphs": report.graphs,
             "recompiles": replayer.recompiles,
             "graph_breaks": report.graph_breaks,
             "seconds": report.seconds,
-            "shapes": len(found["first_call_ms"]) if options.cell.execution != "eager" else 0,
+            "shapes": len(totals["first_call_ms"]) if options.cell.execution != "eager" else 0,
             "reasons": list(report.reasons),
         },
         "load_seconds": replayer.load_seconds,
         "seconds": seconds,
         "interrupted": interrupted,
         "broken": replayer.broken,
-        "outputs": None if replayer.kept is None else replayer.kept.summary(),
+        "outputs": None if replayer.outputs is None else replayer.outputs.summary(),
     }
     return summary | {"verdict": verdict(summary)}
 
@@ -77,7 +77,7 @@ _BAD = {
 
 
 def compared(summary: Mapping[str, Any]) -> str:
-    """How the replay compares with the recording, in a few words that hide nothing."""
+    """Describe in a few words how the replay compares with the recording."""
     differences, matches = summary["differences"], summary["weights"]["inputs"]
     if not differences["compared"]:
         return "nothing recorded to compare with"
@@ -110,7 +110,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def model_summary(replayer: Replayer) -> dict[str, Any]:
-    """Which model, and what --num-layers saves."""
+    """The model's name and sizes, with and without --num-layers."""
     size = replayer.size
     return {
         "name": replayer.policy.config.name,
@@ -135,7 +135,7 @@ def memory_summary(replayer: Replayer) -> dict[str, Any]:
 
 
 def closing(summary: Mapping[str, Any]) -> list[str]:
-    """The summary as lines for people, without the verdict."""
+    """Format the summary as lines for the terminal, without the verdict."""
     totals, steady, percentiles = summary["totals"], summary["steady_ms"], summary["percentiles"]
     memory, lines = summary["memory"], []
     if summary["counts"]["ok"]:
@@ -165,11 +165,12 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
             f"({memory['parameter_bytes'] / GIB:.2f} of {memory['parameter_bytes_full'] / GIB:.2f} GiB)"
         )
     if summary["cell"]["execution"] != "eager":
-        made = summary["compile"]
+        compiled = summary["compile"]
         lines.append(
-            f"compiled: {counted(made['graphs'], 'graph')} for {counted(made['shapes'], 'shape')}, "
-            f"{counted(made['recompiles'], 'recompile')}, {counted(made['graph_breaks'], 'graph break')}, "
-            f"{made['seconds']:.1f} s"
+            f"compiled: {counted(compiled['graphs'], 'graph')} for {counted(compiled['shapes'], 'shape')}, "
+            f"{counted(compiled['recompiles'], 'recompile')}, "
+            f"{counted(compiled['graph_breaks'], 'graph break')}, "
+            f"{compiled['seconds']:.1f} s"
         )
     for kind, count in summary["errors"].items():
         lines.append(f"errors: {count} x {kind}")

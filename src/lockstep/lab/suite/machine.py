@@ -14,7 +14,7 @@ from lockstep.version import __version__
 
 
 def machine(device: str) -> dict[str, str]:
-    """Device, processors, versions, and the commit where lockstep runs from a clone."""
+    """Describe the machine: device, processors, versions, and the commit if lockstep runs from a clone."""
     name = cpu_name() if device.startswith("cpu") else device_name(torch.device(device))
     facts = {"machine": name, "processors": str(os.cpu_count())}
     facts |= versions() | {"system": platform.system()}

@@ -161,7 +161,7 @@ def _distances(stack: StackResult, reference: StackResult) -> list[float]:
 # --- the terminal -------------------------------------------------------------------------------------------
 
 
-def brief(stack: StackResult, done: int, total: int) -> str:
+def progress_line(stack: StackResult, done: int, total: int) -> str:
     """A line for a stack that has just ended."""
     told = [*(stack.problems or filter(None, [stack.reason])), *filter(None, [stack.learning_problem])]
     why = f": {'; '.join(told)}" if told else ""
