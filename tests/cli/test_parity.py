@@ -215,7 +215,7 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "check.json"
     assert main(["parity", "check", "--model", "shape:tiny-llama", "--json", str(result)]) == 0
     text = capsys.readouterr().out
-    assert "FSDP2Backend has the 8 methods of TrainBackend" in text
+    assert "FSDP2Backend has the 9 methods of TrainBackend" in text
     assert text.splitlines()[-1].startswith("parity check: ") and json.loads(result.read_text())["ok"] is True
     argv = ["parity", "check", "--model", "shape:tiny-llama", "--stacks", "fsdp2,fsdp2:tp3", "--quiet"]
     assert main(argv) == 1

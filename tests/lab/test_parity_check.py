@@ -26,7 +26,7 @@ def test_our_backends_are_backends() -> None:
     found = {f.name: f for f in check_interfaces()}
     assert set(found) == {"local", "fsdp2", "deepspeed"}
     assert all(f.status == "ok" for f in found.values()), found
-    assert found["local"].detail == "LocalBackend has the 8 methods of TrainBackend"
+    assert found["local"].detail == "LocalBackend has the 9 methods of TrainBackend"
 
 
 class Renamed(LocalBackend):
