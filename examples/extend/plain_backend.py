@@ -46,6 +46,7 @@ class PlainBackend:
             raise ConfigError("PlainBackend has model.dtype = 'float32' and train.execution = 'eager' only")
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
+        self.device = next(self.module.parameters()).device
         self.ref = copy.deepcopy(self.module).requires_grad_(False) if ref else None
         self.temperature = temperature or 1.0
         self.steps_done = 0
@@ -74,14 +75,14 @@ class PlainBackend:
         module = self.module if model == "policy" else self.ref
         if module is None:
             raise ConfigError("this backend was made without a reference")
+        moved = [batch.to(self.device) for batch in batches]
         with torch.no_grad():
-            found = [self._forward(module, batch)[0] for batch in batches]
-        return [torch.where(b.loss_mask, x, 0.0) for b, x in zip(batches, found, strict=True)]
+            return [torch.where(b.loss_mask, self._forward(module, b)[0], 0.0) for b in moved]
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Add the gradients of all micro-batches."""
         stats = StepStats(losses=[], logprobs=[], entropy=[])
-        for batch in batches:
+        for batch in (batch.to(self.device) for batch in batches):
             logprobs, entropy = self._forward(self.module, batch)
             value = loss(logprobs, entropy, batch, slice(0, batch.num_slots))
             if not bool(value.isfinite()):
