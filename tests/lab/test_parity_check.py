@@ -55,7 +55,7 @@ def test_what_is_wrong_with_a_class_is_named() -> None:
     assert interface_problems(Renamed) == [
         "logprobs: batches must be allowed by position",
         "has no method forward_backward",
-        "optimizer_step: needs lr, which the protocol does not know",
+        "optimizer_step: needs lr, which the protocol does not have",
         "weights: takes no policy_version",
         "save: background must have a default",
     ]

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from lockstep.lab.engine_parity.job import Row
 
 EDGES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Of the histogram's bars, nats; bar i counts what lies from EDGES[i - 1] on and below EDGES[i]."""
+"""Edges of the histogram's bars, nats; bar i counts gaps in [EDGES[i - 1], EDGES[i])."""
 BAR_NAMES = ("0", *(f"{edge:.0e}".replace("e-0", "e-").replace("1e+00", "1") for edge in EDGES))
-"""Where each bar begins."""
+"""Labels of the bars: where each begins."""
 SHOWN = 5
-"""Ids of a head and of a tail."""
+"""Number of ids in a head and in a tail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Gap:
     tokens: int
     mean: float
     p99: float
-    """Nearest rank."""
+    """99th percentile, nearest rank."""
     max: float
     k3: float
     """Estimator of KL(engine || trainer): mean of r - 1 - log r with r = trainer / engine."""
@@ -37,25 +37,27 @@ class Gap:
 
 
 def gap(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> Gap | None:
-    """Of (engine's, trainer's) logprobs of several completions; None: there are none. A logprob that is not
-    finite makes every figure NaN."""
-    found = [t - e for engine, trainer in pairs for e, t in zip(engine, trainer, strict=True)]
-    if not found:
+    """Measure the gap between (engine's, trainer's) logprobs of several completions; None: there are none. A
+    logprob that is not finite makes every figure NaN."""
+    differences = [t - e for engine, trainer in pairs for e, t in zip(engine, trainer, strict=True)]
+    if not differences:
         return None
-    if not all(math.isfinite(d) for d in found):
+    if not all(math.isfinite(d) for d in differences):
         nan = math.nan
-        return Gap(tokens=len(found), mean=nan, p99=nan, max=nan, k3=nan, histogram=(0,) * (len(EDGES) + 1))
-    sizes = sorted(abs(d) for d in found)
+        return Gap(
+            tokens=len(differences), mean=nan, p99=nan, max=nan, k3=nan, histogram=(0,) * (len(EDGES) + 1)
+        )
+    sizes = sorted(abs(d) for d in differences)
     bars = [0] * (len(EDGES) + 1)
     for size in sizes:
         bars[bisect_right(EDGES, size)] += 1
     return Gap(
-        tokens=len(found),
+        tokens=len(differences),
         mean=statistics.fmean(sizes),
         p99=sizes[math.ceil(0.99 * len(sizes)) - 1],
         max=sizes[-1],
         # beyond +-700 exp is no float any more; such a gap has failed long before
-        k3=statistics.fmean(math.expm1(max(-700.0, min(d, 700.0))) - d for d in found),
+        k3=statistics.fmean(math.expm1(max(-700.0, min(d, 700.0))) - d for d in differences),
         histogram=tuple(bars),
     )
 
@@ -66,23 +68,23 @@ class Divergence:
 
     prompt: int
     position: int
-    """In the completion, from 0."""
+    """Position in the completion, from 0."""
     reference_id: int | None
-    """None: the reference had ended."""
+    """The reference's id there; None: its completion had ended."""
     engine_id: int | None
     margin: float | None
     """The trainer's logprob of the reference's id less that of the engine's, behind what both have in common:
     near 0 in a tie. None where one of them had ended, or could not be scored."""
     engine_margin: float | None
-    """The same by what reference and engine say themselves."""
+    """The same margin by the reference's and the engine's own logprobs."""
 
     def is_tie(self, limit: float) -> bool:
-        """Rounding may decide between two tokens so close."""
+        """Whether the two tokens are so close that rounding may decide between them."""
         return self.margin is not None and abs(self.margin) <= limit
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Position of the first id that differs, or where the shorter one ends; None: they are equal."""
+    """Find the first position that differs, or the end of the shorter sequence; None: they are equal."""
     for position, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return position
@@ -90,7 +92,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def divergence(reference: Row, own: Row) -> Divergence | None:
-    """Of two greedy completions of one prompt; None: they have the same tokens."""
+    """Compare two greedy completions of one prompt; None: they have the same tokens."""
     at = first_difference(reference.token_ids, own.token_ids)
     if at is None:
         return None
@@ -114,17 +116,17 @@ def _margin(reference: Sequence[float], own: Sequence[float], at: int) -> float 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedMatch:
-    """How far pairs of samples of one prompt go together."""
+    """How long pairs of samples of one prompt have equal tokens."""
 
     pairs: int
     equal: int
     """Pairs with the same tokens to the end."""
     first: int | None
-    """The earliest position at which a pair parts; None: none does."""
+    """The earliest position at which a pair diverges; None: none does."""
     shared_nats: float
-    """Surprise of the tokens that pairs have in common before they part, added up."""
+    """Sum of -logprob over the tokens that pairs share before they diverge."""
     total_nats: float
-    """Surprise of all tokens of the first of each pair."""
+    """Sum of -logprob over all tokens of the first of each pair."""
 
     @property
     def all_equal(self) -> bool:
@@ -132,9 +134,9 @@ class SeedMatch:
 
     @property
     def by_chance(self) -> bool:
-        """Whether independent draws could go together so far.
+        """Whether independent samples could plausibly share so many tokens.
 
-        Two independent draws share tokens of x nats or more with probability at most exp(-x), so what n pairs
+        Two independent samples share tokens of x nats or more with probability at most exp(-x), so what n pairs
         share is at most a sum of n exponentials: mean n, standard deviation sqrt(n). Six deviations (and six
         nats, for few pairs) beyond that is not chance.
         """
@@ -142,12 +144,12 @@ class SeedMatch:
 
     @property
     def says_nothing(self) -> bool:
-        """The samples are so probable that any two draws would be equal."""
+        """Whether the samples are so probable that any two would be equal."""
         return self.all_equal and self.by_chance
 
 
 def seed_match(pairs: Iterable[tuple[Row, Row]]) -> SeedMatch | None:
-    """None: there are no pairs."""
+    """Compare the samples of each pair; None: there are no pairs."""
     count = equal = 0
     first: int | None = None
     shared = total = 0.0
@@ -177,7 +179,7 @@ class Spread:
 
 
 def spread(lengths: Sequence[int]) -> Spread | None:
-    """None: there are none."""
+    """Summarise the lengths; None: there are none."""
     if not lengths:
         return None
     ranked = sorted(lengths)
@@ -200,12 +202,12 @@ class Matrix:
 
     @property
     def fill(self) -> float:
-        """Share that is no padding."""
+        """Share of the rectangle that is not padding."""
         return self.tokens / (self.samples * self.longest)
 
 
 def matrix(rows: Sequence[Row]) -> Matrix | None:
-    """None: there are no rows."""
+    """Measure the rectangle; None: there are no rows."""
     lengths = [len(row.prompt_ids) + len(row.token_ids) for row in rows]
     if not lengths or not max(lengths):
         return None
@@ -213,10 +215,10 @@ def matrix(rows: Sequence[Row]) -> Matrix | None:
 
 
 def head(ids: Sequence[int]) -> tuple[int, ...]:
-    """The first few."""
+    """The first few ids."""
     return tuple(ids[:SHOWN])
 
 
 def tail(ids: Sequence[int]) -> tuple[int, ...]:
-    """The last few."""
+    """The last few ids."""
     return tuple(ids[-SHOWN:])

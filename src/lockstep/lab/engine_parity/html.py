@@ -40,10 +40,10 @@ td.ids { white-space: normal; min-width: 12rem; font-family: ui-monospace, monos
 
 
 def page(result: EnginesResult) -> str:
-    """The whole document."""
+    """Build the whole page."""
     title = f"Engines: {result.settings.get('model', '')}"
     tone = "good" if result.ok else "bad"
-    told = [*result.settings.items(), *result.machine.items(), *versions_of(result)]
+    facts = [*result.settings.items(), *result.machine.items(), *versions_of(result)]
     notes = "".join(f'<p class="dim">{escaped(note)}</p>' for note in (*result.notes, explanation(result)))
     body = f"""<p class="verdict {tone}">{escaped(result.verdict)}</p>
 {"".join(_figures(result, part) for part in PARTS)}
@@ -53,25 +53,28 @@ def page(result: EnginesResult) -> str:
 {_examples(result)}
 {notes}
 <h2>Made with</h2>
-<dl>{"".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in told)}</dl>
+<dl>{"".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in facts)}</dl>
 <pre>{escaped(result.command)}</pre>"""
     return document(title, body, _STYLE)
 
 
 def _figures(result: EnginesResult, part: str) -> str:
-    shown = [column for column in COLUMNS if column.part == part]
-    heads = ("engine", "verdict", "phase", *(column.head for column in shown))
+    part_columns = [column for column in COLUMNS if column.part == part]
+    heads = ("engine", "verdict", "phase", *(column.head for column in part_columns))
     rows = []
     for engine, phase in lines_of(result):
-        words = (engine.verdict, NOTHING if phase is None else phase.phase)
-        figures = "".join(f'<td class="n">{escaped(cell(column, engine, phase))}</td>' for column in shown)
+        phase_name = NOTHING if phase is None else phase.phase
+        figures = "".join(
+            f'<td class="n">{escaped(cell(column, engine, phase))}</td>' for column in part_columns
+        )
         rows.append(
             _row(
                 engine,
-                f'<td class="{_tone(engine)}">{escaped(words[0])}</td><td>{escaped(words[1])}</td>{figures}',
+                f'<td class="{_tone(engine)}">{escaped(engine.verdict)}</td>'
+                f"<td>{escaped(phase_name)}</td>{figures}",
             )
         )
-    return _table(heads, rows, words=3) + "<p></p>"
+    return _table(heads, rows, text_columns=3) + "<p></p>"
 
 
 def _row(engine: EngineResult, cells: str) -> str:
@@ -83,10 +86,11 @@ def _tone(engine: EngineResult) -> str:
     return "good" if engine.ok else "bad" if engine.status == "ok" else "warn"
 
 
-def _table(heads: Sequence[str], rows: Sequence[str], *, words: int) -> str:
-    """The first `words` columns hold words, the others figures."""
+def _table(heads: Sequence[str], rows: Sequence[str], *, text_columns: int) -> str:
+    """The first `text_columns` columns hold text, the others numbers."""
     cells = "".join(
-        f"<th{' class=n' if index >= words else ''}>{escaped(head)}</th>" for index, head in enumerate(heads)
+        f"<th{' class=n' if index >= text_columns else ''}>{escaped(head)}</th>"
+        for index, head in enumerate(heads)
     )
     body = "\n".join(rows)
     return f"""<div class="scroll"><table>
@@ -131,8 +135,8 @@ def _bars(phase: PhaseReport) -> str:
 
 
 def _divergences(result: EnginesResult) -> str:
-    found = divergences(result)
-    if not found:
+    table = divergences(result)
+    if not table:
         return ""
     rows = [
         "<tr>"
@@ -140,9 +144,9 @@ def _divergences(result: EnginesResult) -> str:
             f"<td{' class=n' if index > 1 else ''}>{escaped(text)}</td>" for index, text in enumerate(row)
         )
         + "</tr>"
-        for row in found
+        for row in table
     ]
-    return "<h2>Where greedy completions part</h2>" + _table(DIVERGENCE_HEADS, rows, words=2)
+    return "<h2>Where greedy completions part</h2>" + _table(DIVERGENCE_HEADS, rows, text_columns=2)
 
 
 def _examples(result: EnginesResult) -> str:
@@ -150,18 +154,18 @@ def _examples(result: EnginesResult) -> str:
     for engine, phase in lines_of(result):
         for example in () if phase is None else phase.examples:
             assert phase is not None
-            _, when, prompt, read, answered, finish = example_cells(engine, phase, example)
+            _, when, prompt, read_ids, completion_ids, finish = example_cells(engine, phase, example)
             text = NOTHING if example.text is None else example.text
             rows.append(
                 _row(
                     engine,
                     f"<td>{escaped(when)}</td><td>{escaped(prompt)}</td>"
-                    f'<td class="ids">{escaped(read)}</td><td class="ids">{escaped(answered)}</td>'
+                    f'<td class="ids">{escaped(read_ids)}</td><td class="ids">{escaped(completion_ids)}</td>'
                     f'<td>{escaped(finish)}</td><td class="answer">{escaped(text)}</td>',
                 )
             )
     if not rows:
         return ""
     heads = (*EXAMPLE_HEADS, "text")
-    table = _table(heads, rows, words=len(heads))
+    table = _table(heads, rows, text_columns=len(heads))
     return f"<details><summary>Ids and texts of greedy completions</summary>{table}</details>"

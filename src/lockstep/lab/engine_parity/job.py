@@ -1,4 +1,4 @@
-"""What one engine of `lockstep parity engines` is told, and what it leaves behind.
+"""The job of one engine of `lockstep parity engines`, and the files that it leaves behind.
 
 A job is a JSON file; `python -m lockstep.lab.engine_parity.worker JOB.json` makes the engine and writes into
 its folder:
@@ -41,50 +41,50 @@ class EnginesJob(Record):
     """One engine, its model and its prompts."""
 
     name: str
-    """For people."""
+    """The engine's display name."""
     engine: EngineConfig
     model: ModelConfig
     device: str = "cpu"
     attention: str = "auto"
-    """Of the trainer."""
+    """The trainer's device."""
     prompts: tuple[tuple[int, ...], ...]
     """Token ids."""
     temperature: PositiveFloat
-    """Of the samples."""
+    """Temperature of the samples."""
     max_tokens: PositiveInt
     num_samples: PositiveInt
-    """Of each prompt."""
+    """Samples of each prompt."""
     ignore_eos: bool = False
     seed: Seed = 0
     weights: Weights = "pushed"
     """Where the engine's first weights come from."""
     update: bool = True
-    """Change the weights, push them, and ask everything again."""
+    """Change the weights, push them, and generate everything again."""
     update_scale: NonNegativeFloat = 0.1
     """Noise that is added to each weight, in units of its matrix's root mean square."""
     token_budget: PositiveInt = 4096
-    """Of the trainer's micro-batches; a longer document gets one of its own."""
+    """Token budget of the trainer's micro-batches; a longer document gets one of its own."""
     out: Path
-    """A folder that is there."""
+    """An existing folder."""
     timeout: Seconds
-    """Seconds of the whole job."""
+    """Time limit of the whole job, seconds."""
     threads: PositiveInt | None = None
 
     def write(self) -> Path:
-        """OUT/job.json."""
+        """Write OUT/job.json."""
         path = self.out / JOB
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         return path
 
 
 class _Record(Record):
-    """What was seen: numbers that are not finite are facts too."""
+    """A record of what was measured; it may hold numbers that are not finite."""
 
     model_config = ConfigDict(allow_inf_nan=True)
 
 
 class Row(_Record):
-    """One completion and what the trainer thinks of it."""
+    """One completion and its logprobs by the trainer."""
 
     phase: Phase
     kind: Kind
@@ -93,16 +93,16 @@ class Row(_Record):
     sample: int
     """0 to n - 1."""
     seed: int
-    """That was asked for."""
+    """The requested seed."""
     stop_id: int | None = None
-    """That was asked for, besides the end-of-sequence ids."""
+    """The requested stop id, besides the end-of-sequence ids."""
     prompt_ids: tuple[int, ...]
-    """As the engine says it has read them."""
+    """The prompt's ids as the engine reports them."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """The engine's."""
+    """The engine's logprobs."""
     trainer: tuple[float, ...] = ()
-    """The trainer's, of the same tokens behind the prompt that was *asked*, at the request's temperature;
+    """The trainer's logprobs of the same tokens after the *requested* prompt, at the request's temperature;
     empty when the completion could not be scored."""
     unscaled: tuple[float, ...] = ()
     """The trainer's at temperature 1; of the sampled pass, where the temperature is not 1."""
@@ -111,7 +111,7 @@ class Row(_Record):
     text: str | None
     policy_version: int
     told_seed: int
-    """That the engine says it has used."""
+    """The seed that the engine reports."""
     cached_tokens: int = 0
 
 
@@ -123,7 +123,7 @@ class Pass(_Record):
     seconds: float
     samples: int
     tokens: int
-    """Of completions."""
+    """Tokens of completions."""
     prompt_tokens: int
     """As the engine counts them: each sample's."""
     cached_tokens: int
@@ -136,9 +136,9 @@ class Outcome(_Record):
     """refused: the settings cannot work, or something is not installed."""
     reason: str = ""
     start_seconds: float | None = None
-    """Of making the engine."""
+    """Seconds to make the engine."""
     push_seconds: tuple[float, ...] = ()
-    """Of each push of weights, the first one included."""
+    """Seconds of each push of weights, the first one included."""
     update_effect: float | None = None
     """Mean |logprob after - before the update| of the greedy completions, by the trainer, nats."""
     eos_token_ids: tuple[int, ...] = ()
@@ -148,25 +148,25 @@ class Outcome(_Record):
     attention: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     engine: dict[str, str] = Field(default_factory=dict)
-    """What the engine says about itself, such as its version and command."""
+    """What the engine reports about itself, such as its version and command."""
     peak_memory_bytes: int = 0
 
 
 def read_job(path: Path) -> EnginesJob:
-    """A job file. Raises ConfigError."""
+    """Read a job file. Raises ConfigError."""
     return read_job_file(path, EnginesJob)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """What a worker wrote; None: it ended before it could. A file that is no outcome counts as none."""
+    """Read a worker's outcome; None if the worker ended before writing it, or the file is not one."""
     return read_if_whole(folder / RESULT, Outcome)
 
 
 def read_rows(folder: Path) -> tuple[Row, ...]:
-    """All completions; a last line that is cut off is left out."""
+    """Read all completions; a last line that is cut off is left out."""
     return tuple(read_lines(folder / ROWS, Row))
 
 
 def read_passes(folder: Path) -> tuple[Pass, ...]:
-    """All calls of generate."""
+    """Read the records of all calls of generate."""
     return tuple(read_lines(folder / PASSES, Pass))

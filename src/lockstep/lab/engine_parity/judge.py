@@ -1,4 +1,4 @@
-"""Whether an engine may be trained with: every way in which it is wrong, by name."""
+"""Judge whether an engine may be used for training: every way in which it is wrong, by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CLEAR = 2.0
 """What the update must move the trainer's logprobs by, likewise: an engine that missed it has a mean gap of
 that size."""
 _SHOWN = 3
-"""Cases that are named of one fault."""
+"""The most cases that are named for one fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,17 +38,17 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What is let pass."""
+    """What an engine may deviate by."""
 
     mean: float
     """Largest mean gap, nats."""
     strict: bool
-    """The same seed must give the same tokens; otherwise rounding may part two samples late."""
+    """Whether the same seed must give the same tokens; if not, rounding may make two samples diverge late."""
     temperature: float
     max_tokens: int
     ignore_eos: bool
     seeded: bool = True
-    """False: engine.unseeded was asked for."""
+    """False: engine.unseeded is set."""
     first_version: int = 1
     """Policy version before the update: 0 where the engine loaded a folder itself."""
 
@@ -59,7 +59,7 @@ class Limits:
 
 
 def default_threshold(dtype: str, temperature: float) -> float:
-    """Rounding of `dtype`; a temperature below 1 magnifies it."""
+    """The limits for rounding in `dtype`; a temperature below 1 magnifies it."""
     return ROUNDING[dtype] / min(temperature, 1.0)
 
 
@@ -72,13 +72,13 @@ def judge(
     outcome: Outcome,
     earlier: tuple[PhaseReport, Sequence[Row]] | None = None,
 ) -> list[Problem]:
-    """Everything that is wrong in one phase.
+    """Find everything that is wrong in one phase.
 
     Args:
         rows: of this phase.
         earlier: the phase before the update and its rows; None: this is it.
     """
-    found = [
+    problems = [
         *_records(rows, limits=limits, outcome=outcome),
         *_ids(rows, prompts),
         *_version(rows, expected=limits.first_version + (earlier is not None)),
@@ -88,8 +88,8 @@ def judge(
         *_greedy(phase, limits),
     ]
     if earlier is None:
-        return found
-    return _after_update(found, phase, rows, earlier=earlier, limits=limits, outcome=outcome)
+        return problems
+    return _after_update(problems, phase, rows, earlier=earlier, limits=limits, outcome=outcome)
 
 
 # --- single completions -------------------------------------------------------------------------------------
@@ -100,7 +100,10 @@ def _records(rows: Sequence[Row], *, limits: Limits, outcome: Outcome) -> list[P
     for row in rows:
         for text in _record_faults(row, limits=limits, vocab_size=outcome.vocab_size):
             wrong.setdefault(text, []).append(row)
-    return [Problem(fault="records", text=f"{text}: {_where(found, rows)}") for text, found in wrong.items()]
+    return [
+        Problem(fault="records", text=f"{text}: {_where(wrong_rows, rows)}")
+        for text, wrong_rows in wrong.items()
+    ]
 
 
 def _record_faults(row: Row, *, limits: Limits, vocab_size: int) -> list[str]:
@@ -127,13 +130,13 @@ def _ids(rows: Sequence[Row], prompts: Sequence[Sequence[int]]) -> list[Problem]
     if not wrong:
         return []
     row = wrong[0]
-    asked = tuple(prompts[row.prompt])
-    at = first_difference(asked, row.prompt_ids) or 0
+    ids_in = tuple(prompts[row.prompt])
+    at = first_difference(ids_in, row.prompt_ids) or 0
     return [
         Problem(
             fault="ids",
-            text=f"ids in are not ids out: {_where(wrong, rows)}; prompt {row.prompt} was {len(asked)} ids, "
-            f"{list(asked[at : at + 3])} from position {at}, and the engine read {len(row.prompt_ids)}, "
+            text=f"ids in are not ids out: {_where(wrong, rows)}; prompt {row.prompt} was {len(ids_in)} ids, "
+            f"{list(ids_in[at : at + 3])} from position {at}, and the engine read {len(row.prompt_ids)}, "
             f"{list(row.prompt_ids[at : at + 3])} there: it makes ids of its own, from text or with a token "
             "in front",
         )
@@ -166,38 +169,41 @@ def _stops(rows: Sequence[Row], *, limits: Limits, outcome: Outcome) -> list[Pro
             text = f'it ended with the stop id {last} and says "length"'
         if text is not None:
             wrong.setdefault(text, []).append(row)
-    return [Problem(fault="stops", text=f"{text}: {_where(found, rows)}") for text, found in wrong.items()]
-
-
-def _where(found: Sequence[Row], rows: Sequence[Row]) -> str:
-    """ "3 of 40 completions (greedy prompt 0; sampled prompt 1 sample 2)"."""
-    named = [
-        f"{row.kind} prompt {row.prompt}" + (f" sample {row.sample}" if row.kind != "greedy" else "")
-        for row in found[:_SHOWN]
+    return [
+        Problem(fault="stops", text=f"{text}: {_where(wrong_rows, rows)}")
+        for text, wrong_rows in wrong.items()
     ]
-    more = ", ..." if len(found) > _SHOWN else ""
-    return f"{len(found)} of {len(rows)} completions ({', '.join(named)}{more})"
+
+
+def _where(wrong_rows: Sequence[Row], rows: Sequence[Row]) -> str:
+    """ "3 of 40 completions (greedy prompt 0; sampled prompt 1 sample 2)"."""
+    names = [
+        f"{row.kind} prompt {row.prompt}" + (f" sample {row.sample}" if row.kind != "greedy" else "")
+        for row in wrong_rows[:_SHOWN]
+    ]
+    more = ", ..." if len(wrong_rows) > _SHOWN else ""
+    return f"{len(wrong_rows)} of {len(rows)} completions ({', '.join(names)}{more})"
 
 
 # --- seeds --------------------------------------------------------------------------------------------------
 
 
 def _seeds(phase: PhaseReport, limits: Limits) -> list[Problem]:
-    found = []
+    problems = []
     for match, what, same in (
         (phase.again, "the same seeds twice", "the seeds do not decide the samples"),
         (phase.alone, "a sample alone and in a batch", "the seed does not decide it"),
     ):
         if match is not None and not match.all_equal and (limits.strict or match.by_chance):
             why = same if match.by_chance else "they part later than chance would let them"
-            found.append(Problem(fault="seeds", text=f"{what}: {_match(match)}; {why}"))
+            problems.append(Problem(fault="seeds", text=f"{what}: {_match(match)}; {why}"))
     if phase.other is not None and not phase.other.by_chance:
         text = f"other seeds give the same samples: {_match(phase.other)}"
-        found.append(Problem(fault="seeds", text=text))
+        problems.append(Problem(fault="seeds", text=text))
     if phase.siblings is not None and not phase.siblings.by_chance:
         text = f"the n samples of a prompt are the same: {_match(phase.siblings)}"
-        found.append(Problem(fault="n", text=text))
-    return found
+        problems.append(Problem(fault="n", text=text))
+    return problems
 
 
 def _match(match: SeedMatch) -> str:
@@ -212,7 +218,7 @@ def _match(match: SeedMatch) -> str:
 
 
 def too_wide(gap: Gap | None, limits: Limits) -> bool:
-    """Whether rounding does not explain a gap. NaN counts as wide."""
+    """Whether a gap is wider than rounding explains. NaN counts as wide."""
     return gap is not None and not (gap.mean <= limits.mean and gap.max <= limits.worst)
 
 
@@ -220,7 +226,7 @@ def _gaps(phase: PhaseReport, limits: Limits) -> list[Problem]:
     if not too_wide(phase.gap, limits):
         return []
     assert phase.gap is not None
-    told = f"{size(phase.gap)}, more than {limits.mean:.2g} (one token: {limits.worst:.2g})"
+    gap = f"{size(phase.gap)}, more than {limits.mean:.2g} (one token: {limits.worst:.2g})"
     unscaled = phase.gap_unscaled
     if unscaled is not None and not too_wide(unscaled, limits) and too_wide(phase.gap_sampled, limits):
         return [
@@ -240,7 +246,7 @@ def _gaps(phase: PhaseReport, limits: Limits) -> list[Problem]:
         )
         if part is not None
     ]
-    return [Problem(fault="gap", text=f"its logprobs are {told} from the trainer's; {'; '.join(parts)}")]
+    return [Problem(fault="gap", text=f"its logprobs are {gap} from the trainer's; {'; '.join(parts)}")]
 
 
 def size(gap: Gap | None) -> str:
@@ -254,13 +260,13 @@ def _greedy(phase: PhaseReport, limits: Limits) -> list[Problem]:
     wrong = phase.greedy.beyond(limits.worst)
     if not wrong:
         return []
-    named = []
+    cases = []
     for d in wrong[:_SHOWN]:
         margin = "one had ended" if d.margin is None else f"margin {d.margin:.2g} nats"
-        named.append(f"prompt {d.prompt} at token {d.position}: {d.reference_id} / {d.engine_id}, {margin}")
+        cases.append(f"prompt {d.prompt} at token {d.position}: {d.reference_id} / {d.engine_id}, {margin}")
     text = (
         f"{len(wrong)} of {phase.greedy.prompts} greedy completions leave the reference's where it is no tie "
-        f"({'; '.join(named)}{'; ...' if len(wrong) > _SHOWN else ''})"
+        f"({'; '.join(cases)}{'; ...' if len(wrong) > _SHOWN else ''})"
     )
     return [Problem(fault="greedy", text=text)]
 
@@ -269,7 +275,7 @@ def _greedy(phase: PhaseReport, limits: Limits) -> list[Problem]:
 
 
 def _after_update(
-    found: list[Problem],
+    problems: list[Problem],
     phase: PhaseReport,
     rows: Sequence[Row],
     *,
@@ -277,7 +283,7 @@ def _after_update(
     limits: Limits,
     outcome: Outcome,
 ) -> list[Problem]:
-    """The problems of the second phase, a gap that came with the update called by its name."""
+    """The problems of the second phase; a gap that began with the update is named as stale weights."""
     before, rows_before = earlier
     effect = outcome.update_effect
     if effect is None or not effect > _CLEAR * limits.mean:
@@ -285,26 +291,26 @@ def _after_update(
             f"the update moved the trainer's own logprobs by {effect or 0.0:.2g} nats only: an engine that "
             f"missed it would not stand out against {limits.mean:.2g}; raise --update-scale"
         )
-        return [*found, Problem(fault="update", text=text)]
+        return [*problems, Problem(fault="update", text=text)]
     if too_wide(before.gap, limits) or not too_wide(phase.gap, limits):
-        return found
-    told = f"{size(phase.gap)} from the trainer's after the update, {size(before.gap)} before it"
+        return problems
+    gaps = f"{size(phase.gap)} from the trainer's after the update, {size(before.gap)} before it"
     if _same_answers(rows_before, rows):
-        text = f"it answers as before the update: the new weights did not reach it (logprobs {told})"
+        text = f"it answers as before the update: the new weights did not reach it (logprobs {gaps})"
     elif not too_wide(phase.gap_short, limits) and too_wide(phase.gap_long, limits):
         text = (
             "it answers prompts longer than a cache block from what it kept of earlier weights: a stale "
-            f"prefix cache (logprobs {told}; prompts of up to {CACHE_BLOCK} tokens {size(phase.gap_short)}, "
+            f"prefix cache (logprobs {gaps}; prompts of up to {CACHE_BLOCK} tokens {size(phase.gap_short)}, "
             f"longer ones {size(phase.gap_long)})"
         )
     else:
-        text = f"it does not hold all of the new weights, or keeps a cache of the old ones (logprobs {told})"
-    kept = [problem for problem in found if problem.fault not in ("gap", "logprob kind")]
-    return [Problem(fault="stale", text=text), *kept]
+        text = f"it does not hold all of the new weights, or keeps a cache of the old ones (logprobs {gaps})"
+    others = [problem for problem in problems if problem.fault not in ("gap", "logprob kind")]
+    return [Problem(fault="stale", text=text), *others]
 
 
 def _same_answers(before: Sequence[Row], after: Sequence[Row]) -> bool:
-    """Greedy completions and their logprobs are the old ones, but for rounding."""
+    """Whether greedy completions and their logprobs are the old ones, up to rounding."""
     old = {row.prompt: row for row in of_kind(before, "greedy")}
     new = [row for row in of_kind(after, "greedy") if row.prompt in old]
     return bool(new) and all(

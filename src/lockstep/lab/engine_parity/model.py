@@ -10,7 +10,7 @@ from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel
 
 
-def make_place(job: EnginesJob, model: LoadedModel, *, device: torch.device) -> EngineSpec:
+def make_engine_spec(job: EnginesJob, model: LoadedModel, *, device: torch.device) -> EngineSpec:
     """A folder with the model's config and tokenizer; with its weights, where the engine is to load them
     itself."""
     from lockstep.loop.engine_spec import write_model_folder

@@ -31,14 +31,14 @@ _TEXT = 300
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Greedy:
-    """Greedy completions beside the reference's."""
+    """Greedy completions compared with the reference's."""
 
     prompts: int
     equal: int
     divergences: tuple[Divergence, ...]
 
     def beyond(self, limit: float) -> tuple[Divergence, ...]:
-        """Those that rounding does not explain."""
+        """The divergences that rounding does not explain."""
         return tuple(d for d in self.divergences if not d.is_tie(limit))
 
 
@@ -48,11 +48,11 @@ class Example:
 
     prompt: int
     asked: tuple[tuple[int, ...], tuple[int, ...]]
-    """(head, tail) of the prompt's ids that were asked."""
+    """(head, tail) of the requested prompt's ids."""
     read: tuple[tuple[int, ...], tuple[int, ...]]
-    """Of those that the engine says it has read."""
+    """(head, tail) of the prompt's ids as the engine reports them."""
     answered: tuple[tuple[int, ...], tuple[int, ...]]
-    """Of the completion."""
+    """(head, tail) of the completion's ids."""
     prompt_tokens: int
     tokens: int
     finish_reason: str
@@ -67,14 +67,14 @@ class PhaseReport:
     phase: Phase
     completions: int
     gap: Gap | None
-    """Of all passes."""
+    """Completions of all passes."""
     gap_greedy: Gap | None
     gap_sampled: Gap | None
     gap_unscaled: Gap | None
     """Samples against the trainer's logprobs at temperature 1."""
     gap_short: Gap | None
     gap_long: Gap | None
-    """Behind prompts longer than a cache block."""
+    """The gap after prompts longer than a cache block."""
     greedy: Greedy | None
     """None for the reference."""
     again: SeedMatch | None
@@ -83,9 +83,9 @@ class PhaseReport:
     siblings: SeedMatch | None
     """Each sample of a prompt beside the first one."""
     finish: dict[str, int]
-    """By finish reason."""
+    """Completions by finish reason."""
     stops: dict[str, int]
-    """By the id or string that ended a completion."""
+    """Completions by the id or string that ended them."""
     special: dict[str, int]
     """Special ids in completions."""
     prompt_lengths: Spread | None
@@ -94,16 +94,16 @@ class PhaseReport:
     matrix: Matrix | None
     """Of the sampled completions."""
     tokens_per_second: float | None
-    """Of the pass "again": warm, with whatever the prefix cache holds."""
+    """Speed of the pass "again": warm, with whatever the prefix cache holds."""
     cold_tokens_per_second: float | None
-    """Of the pass "sampled"."""
+    """Speed of the pass "sampled"."""
     cache_hit_rate: float | None
     """Cached tokens / prompt tokens, as the engine counts them."""
     examples: tuple[Example, ...]
 
 
 def of_kind(rows: Iterable[Row], *kinds: Kind) -> list[Row]:
-    """Rows of these passes, in order."""
+    """Select the rows of these passes, in order."""
     return [row for row in rows if row.kind in kinds]
 
 
@@ -116,11 +116,11 @@ def report(
     outcome: Outcome | None,
     reference: Sequence[Row] | None,
 ) -> PhaseReport | None:
-    """None: the engine did nothing in this phase.
+    """Summarise one phase; None: the engine did nothing in it.
 
     Args:
         rows: of all phases, and so are `passes`.
-        prompts: the ids that were asked.
+        prompts: the requested prompts' ids.
         reference: the reference engine's rows of all phases; None: this is the reference.
     """
     own = [row for row in rows if row.phase == phase]
@@ -129,7 +129,7 @@ def report(
     sampled = of_kind(own, "sampled")
     others = None if reference is None else [row for row in reference if row.phase == phase]
     timed = {p.kind: p for p in passes if p.phase == phase}
-    asked = sum(p.prompt_tokens for p in timed.values())
+    prompt_tokens = sum(p.prompt_tokens for p in timed.values())
     special = set(outcome.special_ids) | set(outcome.eos_token_ids) if outcome is not None else set()
     return PhaseReport(
         phase=phase,
@@ -155,7 +155,9 @@ def report(
         matrix=matrix(sampled),
         tokens_per_second=_speed(timed.get("again")),
         cold_tokens_per_second=_speed(timed.get("sampled")),
-        cache_hit_rate=sum(p.cached_tokens for p in timed.values()) / asked if asked else None,
+        cache_hit_rate=sum(p.cached_tokens for p in timed.values()) / prompt_tokens
+        if prompt_tokens
+        else None,
         examples=tuple(_example(row, prompts[row.prompt]) for row in of_kind(own, "greedy")),
     )
 
@@ -170,16 +172,16 @@ def _greedy(reference: Sequence[Row], own: Sequence[Row]) -> Greedy | None:
     pairs = [(theirs[row.prompt], row) for row in own if row.prompt in theirs]
     if not pairs:
         return None
-    found = [divergence(their, mine) for their, mine in pairs]
-    apart = tuple(d for d in found if d is not None)
-    return Greedy(prompts=len(pairs), equal=len(pairs) - len(apart), divergences=apart)
+    divergences = [divergence(their, mine) for their, mine in pairs]
+    divergent = tuple(d for d in divergences if d is not None)
+    return Greedy(prompts=len(pairs), equal=len(pairs) - len(divergent), divergences=divergent)
 
 
 def _same_place(left: Sequence[Row], right: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Rows of the same prompt and sample number."""
     first = {(row.prompt, row.sample): row for row in left}
-    places = ((row, first.get((row.prompt, row.sample))) for row in right)
-    return [(found, row) for row, found in places if found is not None]
+    pairs = ((row, first.get((row.prompt, row.sample))) for row in right)
+    return [(match, row) for row, match in pairs if match is not None]
 
 
 def _siblings(sampled: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -191,10 +193,10 @@ def _speed(timed: Pass | None) -> float | None:
     return timed.tokens / timed.seconds if timed is not None and timed.seconds > 0 else None
 
 
-def _example(row: Row, asked: Sequence[int]) -> Example:
+def _example(row: Row, requested: Sequence[int]) -> Example:
     return Example(
         prompt=row.prompt,
-        asked=(head(asked), tail(asked)),
+        asked=(head(requested), tail(requested)),
         read=(head(row.prompt_ids), tail(row.prompt_ids)),
         answered=(head(row.token_ids), tail(row.token_ids)),
         prompt_tokens=len(row.prompt_ids),

@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from lockstep.data.prompts import PromptSet
 
 LONG_TOKENS = 2 * CACHE_BLOCK + 44
-"""Of a long prompt: two whole cache blocks and a part of a third."""
+"""Tokens of a long prompt: two whole cache blocks and a part of a third."""
 _SHARED = CACHE_BLOCK + 32
 """Tokens that all long prompts begin with, as a system prompt does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompts:
-    """What every engine is asked."""
+    """The prompts that every engine gets."""
 
     ids: tuple[tuple[int, ...], ...]
     """Short ones first."""
     source: str
-    """In words."""
+    """A description of where the prompts come from."""
     notes: tuple[str, ...] = ()
 
 
 def read_data(name: str | None, *, model: str) -> DataConfig:
-    """What `--data` means: a recipe or TOML file whose [data] is taken, or a data.source.
+    """Resolve `--data`: a recipe or TOML file whose [data] is taken, or a data.source.
 
     Raises:
         ConfigError: the file is no run.
@@ -52,7 +52,7 @@ def read_data(name: str | None, *, model: str) -> DataConfig:
 def make_prompts(
     model: ModelConfig, data: DataConfig, *, max_prompts: int, max_tokens: int, seed: int
 ) -> Prompts:
-    """`max_prompts` prompts, the second half of them longer than a cache block.
+    """Make `max_prompts` prompts, the second half of them longer than a cache block.
 
     Raises:
         ConfigError: the model has no room for a long prompt and max_tokens.
@@ -70,55 +70,55 @@ def make_prompts(
             f"cache block ({CACHE_BLOCK} tokens) does not fit; lower --max-tokens"
         )
     prompts = load_prompts(data, tokenizer=tokenizer, vocab_size=vocab_size)
-    taken = _take(prompts, max_prompts, seed=seed)
-    short = [ids for ids in taken if len(ids) <= room]
+    drawn = _take(prompts, max_prompts, seed=seed)
+    short = [ids for ids in drawn if len(ids) <= room]
     if not short:
         raise ConfigError(
             f"every prompt of {data.source} is longer than the {room} tokens that {model.name} has room for"
         )
-    notes = [] if len(short) == len(taken) else [f"{len(taken) - len(short)} prompts were too long"]
+    notes = [] if len(short) == len(drawn) else [f"{len(drawn) - len(short)} prompts were too long"]
     count = max_prompts // 2
-    kept = short[: max_prompts - count]
-    if len(kept) < max_prompts - count:
-        notes.append(f"{data.source} has {len(kept)} different prompts only")
+    originals = short[: max_prompts - count]
+    if len(originals) < max_prompts - count:
+        notes.append(f"{data.source} has {len(originals)} different prompts only")
     length = min(LONG_TOKENS, room)
-    made = long_prompts(short, count, length=length)
+    long = long_prompts(short, count, length=length)
     return Prompts(
-        ids=tuple(kept) + tuple(made),
-        source=f"{data.source}, {len(kept)} prompts as they are and {count} of {length} tokens",
+        ids=tuple(originals) + tuple(long),
+        source=f"{data.source}, {len(originals)} prompts as they are and {count} of {length} tokens",
         notes=tuple(notes),
     )
 
 
 def long_prompts(prompts: Sequence[tuple[int, ...]], count: int, *, length: int) -> list[tuple[int, ...]]:
-    """Prompts of `length` tokens: all begin with the same tokens, then each goes its own way.
+    """Make prompts of `length` tokens that all begin with the same tokens and then differ.
 
     Each is made of whole prompts in a row, so that its text is one that the model may have seen.
     """
     shared = _repeat(prompts, min(_SHARED, length // 2))
-    made = []
+    longer = []
     for index in range(count):
         turned = [*prompts[index % len(prompts) :], *prompts[: index % len(prompts)]]
         # where there are few prompts, a later round of them is moved on by one token
         own = _repeat(turned, length + index)[index // len(prompts) :]
-        made.append((*shared, *own)[:length])
-    return made
+        longer.append((*shared, *own)[:length])
+    return longer
 
 
 def _repeat(prompts: Sequence[tuple[int, ...]], length: int) -> tuple[int, ...]:
-    found: list[int] = []
-    while len(found) < length:
+    repeated: list[int] = []
+    while len(repeated) < length:
         for ids in prompts:
-            found += ids
-    return tuple(found[:length])
+            repeated += ids
+    return tuple(repeated[:length])
 
 
 def _take(prompts: PromptSet, count: int, *, seed: int) -> list[tuple[int, ...]]:
-    """Different ones, at most `count`."""
+    """Take at most `count` different prompts."""
     size = prompts.size
-    wanted = count if size is None else min(count, size)
-    found = [prompt.token_ids for prompt in prompts.batch(0, wanted, seed)]
-    return list(dict.fromkeys(found))
+    number = count if size is None else min(count, size)
+    rows = [prompt.token_ids for prompt in prompts.batch(0, number, seed)]
+    return list(dict.fromkeys(rows))
 
 
 def _size(model: ModelConfig) -> tuple[int, int]:

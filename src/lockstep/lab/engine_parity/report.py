@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def progress_line(engine: EngineResult, done: int, total: int) -> str:
-    """A line for an engine that has just ended."""
+    """Format a line about an engine that has just ended."""
     gaps = [phase.gap for phase in engine.phases if phase.gap is not None]
     far = f", logprob gap mean {number(max(g.mean for g in gaps))}" if gaps else ""
     why = f": {engine.why[0]}" if engine.why else ""
@@ -41,16 +41,16 @@ def progress_line(engine: EngineResult, done: int, total: int) -> str:
 
 
 def show(result: EnginesResult, console: Console) -> None:
-    """Tables, then settings and what did not pass."""
+    """Print the tables, then the settings and what did not pass."""
     from rich.text import Text
 
     for part in PARTS:
-        shown = [column for column in COLUMNS if column.part == part]
+        part_columns = [column for column in COLUMNS if column.part == part]
         rows = []
         for engine, phase in lines_of(result):
             name = phase.phase if phase is not None else NOTHING
-            rows.append((engine, [engine.name, name, *(cell(c, engine, phase) for c in shown)]))
-        _table(console, ["engine", "phase", *(c.short for c in shown)], rows, left=part == "samples")
+            rows.append((engine, [engine.name, name, *(cell(c, engine, phase) for c in part_columns)]))
+        _table(console, ["engine", "phase", *(c.short for c in part_columns)], rows, left=part == "samples")
     bars = [
         (engine, [engine.name, phase.phase, *(str(n or "") for n in phase.gap.histogram)])
         for engine, phase in lines_of(result)
@@ -100,7 +100,7 @@ def _table(
 
 
 def write_reports(result: EnginesResult, out: Path) -> None:
-    """engines.json, engines.md and engines.html in OUT."""
+    """Write engines.json, engines.md and engines.html into `out`."""
     write_json(out / "engines.json", result.as_dict())
     write_atomic(out / "engines.md", markdown(result))
     write_atomic(out / "engines.html", page(result))

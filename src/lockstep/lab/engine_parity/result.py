@@ -1,4 +1,4 @@
-"""What a comparison of engines found: a row per engine, the verdict, engines.json."""
+"""The results of a comparison of engines: a row per engine, the verdict, engines.json."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class EngineResult:
     reason: str = ""
     is_reference: bool = False
     phases: tuple[PhaseReport, ...] = ()
-    """Those that it came to: before the update of weights, after it."""
+    """The phases that the engine reached: before the update of weights, after it."""
     problems: tuple[tuple[Phase, Problem], ...] = ()
     outcome: Outcome | None = None
     seconds: float = 0.0
-    """Of the whole process."""
+    """Duration of the whole process."""
     folder: str = ""
-    """Below OUT; empty: nothing was started."""
+    """The engine's folder below OUT; empty: nothing was started."""
     log: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of its EngineConfig, where they are not the defaults."""
+    """Settings of its EngineConfig that are not the defaults."""
 
     @property
     def ok(self) -> bool:
@@ -44,21 +44,21 @@ class EngineResult:
 
     @property
     def verdict(self) -> str:
-        """One word."""
+        """The verdict in one word."""
         if self.status != "ok":
             return self.status
         return "differs" if self.problems else "reference" if self.is_reference else "agrees"
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Names of what is wrong, each once."""
+        """The names of the faults, each once."""
         return tuple(dict.fromkeys(problem.fault for _, problem in self.problems))
 
     @property
     def why(self) -> tuple[str, ...]:
-        """Why it does not pass, in sentences; empty: it does."""
-        found = [self.reason or self.status] if self.status != "ok" else []
-        return (*found, *(f"{phase}: {problem.text}" for phase, problem in self.problems))
+        """Why the engine does not pass, in sentences; empty: it does."""
+        reasons = [self.reason or self.status] if self.status != "ok" else []
+        return (*reasons, *(f"{phase}: {problem.text}" for phase, problem in self.problems))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class EnginesResult:
     threshold: float
     """Largest mean gap, nats."""
     settings: Mapping[str, Any]
-    """What was asked of them: for people, in order."""
+    """The settings of the comparison, in the order in which reports show them."""
     notes: tuple[str, ...] = ()
     command: str = ""
     complete: bool = True
@@ -83,7 +83,7 @@ class EnginesResult:
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The verdict, which is printed last."""
         good = [engine for engine in self.engines if engine.ok]
         head = f"parity engines: {len(good)} of {len(self.engines)} engines agree with the trainer"
         if len(self.engines) > 1:
@@ -102,7 +102,7 @@ class EnginesResult:
         return head + tail + ("" if self.complete else "; interrupted")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """The result as JSON values."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -118,7 +118,7 @@ class EnginesResult:
 
 
 def number(value: float | None) -> str:
-    """Nats, as tables show them."""
+    """Format nats as tables show them."""
     if value is None:
         return "-"
     return "NaN" if math.isnan(value) else f"{value:.1e}" if value < 0.01 else f"{value:.3g}"
@@ -126,8 +126,8 @@ def number(value: float | None) -> str:
 
 def _as_dict(engine: EngineResult) -> dict[str, Any]:
     bare = dataclasses.replace(engine, phases=(), problems=(), outcome=None, settings={})
-    found = dataclasses.asdict(bare)
-    return found | {
+    values = dataclasses.asdict(bare)
+    return values | {
         "verdict": engine.verdict,
         "settings": dict(engine.settings),
         "outcome": None if engine.outcome is None else engine.outcome.model_dump(),
@@ -140,7 +140,7 @@ def _as_dict(engine: EngineResult) -> dict[str, Any]:
 
 
 def _phase(phase: PhaseReport) -> dict[str, Any]:
-    found = dataclasses.asdict(phase)
+    values = dataclasses.asdict(phase)
     if phase.matrix is not None:
-        found["matrix"]["fill"] = phase.matrix.fill
-    return found
+        values["matrix"]["fill"] = phase.matrix.fill
+    return values

@@ -44,7 +44,7 @@ from lockstep.observe.files import write_json
 from lockstep.ranks.launch import in_launcher
 
 WORKER = ("-m", "lockstep.lab.engine_parity.worker")
-"""What runs a job file: arguments of the interpreter."""
+"""Arguments of the interpreter that run a job file."""
 PHASES: tuple[Phase, ...] = ("before", "after")
 
 
@@ -59,7 +59,7 @@ class EngineChoice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginesOptions:
-    """What to compare, and on what."""
+    """The engines to compare, and on what."""
 
     engines: Sequence[EngineChoice]
     """The first is the reference."""
@@ -102,7 +102,7 @@ class _Suite:
     # --- one engine -----------------------------------------------------------------------------------------
 
     def run(self, choice: EngineChoice) -> EngineResult:
-        """Its worker, from start to end, and what came of it."""
+        """Run one engine's worker and return the engine's row."""
         options = self.options
         folder = self.out / file_stem(choice.name)
         log = self.out / "logs" / f"{file_stem(choice.name)}.log"
@@ -136,7 +136,7 @@ class _Suite:
         is_reference = not self.results
         if is_reference:
             self.reference_rows = rows
-        found = [
+        reports = [
             report(
                 phase,
                 rows,
@@ -147,7 +147,7 @@ class _Suite:
             )
             for phase in PHASES
         ]
-        phases = tuple(phase for phase in found if phase is not None)
+        phases = tuple(phase for phase in reports if phase is not None)
         status, reason = self._status(exit_status, outcome, log)
         return EngineResult(
             name=choice.name,
@@ -188,7 +188,7 @@ class _Suite:
         if outcome is None:
             return ()
         limits = limits_of(self.options, choice.config)
-        found: list[tuple[Phase, Problem]] = []
+        all_problems: list[tuple[Phase, Problem]] = []
         earlier: tuple[PhaseReport, Sequence[Row]] | None = None
         for phase in phases:
             own = [row for row in rows if row.phase == phase.phase]
@@ -200,14 +200,14 @@ class _Suite:
                 outcome=outcome,
                 earlier=earlier,
             )
-            found += [(phase.phase, problem) for problem in problems]
+            all_problems += [(phase.phase, problem) for problem in problems]
             earlier = phase, own
-        return tuple(found)
+        return tuple(all_problems)
 
     # --- all of them ----------------------------------------------------------------------------------------
 
     def run_all(self) -> EnginesResult:
-        """Reference first. Ctrl-C ends it with what there is."""
+        """Run all engines, the reference first. Ctrl-C ends the run with the results so far."""
         try:
             for number, choice in enumerate(self.options.engines, start=1):
                 row = self.run(choice)
@@ -219,7 +219,7 @@ class _Suite:
         return self.result()
 
     def result(self) -> EnginesResult:
-        """What there is so far."""
+        """The result so far."""
         from lockstep.lab.suite.machine import machine
 
         options = self.options
@@ -258,7 +258,7 @@ class _Suite:
 
 
 def limits_of(options: EnginesOptions, config: EngineConfig) -> Limits:
-    """What one engine is let pass."""
+    """The limits for one engine."""
     return Limits(
         mean=options.threshold,
         strict=options.model.dtype == "float32" or config.batch_invariant,
@@ -273,7 +273,7 @@ def limits_of(options: EnginesOptions, config: EngineConfig) -> Limits:
 def run_engines(
     options: EnginesOptions, *, progress: Callable[[EngineResult, int, int], None] = lambda *_: None
 ) -> EnginesResult:
-    """Ask every engine the same and compare.
+    """Send the same requests to every engine and compare the results.
 
     Args:
         progress: called with each row, its number, and how many there are.
@@ -296,5 +296,5 @@ def run_engines(
 
 
 def file_stem(name: str) -> str:
-    """A name that any file system takes."""
+    """Make a file name that any file system accepts."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._") or "engine"

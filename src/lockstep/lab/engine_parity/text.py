@@ -1,4 +1,4 @@
-"""What every report of a comparison of engines says: columns, problems, and engines.md."""
+"""The text that all reports of a comparison of engines share: columns, problems, and engines.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Column:
 
     head: str
     short: str
-    """For the terminal."""
+    """The head in the terminal."""
     part: Part
     text: Callable[[EngineResult, PhaseReport], str]
 
@@ -35,16 +35,16 @@ def _gap(name: str) -> Callable[[EngineResult, PhaseReport], str]:
 
 def _mean(name: str) -> Callable[[EngineResult, PhaseReport], str]:
     def text(_: EngineResult, phase: PhaseReport) -> str:
-        found: Gap | None = getattr(phase, name)
-        return NOTHING if found is None else number(found.mean)
+        figure: Gap | None = getattr(phase, name)
+        return NOTHING if figure is None else number(figure.mean)
 
     return text
 
 
 def _equal(name: str) -> Callable[[EngineResult, PhaseReport], str]:
     def text(_: EngineResult, phase: PhaseReport) -> str:
-        found: SeedMatch | None = getattr(phase, name)
-        return NOTHING if found is None else f"{found.equal}/{found.pairs}"
+        match: SeedMatch | None = getattr(phase, name)
+        return NOTHING if match is None else f"{match.equal}/{match.pairs}"
 
     return text
 
@@ -57,14 +57,14 @@ def _greedy(engine: EngineResult, phase: PhaseReport) -> str:
 
 def _counts(name: str) -> Callable[[EngineResult, PhaseReport], str]:
     def text(_: EngineResult, phase: PhaseReport) -> str:
-        found: dict[str, int] = getattr(phase, name)
-        return ", ".join(f"{key} {value}" for key, value in sorted(found.items())) or NOTHING
+        counts: dict[str, int] = getattr(phase, name)
+        return ", ".join(f"{key} {value}" for key, value in sorted(counts.items())) or NOTHING
 
     return text
 
 
-def _spread(found: Spread | None) -> str:
-    return NOTHING if found is None else f"{found.min}/{found.median:g}/{found.p90}/{found.max}"
+def _spread(spread: Spread | None) -> str:
+    return NOTHING if spread is None else f"{spread.min}/{spread.median:g}/{spread.p90}/{spread.max}"
 
 
 def _matrix(_: EngineResult, phase: PhaseReport) -> str:
@@ -93,7 +93,7 @@ def _start(engine: EngineResult, _: PhaseReport) -> str:
 
 
 def _push(engine: EngineResult, phase: PhaseReport) -> str:
-    """Of the push that this phase began with."""
+    """Seconds of the push that this phase began with."""
     pushes = () if engine.outcome is None else engine.outcome.push_seconds
     behind = len(engine.phases) - 1 - [p.phase for p in engine.phases].index(phase.phase)
     at = len(pushes) - 1 - behind
@@ -138,7 +138,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def lines_of(result: EnginesResult) -> Iterator[tuple[EngineResult, PhaseReport | None]]:
-    """A line for every engine and phase; an engine that did nothing has one too."""
+    """One line for every engine and phase; an engine that did nothing has one too."""
     for engine in result.engines:
         if not engine.phases:
             yield engine, None
@@ -175,12 +175,12 @@ DIVERGENCE_HEADS = ("engine", "phase", "prompt", "token", "reference", "engine's
 
 
 def number_signed(value: float | None) -> str:
-    """Nats with their sign."""
+    """Format nats with their sign."""
     return NOTHING if value is None else ("-" if value < 0 else "") + number(abs(value))
 
 
 def problems(result: EnginesResult) -> list[tuple[str, str]]:
-    """(engine, why it does not pass)."""
+    """List (engine, why it does not pass)."""
     return [(engine.name, why) for engine in result.engines for why in engine.why]
 
 
@@ -198,7 +198,7 @@ EXAMPLE_HEADS = ("engine", "phase", "prompt", "ids read", "ids answered", "finis
 
 
 def example_cells(engine: EngineResult, phase: PhaseReport, example: Example) -> tuple[str, ...]:
-    """One greedy completion's id lists."""
+    """Format one greedy completion's id lists."""
     how = example.finish_reason
     if example.stop_reason is not None:
         how += f" {example.stop_reason}"
@@ -213,7 +213,7 @@ def example_cells(engine: EngineResult, phase: PhaseReport, example: Example) ->
 
 
 def explanation(result: EnginesResult) -> str:
-    """What the figures are."""
+    """Explain what the figures mean."""
     return (
         "before and after: an update of the weights. A gap is |engine's logprob - trainer's| of a sampled "
         f"token, nats; long prompts have more than {CACHE_BLOCK} tokens, the largest cache block. Every "
@@ -225,7 +225,7 @@ def explanation(result: EnginesResult) -> str:
 
 
 def markdown(result: EnginesResult) -> str:
-    """The tables and everything needed to repeat it."""
+    """Format engines.md: the tables and everything needed to repeat them."""
     heads = ["engine", "verdict", "phase"]
     lines = [
         f"# Engines: {plain(result.settings.get('model', ''))}",
@@ -234,13 +234,13 @@ def markdown(result: EnginesResult) -> str:
         "",
     ]
     for part in PARTS:
-        shown = [column for column in COLUMNS if column.part == part]
+        part_columns = [column for column in COLUMNS if column.part == part]
         rows = [
             [engine.name, engine.verdict, NOTHING if phase is None else phase.phase]
-            + [cell(column, engine, phase) for column in shown]
+            + [cell(column, engine, phase) for column in part_columns]
             for engine, phase in lines_of(result)
         ]
-        lines += _markdown_table([*heads, *(c.head for c in shown)], rows, words=3)
+        lines += _markdown_table([*heads, *(c.head for c in part_columns)], rows, text_columns=3)
     if problems(result):
         lines += ["## What did not pass", ""]
         lines += [f"- **{plain(name)}**: {plain(why)}" for name, why in problems(result)]
@@ -253,11 +253,11 @@ def markdown(result: EnginesResult) -> str:
             for engine, phase in lines_of(result)
             if phase is not None and phase.gap is not None
         ],
-        words=2,
+        text_columns=2,
     )
     if divergences(result):
         lines += ["## Where greedy completions part", ""]
-        lines += _markdown_table(list(DIVERGENCE_HEADS), divergences(result), words=2)
+        lines += _markdown_table(list(DIVERGENCE_HEADS), divergences(result), text_columns=2)
     lines += ["## Ids of greedy completions", ""]
     lines += _markdown_table(
         list(EXAMPLE_HEADS),
@@ -267,18 +267,18 @@ def markdown(result: EnginesResult) -> str:
             if phase is not None
             for example in phase.examples
         ],
-        words=len(EXAMPLE_HEADS),
+        text_columns=len(EXAMPLE_HEADS),
     )
     lines += [plain(explanation(result)) + ".", "", *(f"- {plain(note)}" for note in result.notes)]
     lines += ["", "| | |", "|---|---|"]
-    told = [*result.settings.items(), *result.machine.items(), *versions_of(result)]
-    lines += [f"| {plain(k)} | {plain(v)} |" for k, v in told]
+    facts = [*result.settings.items(), *result.machine.items(), *versions_of(result)]
+    lines += [f"| {plain(k)} | {plain(v)} |" for k, v in facts]
     command = printable_lines(result.command).replace("\n", " ").replace("```", "'''")
     return "\n".join([*lines, "", "```text", command, "```", ""])
 
 
 def versions_of(result: EnginesResult) -> list[tuple[str, str]]:
-    """(engine, what it says of itself)."""
+    """List (engine, what it reports about itself)."""
     return [
         (engine.name, "; ".join(f"{key}: {value}" for key, value in engine.outcome.engine.items()))
         for engine in result.engines
@@ -286,15 +286,15 @@ def versions_of(result: EnginesResult) -> list[tuple[str, str]]:
     ]
 
 
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> list[str]:
-    """The first `words` columns hold words, the others figures."""
-    marks = "---|" * words + "---:|" * (len(heads) - words)
-    made = ["| " + " | ".join(map(plain, heads)) + " |", f"|{marks}"]
-    return [*made, *("| " + " | ".join(plain(text) for text in row) + " |" for row in rows), ""]
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: int) -> list[str]:
+    """The first `text_columns` columns hold text, the others numbers."""
+    marks = "---|" * text_columns + "---:|" * (len(heads) - text_columns)
+    lines = ["| " + " | ".join(map(plain, heads)) + " |", f"|{marks}"]
+    return [*lines, *("| " + " | ".join(plain(text) for text in row) + " |" for row in rows), ""]
 
 
 def plain(text: object) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no new cell or line."""
+    """Escape text so that Markdown shows it as it is: no markup, no HTML, no new cell or line."""
     line = printable_lines(str(text)).replace("\n", " ")
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)

@@ -1,4 +1,4 @@
-"""The trainer that an engine is held to: a local backend that scores completions and changes its weights."""
+"""The trainer that engines are compared with: a local backend that scores completions and changes weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from lockstep.algorithms.samples import policy_sample
 from lockstep.config.train import TrainConfig
-from lockstep.lab.engine_parity.ask import Asked
 from lockstep.lab.engine_parity.job import EnginesJob
+from lockstep.lab.engine_parity.requests import PromptRequest
 from lockstep.loop.axes import resolve_attention
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import resolve_dtype
@@ -46,7 +46,7 @@ class Trainer:
         return LocalBackend(settings, model=self.model, total_steps=0, temperature=temperature)
 
     def facts(self) -> dict[str, Any]:
-        """Fields of an Outcome."""
+        """The trainer's settings, as fields of an Outcome."""
         tokenizer = self.model.tokenizer
         return {
             "eos_token_ids": self.model.eos_token_ids,
@@ -57,22 +57,22 @@ class Trainer:
         }
 
     def logprobs(
-        self, found: Sequence[tuple[Asked, Completion]], *, temperature: float
+        self, completions: Sequence[tuple[PromptRequest, Completion]], *, temperature: float
     ) -> list[tuple[float, ...]]:
-        """Of every token of each completion, nats, behind the prompt that was asked, whatever the engine says
-        it has read; () where there is nothing to score."""
-        results: list[tuple[float, ...]] = [()] * len(found)
+        """Compute the logprob of every token of each completion, nats, after the requested prompt, whatever
+        prompt the engine reports; () where there is nothing to score."""
+        results: list[tuple[float, ...]] = [()] * len(completions)
         samples = [
             policy_sample(
                 dataclasses.replace(
                     completion,
-                    prompt_token_ids=asked.request.prompt_token_ids,
+                    prompt_token_ids=source.request.prompt_token_ids,
                     logprobs=(0.0,) * len(completion.token_ids),
                 ),
                 advantages=0.0,
                 sample_id=index,
             )
-            for index, (asked, completion) in enumerate(found)
+            for index, (source, completion) in enumerate(completions)
             if self._can_score(completion)
         ]
         if not samples:

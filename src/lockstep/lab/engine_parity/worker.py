@@ -1,6 +1,6 @@
 """One engine of `lockstep parity engines`: `python -m lockstep.lab.engine_parity.worker JOB.json`.
 
-model ─► local backend (the trainer) ─► push ─► ask everything ─► change weights ─► push ─► ask everything
+model ─► local backend (the trainer) ─► push ─► generate ─► change weights ─► push ─► generate
                     └──── logprobs of every completion ◄────────────────────┘
 
 Exit status 0: done; 2: refused; 1: anything else. What was seen is in the folder that the job names
@@ -35,23 +35,23 @@ from lockstep.observe.files import jsonable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.lab.engine_parity.ask import Asked, Batch
+    from lockstep.lab.engine_parity.requests import Batch, PromptRequest
     from lockstep.lab.engine_parity.trainer import Trainer
     from lockstep.protocols import InferenceEngine, WeightTransfer
     from lockstep.schema.rollout import Completion
 
 REFUSED = 2
 _TRACEBACK_SECONDS = 15.0
-"""So long before the deadline the process writes where it is, but not in the first half."""
+"""Seconds before the deadline at which the process writes where it is, but not in the first half."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
-    words = sys.argv[1:] if argv is None else argv
-    if len(words) != 1:
+    """Run the job; return the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1:
         echo("usage: python -m lockstep.lab.engine_parity.worker JOB.json", file=sys.stderr)
         return REFUSED
-    job = read_job(Path(words[0]).resolve())
+    job = read_job(Path(arguments[0]).resolve())
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(job.timeout / 2, job.timeout - _TRACEBACK_SECONDS), exit=False)
     return _work(_Run(job))
@@ -60,14 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _work(run: _Run) -> int:
     try:
         run.load()
-        run.ask_all("before")
+        run.generate_all("before")
         if run.job.update:
             run.update()
-            run.ask_all("after")
+            run.generate_all("after")
         run.end("ok")
         return 0
     except LockstepError as error:
-        refused = isinstance(error, (ConfigError, ModelError)) and not run.asked
+        refused = isinstance(error, (ConfigError, ModelError)) and not run.has_generated
         run.give_up("refused" if refused else "failed", error)
         return REFUSED if refused else 1
     except Exception as error:
@@ -83,33 +83,33 @@ class _Run:
     """The worker's state."""
 
     job: EnginesJob
-    asked: bool = False
+    has_generated: bool = False
     engine: InferenceEngine | None = None
-    found: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     """Fields of the Outcome."""
-    greedy: list[tuple[Asked, Completion]] = field(default_factory=list)
-    """Of the first phase."""
+    greedy: list[tuple[PromptRequest, Completion]] = field(default_factory=list)
+    """Greedy completions of the first phase."""
 
     # --- loading --------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Trainer, engine, and the engine's first weights."""
+        """Load the trainer and the engine, and push the first weights."""
         from lockstep.engine.build import is_external, make_engine
-        from lockstep.lab.engine_parity.model import make_place
+        from lockstep.lab.engine_parity.model import make_engine_spec
         from lockstep.lab.engine_parity.trainer import Trainer
         from lockstep.transfer import make_transfer
 
         job = self.job
         self.trainer: Trainer = Trainer(job)
-        self.found |= self.trainer.facts()
+        self.facts |= self.trainer.facts()
         model, device = self.trainer.model, self.trainer.device
-        self.say(f"trainer: {job.model.name}, {self.found['attention']}, {self.found['dtype']}, {device}")
-        place = make_place(job, model, device=device) if is_external(job.engine.name) else None
+        self.say(f"trainer: {job.model.name}, {self.facts['attention']}, {self.facts['dtype']}, {device}")
+        spec = make_engine_spec(job, model, device=device) if is_external(job.engine.name) else None
         started = time.perf_counter()
-        engine: InferenceEngine = make_engine(job.engine, model=model, spec=place)
+        engine: InferenceEngine = make_engine(job.engine, model=model, spec=spec)
         self.engine = engine
-        self.found["start_seconds"] = time.perf_counter() - started
-        self.say(f"engine {job.engine.name}: started in {self.found['start_seconds']:.1f} s")
+        self.facts["start_seconds"] = time.perf_counter() - started
+        self.say(f"engine {job.engine.name}: started in {self.facts['start_seconds']:.1f} s")
         self.transfer: WeightTransfer = make_transfer(
             job.engine, engine, device=device, work_dir=job.out / "engine"
         )
@@ -118,91 +118,95 @@ class _Run:
             self.push(1)
 
     def push(self, policy_version: int) -> None:
-        """The trainer's weights, into the engine."""
+        """Push the trainer's weights into the engine."""
         assert self.engine is not None
         started = time.perf_counter()
         self.transfer.push(self.trainer.backend, self.engine, policy_version=policy_version)
         seconds = time.perf_counter() - started
-        self.found["push_seconds"] = (*self.found.get("push_seconds", ()), seconds)
+        self.facts["push_seconds"] = (*self.facts.get("push_seconds", ()), seconds)
         self.say(f"weights: version {policy_version} pushed in {seconds:.2f} s")
 
     def update(self) -> None:
-        """Other weights, in the trainer and then in the engine; how much they matter is measured."""
-        before = [c for asked, c in self.greedy]
+        """Change the weights in the trainer, measure the effect, and push them into the engine."""
+        before = [c for _, c in self.greedy]
         old = self.trainer.logprobs(self.greedy, temperature=1.0)
         self.trainer.perturb(self.job.update_scale)
         new = self.trainer.logprobs(self.greedy, temperature=1.0)
         moved = [abs(a - b) for x, y in zip(old, new, strict=True) for a, b in zip(x, y, strict=True)]
-        self.found["update_effect"] = sum(moved) / len(moved) if moved else None
+        self.facts["update_effect"] = sum(moved) / len(moved) if moved else None
         self.say(f"update: the trainer's logprobs of {len(before)} completions have moved")
         self.push(2 if self.job.weights == "pushed" else 1)
 
-    # --- asking ---------------------------------------------------------------------------------------------
+    # --- passes ---------------------------------------------------------------------------------------------
 
-    def ask_all(self, phase: Phase) -> None:
-        """Every pass of one phase."""
-        from lockstep.lab.engine_parity.ask import alone, greedy, other, sampled, stop
+    def generate_all(self, phase: Phase) -> None:
+        """Run every pass of one phase."""
+        from lockstep.lab.engine_parity.requests import alone, greedy, other, sampled, stop
 
         job = self.job
-        self.asked = True
-        first = self.ask(phase, "greedy", [greedy(job)])
+        self.has_generated = True
+        first = self.generate(phase, "greedy", [greedy(job)])
         if phase == "before":
             self.greedy = first
         if not job.ignore_eos:
-            self.ask(phase, "stop", [stop(job, first)])
-        self.ask(phase, "sampled", [sampled(job)])
-        self.ask(phase, "again", [sampled(job)])
-        self.ask(phase, "alone", alone(job))
-        self.ask(phase, "other", [other(job)])
+            self.generate(phase, "stop", [stop(job, first)])
+        self.generate(phase, "sampled", [sampled(job)])
+        self.generate(phase, "again", [sampled(job)])
+        self.generate(phase, "alone", alone(job))
+        self.generate(phase, "other", [other(job)])
 
-    def ask(self, phase: Phase, kind: Kind, batches: Sequence[Batch]) -> list[tuple[Asked, Completion]]:
-        """One pass: generate, score, write down."""
+    def generate(
+        self, phase: Phase, kind: Kind, batches: Sequence[Batch]
+    ) -> list[tuple[PromptRequest, Completion]]:
+        """Run one pass: generate, score, write the rows."""
         assert self.engine is not None
-        found: list[tuple[Asked, Completion]] = []
+        completions: list[tuple[PromptRequest, Completion]] = []
         seconds = 0.0
         for batch in batches:
             if not batch:
                 continue
             started = time.perf_counter()
-            groups = self.engine.generate([asked.request for asked in batch])
+            groups = self.engine.generate([item.request for item in batch])
             seconds += time.perf_counter() - started
-            found += [(a, c) for a, group in zip(batch, groups, strict=True) for c in group]
-        if not found:
-            return found
-        self._write(phase, kind, found)
-        done = Pass(
+            completions += [(a, c) for a, group in zip(batch, groups, strict=True) for c in group]
+        if not completions:
+            return completions
+        self._write(phase, kind, completions)
+        summary = Pass(
             phase=phase,
             kind=kind,
             seconds=seconds,
-            samples=len(found),
-            tokens=sum(len(c.token_ids) for _, c in found),
-            prompt_tokens=sum(len(c.prompt_token_ids) for _, c in found),
-            cached_tokens=sum(c.cached_tokens for _, c in found),
+            samples=len(completions),
+            tokens=sum(len(c.token_ids) for _, c in completions),
+            prompt_tokens=sum(len(c.prompt_token_ids) for _, c in completions),
+            cached_tokens=sum(c.cached_tokens for _, c in completions),
         )
-        _append(self.job.out / PASSES, [done])
-        self.say(f"{phase}, {kind}: {done.samples} completions, {done.tokens} tokens, {seconds:.2f} s")
-        return found
+        _append(self.job.out / PASSES, [summary])
+        self.say(f"{phase}, {kind}: {summary.samples} completions, {summary.tokens} tokens, {seconds:.2f} s")
+        return completions
 
-    def _write(self, phase: Phase, kind: Kind, found: Sequence[tuple[Asked, Completion]]) -> None:
+    def _write(
+        self, phase: Phase, kind: Kind, completions: Sequence[tuple[PromptRequest, Completion]]
+    ) -> None:
         greedily = kind in ("greedy", "stop")
         temperature = 1.0 if greedily else self.job.temperature
-        scored = self.trainer.logprobs(found, temperature=temperature)
-        plain: Sequence[tuple[float, ...]] = [()] * len(found)
+        scored = self.trainer.logprobs(completions, temperature=temperature)
+        plain: Sequence[tuple[float, ...]] = [()] * len(completions)
         if kind == "sampled" and temperature != 1.0:
-            plain = self.trainer.logprobs(found, temperature=1.0)
+            plain = self.trainer.logprobs(completions, temperature=1.0)
         samples: dict[int, int] = {}
         rows = []
-        for (asked, completion), own, unscaled in zip(found, scored, plain, strict=True):
-            index = samples.get(asked.prompt, 0)
-            samples[asked.prompt] = index + 1
+        for (source, completion), own, unscaled in zip(completions, scored, plain, strict=True):
+            index = samples.get(source.prompt, 0)
+            samples[source.prompt] = index + 1
             rows.append(
                 Row(
                     phase=phase,
                     kind=kind,
-                    prompt=asked.prompt,
-                    sample=asked.first_sample + index,
-                    seed=asked.request.seeds[index] if index < len(asked.request.seeds) else -1,
-                    stop_id=asked.stop_id,
+                    prompt=source.prompt,
+                    sample=source.first_sample + index,
+                    seed=source.request.seeds[index] if index < len(source.request.seeds) else -1,
+                    stop_id=source.stop_id,
                     prompt_ids=completion.prompt_token_ids,
                     token_ids=completion.token_ids,
                     logprobs=completion.logprobs,
@@ -221,25 +225,25 @@ class _Run:
     # --- the end --------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """Into the log."""
+        """Print a line into the log."""
         echo(f"{self.job.name}: {text}", flush=True)
 
     def _describe(self) -> None:
-        """What an external engine says about itself, without its environment."""
+        """Keep what an external engine reports about itself, without its environment."""
         describe = getattr(self.engine, "describe", None)
-        told = describe() if callable(describe) else {}
-        plain = {k: v for k, v in told.items() if isinstance(v, str | int | float | bool)}
-        self.found["engine"] = {name: str(value) for name, value in plain.items()}
+        description = describe() if callable(describe) else {}
+        plain = {k: v for k, v in description.items() if isinstance(v, str | int | float | bool)}
+        self.facts["engine"] = {name: str(value) for name, value in plain.items()}
 
     def end(self, status: str, reason: str = "") -> None:
-        """result.json."""
+        """Write result.json."""
         from lockstep.lab.suite.machine import versions
 
-        outcome = Outcome(status=status, reason=reason, versions=versions(), **self.found)
+        outcome = Outcome(status=status, reason=reason, versions=versions(), **self.facts)
         write_json(self.job.out / RESULT, outcome.model_dump())
 
     def give_up(self, status: str, error: Exception) -> None:
-        """What there is, and why it is not more."""
+        """Write the results so far and why there are no more."""
         from lockstep.lab.suite.failure import error_line, is_out_of_memory
 
         status = "oom" if is_out_of_memory(error) else status
@@ -248,7 +252,7 @@ class _Run:
         self.end(status, prefix + error_line(error))
 
     def close(self) -> None:
-        """Stops a server that was started."""
+        """Stop a server that was started."""
         if self.engine is not None:
             self.engine.close()
 

@@ -52,17 +52,17 @@ class CurveComparison:
             for step, value in zip(losses.steps, losses.values, strict=True):
                 if not math.isfinite(value):
                     return f"parity: differs, the loss of {losses.path} is {value} at step {step}"
-        found, limit = self.spread, ratio(self.threshold)
-        at = self.steps[found.at - 1]
+        spread, limit = self.spread, ratio(self.threshold)
+        at = self.steps[spread.at - 1]
         if self.ok:
             return (
                 f"parity: {len(self.steps)} losses agree within {limit} (largest relative difference "
-                f"{ratio(found.max)} at step {at})"
+                f"{ratio(spread.max)} at step {at})"
             )
         over = sum(not difference <= self.threshold for difference in self.differences)
         return (
             f"parity: {over} of {len(self.steps)} losses differ by more than {limit} (largest relative "
-            f"difference {ratio(found.max)} at step {at})"
+            f"difference {ratio(spread.max)} at step {at})"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _floor(values: list[float]) -> float:
     return max(floor, LEAST) if min(map(abs, finite)) < LEAST else floor
 
 
-def show(found: CurveComparison, console: Console) -> None:
+def show(comparison: CurveComparison, console: Console) -> None:
     """A row per run, a row per step (at most 20 of them), and what was noticed."""
     from rich import box
     from rich.table import Table
@@ -151,7 +151,7 @@ def show(found: CurveComparison, console: Console) -> None:
         runs.add_column(
             head, overflow="fold", justify="right" if head in ("losses", "first", "last") else "left"
         )
-    for letter, losses in (("a", found.a), ("b", found.b)):
+    for letter, losses in (("a", comparison.a), ("b", comparison.b)):
         cells = [
             f"{letter}: {losses.path}",
             losses.source,
@@ -166,17 +166,17 @@ def show(found: CurveComparison, console: Console) -> None:
     steps = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for head in ("step", "a", "b", "difference"):
         steps.add_column(head, justify="right", no_wrap=True)
-    ours, theirs = _pairs(found)
-    for index in _shown(len(found.steps)):
+    ours, theirs = _pairs(comparison)
+    for index in _shown(len(comparison.steps)):
         steps.add_row(
-            str(found.steps[index]),
+            str(comparison.steps[index]),
             f"{ours[index]:.6g}",
             f"{theirs[index]:.6g}",
-            ratio(found.differences[index]),
-            style=None if found.differences[index] <= found.threshold else "red",
+            ratio(comparison.differences[index]),
+            style=None if comparison.differences[index] <= comparison.threshold else "red",
         )
     console.print(steps)
-    for note in found.notes:
+    for note in comparison.notes:
         console.print(Text(printable_lines(note)), soft_wrap=True)
 
 
@@ -186,26 +186,26 @@ def _shown(count: int, *, most: int = 20) -> list[int]:
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
-def _pairs(found: CurveComparison) -> tuple[list[float], list[float]]:
+def _pairs(comparison: CurveComparison) -> tuple[list[float], list[float]]:
     """Values of a and b at the compared steps."""
-    ours = dict(zip(found.a.steps, found.a.values, strict=True))
-    theirs = dict(zip(found.b.steps, found.b.values, strict=True))
-    if all(step in theirs for step in found.steps):
-        return [ours[s] for s in found.steps], [theirs[s] for s in found.steps]
-    return list(found.a.values), list(found.b.values)
+    ours = dict(zip(comparison.a.steps, comparison.a.values, strict=True))
+    theirs = dict(zip(comparison.b.steps, comparison.b.values, strict=True))
+    if all(step in theirs for step in comparison.steps):
+        return [ours[s] for s in comparison.steps], [theirs[s] for s in comparison.steps]
+    return list(comparison.a.values), list(comparison.b.values)
 
 
-def plot(found: CurveComparison, path: Path) -> str:
+def plot(comparison: CurveComparison, path: Path) -> str:
     """Both curves and their differences as a PNG; returns the package that drew it. Raises ConfigError."""
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
-    ours, theirs = _pairs(found)
-    values: Mapping[str, list[float]] = {f"a: {found.a.path}": ours, f"b: {found.b.path}": theirs}
+    ours, theirs = _pairs(comparison)
+    values: Mapping[str, list[float]] = {f"a: {comparison.a.path}": ours, f"b: {comparison.b.path}": theirs}
     losses = [
-        Curve(name=name, steps=found.steps, values=numbers, colour=COLOURS[i], dashed=i == 1)
+        Curve(name=name, steps=comparison.steps, values=numbers, colour=COLOURS[i], dashed=i == 1)
         for i, (name, numbers) in enumerate(values.items())
     ]
-    far = Curve(name="difference", steps=found.steps, values=found.differences, colour=COLOURS[2])
+    far = Curve(name="difference", steps=comparison.steps, values=comparison.differences, colour=COLOURS[2])
     return write_png(
         [
             Panel(title="loss", curves=losses),

@@ -136,9 +136,9 @@ def write_png(panels: Sequence[Panel], path: Path, *, title: str = "") -> str:
         ConfigError: neither matplotlib nor Pillow is installed, or the file cannot be written.
     """
     try:
-        for name, draw in _PAINTERS.items():
+        for name, paint in _PAINTERS.items():
             if _installed(name):
-                draw(panels, path, title)
+                paint(panels, path, title)
                 return name
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); name another file") from error
@@ -158,13 +158,13 @@ def _with_matplotlib(panels: Sequence[Panel], path: Path, title: str) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    figure, places = pyplot.subplots(
+    figure, axes = pyplot.subplots(
         len(panels), 1, figsize=(8, 2.9 * len(panels)), squeeze=False, constrained_layout=True
     )
-    for place, panel in zip(places[:, 0], panels, strict=True):
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
         for curve in panel.curves:
             values = [_drawn(value, panel.log) for value in curve.values]
-            place.plot(
+            axis.plot(
                 list(curve.steps),
                 values,
                 color=curve.colour,
@@ -174,13 +174,13 @@ def _with_matplotlib(panels: Sequence[Panel], path: Path, title: str) -> None:
                 label=_plain(curve.name),
             )
         if panel.log:
-            place.set_yscale("log")
-        place.set_title(_plain(panel.title), fontsize=10, loc="left")
-        place.xaxis.set_major_locator(MaxNLocator(integer=True))
-        place.grid(alpha=0.2)
-        place.spines[["top", "right"]].set_visible(False)
-    places[0, 0].legend(frameon=False, fontsize=8)
-    places[-1, 0].set_xlabel("step", fontsize=9)
+            axis.set_yscale("log")
+        axis.set_title(_plain(panel.title), fontsize=10, loc="left")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    axes[-1, 0].set_xlabel("step", fontsize=9)
     if title:
         figure.suptitle(_plain(title), fontsize=11)
     figure.savefig(path, dpi=110, format="png")

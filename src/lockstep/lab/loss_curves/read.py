@@ -98,9 +98,9 @@ def _find(path: Path) -> tuple[Path, str]:
     events = sorted(path.rglob("*.tfevents.*")) + sorted(path.rglob("events.out.tfevents*"))
     folders = sorted({event.parent for event in events})
     if len(folders) > 1:
-        shown = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
+        names = ", ".join(str(folder) for folder in folders[:_MOST_NAMED])
         raise ConfigError(
-            f"{path}: event files of {len(folders)} runs ({shown}); name the folder of one of them"
+            f"{path}: event files of {len(folders)} runs ({names}); name the folder of one of them"
         )
     if folders:
         return folders[0], "tensorboard"
@@ -170,8 +170,8 @@ def _from_rows(path: Path, rows: Iterable[Mapping[str, Any]], key: str | None, *
     rows = list(rows)
     names = {name for row in rows for name, value in row.items() if _number(value) is not None}
     chosen = _choose(path, names, key)
-    found = [(row.get("step", row.get("global_step")), row[chosen]) for row in rows if chosen in row]
-    pairs = [(step, _number(value)) for step, value in found]
+    entries = [(row.get("step", row.get("global_step")), row[chosen]) for row in rows if chosen in row]
+    pairs = [(step, _number(value)) for step, value in entries]
     numbered = all(isinstance(step, int) and not isinstance(step, bool) for step, _ in pairs)
     return _losses(
         path,
@@ -229,7 +229,7 @@ def _from_tensorboard(path: Path, key: str | None) -> Losses:
 
 def _from_text(path: Path, text: str, key: str | None) -> Losses:
     """`loss: 2.31`, `loss=2.31`, `loss 2.31`, `{'loss': 2.31, ...}`, and the line's step if it has one."""
-    found: dict[str, list[tuple[int | None, float]]] = {}
+    entries: dict[str, list[tuple[int | None, float]]] = {}
     for line in re.split(r"[\r\n]+", text):
         line = _ANSI.sub("", line[:_LONGEST_LINE])
         if "loss" not in line.lower():
@@ -239,9 +239,9 @@ def _from_text(path: Path, text: str, key: str | None) -> Losses:
         for match in (*_PAIR.finditer(line), *_BARE.finditer(line)):
             name = match[1].lower()
             if "loss" in name or name == key:
-                found.setdefault(name, []).append((number, float(match[2])))
-    chosen = _choose(path, set(found), key if key is None else key.lower())
-    pairs = found[chosen]
+                entries.setdefault(name, []).append((number, float(match[2])))
+    chosen = _choose(path, set(entries), key if key is None else key.lower())
+    pairs = entries[chosen]
     if any(step is None for step, _ in pairs):
         pairs = [(None, value) for _, value in pairs]
     return _losses(path, f"text, {chosen!r}", pairs)
@@ -252,12 +252,12 @@ def _from_text(path: Path, text: str, key: str | None) -> Losses:
 
 def _choose(path: Path, names: set[str], key: str | None) -> str:
     """The key of the training loss."""
-    shown = ", ".join(sorted(names)[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    listed = ", ".join(sorted(names)[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
     if key is not None:
         if key in names:
             return key
         raise ConfigError(
-            f"{path}: has no {key!r}; it has {shown or 'no numbers'}. Name one of them with --key"
+            f"{path}: has no {key!r}; it has {listed or 'no numbers'}. Name one of them with --key"
         )
     for name in PREFERRED:
         if name in names:
@@ -267,7 +267,7 @@ def _choose(path: Path, names: set[str], key: str | None) -> str:
         return losses[0]
     if losses:
         raise ConfigError(f"{path}: several losses: {', '.join(losses[:_MOST_NAMED])}; name one with --key")
-    hint = f"; it has {shown}. Name one of them with --key" if names else ""
+    hint = f"; it has {listed}. Name one of them with --key" if names else ""
     raise ConfigError(f"{path}: no loss found{hint}")
 
 

@@ -1,4 +1,4 @@
-"""Which ways of taking an RL step `lockstep bench step` compares.
+"""The ways of taking an RL step that `lockstep bench step` compares.
 
 --cells eager+hf,compile+native+invariant          by name: words joined by +, in any order
 --execution eager,compile --engine hf,native       or every combination of these lists
@@ -21,7 +21,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "engine": ("hf", "native"),
     "invariant": ("off", "on"),
 }
-"""Axis -> values; the first is what a cell has that does not say."""
+"""Axis -> values; the first is the default."""
 AXIS_OF: Mapping[str, str] = {
     "train.backend": "backend",
     "train.execution": "execution",
@@ -32,7 +32,7 @@ AXIS_OF: Mapping[str, str] = {
 INVARIANT = "invariant"
 """The word of a cell's name for invariant = on."""
 MAX_CELLS = 32
-"""All of them are processes that live at once."""
+"""The most cells: all of them are processes at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +47,12 @@ class BenchCell:
     @property
     def name(self) -> str:
         """Such as `fsdp2+compile+native+invariant`; the backend is left out where it is local."""
-        words = [] if self.backend == "local" else [self.backend]
-        return "+".join([*words, self.execution, self.engine, *([INVARIANT] if self.invariant else [])])
+        parts = [] if self.backend == "local" else [self.backend]
+        return "+".join([*parts, self.execution, self.engine, *([INVARIANT] if self.invariant else [])])
 
     @property
     def slug(self) -> str:
-        """The name as a folder's."""
+        """The name of the cell's folder."""
         return self.name.replace("+", "-")
 
     def settings(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class BenchCell:
 
 
 def parse_cell(text: str) -> BenchCell:
-    """The cell of a name.
+    """Parse a cell's name.
 
     Raises:
         ConfigError: an unknown word, or two words of one axis.
@@ -70,7 +70,7 @@ def parse_cell(text: str) -> BenchCell:
         >>> parse_cell("native+compile").name
         'compile+native'
     """
-    found: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     for word in text.strip().split("+"):
         axis = next((axis for axis, values in AXES.items() if word in values and axis != INVARIANT), None)
         if word == INVARIANT:
@@ -78,14 +78,14 @@ def parse_cell(text: str) -> BenchCell:
         if axis is None:
             known = [*itertools.chain(*(v for axis, v in AXES.items() if axis != INVARIANT)), INVARIANT]
             raise ConfigError(f"cell {text!r}: {unknown_name('word', word, known)}")
-        if axis in found:
+        if axis in choices:
             raise ConfigError(f"cell {text!r} names its {axis} twice; name it once")
-        found[axis] = True if axis == INVARIANT else word
-    return BenchCell(**found)
+        choices[axis] = True if axis == INVARIANT else word
+    return BenchCell(**choices)
 
 
 def parse_cells(text: str) -> list[BenchCell]:
-    """Cells joined by commas, each once, in the order given. Raises ConfigError."""
+    """Parse cells joined by commas, each once, in the order given. Raises ConfigError."""
     cells = [parse_cell(word) for word in text.split(",") if word.strip()]
     if not cells:
         raise ConfigError(f"--cells {text!r} names no cell; name some, such as eager+hf,compile+native")

@@ -1,4 +1,4 @@
-"""What one cell of `lockstep bench step` is told, and what it leaves behind.
+"""The job of one cell of `lockstep bench step`, and the files that it leaves behind.
 
 A job is a JSON file; `python -m lockstep.lab.step_bench.worker JOB.json` runs it on `ranks` processes. They
 load and warm up, write ready.json, and then take one RL step whenever the number in `turn` grows, so that
@@ -34,7 +34,7 @@ class BenchJob(Record):
     """One cell."""
 
     cell: str
-    """Its name, for people."""
+    """The cell's name."""
     ranks: PositiveInt = 1
     device: Literal["cpu", "cuda"] = "cpu"
     run: GRPORun
@@ -43,7 +43,7 @@ class BenchJob(Record):
     warmup: PositiveInt = 2
     """Whole steps before anything is measured; the first one compiles."""
     out: Path
-    """A folder that is there."""
+    """An existing folder."""
     timeout: Seconds = 600.0
     """Seconds of the start and of one turn, after which the suite ends it; as long waits one rank for
     another."""
@@ -51,7 +51,7 @@ class BenchJob(Record):
     """Seconds without a turn, while other cells take theirs, after which it gives up."""
 
     def write(self) -> Path:
-        """OUT/job.json."""
+        """Write OUT/job.json."""
         path = self.out / "job.json"
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         return path
@@ -62,7 +62,7 @@ class StepTimes(Record):
     slowest one at the end of each phase but forward."""
 
     step: float
-    """All of it."""
+    """The whole step."""
     generate: float
     train: float
     """Forward and backward of all micro-batches and what is between them."""
@@ -79,7 +79,7 @@ class Ready(Record):
     load_seconds: float
     """From the start of the process to a model, a backend and an engine."""
     first_step_seconds: float
-    """With everything that is compiled."""
+    """The warm-up steps, with everything that is compiled."""
     compile_seconds: float
     """Of torch.compile, until now."""
     graphs: int
@@ -109,38 +109,38 @@ class BenchOutcome(Record):
     """Largest |trainer - engine| over the tokens of one more generation behind the last step, nats; NaN where
     one of them is."""
     axes: dict[str, Any] = Field(default_factory=dict)
-    """What every "auto" has become."""
+    """What each "auto" resolved to."""
     statement: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
 
 
 def read_job(path: Path) -> BenchJob:
-    """A job file. Raises ConfigError."""
+    """Read a job file. Raises ConfigError."""
     return read_job_file(path, BenchJob)
 
 
 def read_ready(folder: Path) -> Ready | None:
-    """None: the cell is not warm yet."""
+    """Read ready.json; None: the cell is not warm yet."""
     return read_if_whole(folder / READY, Ready)
 
 
 def read_outcome(folder: Path) -> BenchOutcome | None:
-    """None: the worker has not ended, or ended before it could write one."""
+    """Read result.json; None: the worker has not ended, or ended before writing one."""
     return read_if_whole(folder / RESULT, BenchOutcome)
 
 
 def read_times(folder: Path) -> list[StepTimes]:
-    """The steps measured so far; a last line that is cut off is left out."""
+    """Read the steps measured so far; a last line that is cut off is left out."""
     return read_lines(folder / ROWS, StepTimes)
 
 
 def give_turn(folder: Path, turn: int | str) -> None:
-    """The cell may take so many measured steps in all, or shall end."""
+    """Let the cell take measured steps up to this number in all, or end it."""
     write_atomic(folder / TURN, str(turn))
 
 
 def read_turn(folder: Path) -> int | None:
-    """None: the cell shall end."""
+    """Read the number of steps that the cell may take; None: it is to end."""
     path = folder / TURN
     text = path.read_text(encoding="utf-8") if path.exists() else "0"
     return None if text == END else int(text)

@@ -29,11 +29,11 @@ def _milliseconds(value: float) -> str:
 
 def _seconds(phase: str) -> Callable[[CellResult, CellResult], str]:
     def text(cell: CellResult, _: CellResult) -> str:
-        found = cell.spread(phase)
-        if found is None:
+        spread = cell.spread(phase)
+        if spread is None:
             return NOTHING
-        number = _milliseconds(found.median)
-        return number if phase in _SMALL else f"{number} ±{100 * found.share / 2:.0f}%"
+        number = _milliseconds(spread.median)
+        return number if phase in _SMALL else f"{number} ±{100 * spread.share / 2:.0f}%"
 
     return text
 
@@ -58,7 +58,7 @@ def times(_: BenchResult) -> tuple[Column, ...]:
 
 
 def ratios(result: BenchResult) -> tuple[Column, ...]:
-    """What the cells are beside the first one, and what they cost."""
+    """The figures of cells compared with the first one, and their costs."""
     return (
         ("x step", _ratio("step")),
         ("x gen", _ratio("generate")),
@@ -79,8 +79,8 @@ def _mfu(cell: CellResult, _: CellResult) -> str:
 
 
 def _memory(cell: CellResult, _: CellResult) -> str:
-    found = 0 if cell.outcome is None else cell.outcome.peak_memory_bytes
-    return f"{found / _GIB:.2f}" if found else NOTHING
+    peak = 0 if cell.outcome is None else cell.outcome.peak_memory_bytes
+    return f"{peak / _GIB:.2f}" if peak else NOTHING
 
 
 def _first(cell: CellResult, _: CellResult) -> str:
@@ -88,12 +88,12 @@ def _first(cell: CellResult, _: CellResult) -> str:
 
 
 def _gap(cell: CellResult, _: CellResult) -> str:
-    found = None if cell.outcome is None else cell.outcome.logprob_gap
-    return NOTHING if found is None else "0" if found == 0 else f"{found:.1e}"
+    gap = None if cell.outcome is None else cell.outcome.logprob_gap
+    return NOTHING if gap is None else "0" if gap == 0 else f"{gap:.1e}"
 
 
 def explanation(result: BenchResult) -> str:
-    """What the figures are."""
+    """Explain what the figures mean."""
     kinds = {cell.outcome.memory_kind for cell in result.measured if cell.outcome is not None}
     first = result.reference.name if result.cells else NOTHING
     return (
@@ -106,7 +106,7 @@ def explanation(result: BenchResult) -> str:
 
 
 def show(result: BenchResult, console: Console) -> None:
-    """Two tables, then the settings and what was not measured."""
+    """Print two tables, then the settings and what was not measured."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -133,13 +133,13 @@ def show(result: BenchResult, console: Console) -> None:
 
 
 def write_reports(result: BenchResult, out: Path) -> None:
-    """bench.json and bench.md in OUT."""
+    """Write bench.json and bench.md into `out`."""
     write_json(out / "bench.json", result.as_dict())
     write_atomic(out / "bench.md", markdown(result))
 
 
 def markdown(result: BenchResult) -> str:
-    """The tables and everything needed to repeat them."""
+    """Format bench.md: the tables and everything needed to repeat them."""
     lines = [
         f"# One RL step: {printable_lines(str(result.settings.get('model', '')))}",
         "",
@@ -157,7 +157,7 @@ def markdown(result: BenchResult) -> str:
     lines += [f"- {printable_lines(note)}" for note in result.notes]
     lines += [f"- {cell.name}: {printable_lines(cell.reason)}" for cell in result.cells if cell.reason]
     lines += ["", "| | |", "|---|---|"]
-    told = [*result.settings.items(), *result.machine.items()]
-    lines += [f"| {name} | {printable_lines(str(value)).replace('|', '/')} |" for name, value in told]
+    facts = [*result.settings.items(), *result.machine.items()]
+    lines += [f"| {name} | {printable_lines(str(value)).replace('|', '/')} |" for name, value in facts]
     command = printable_lines(result.command).replace("\n", " ").replace("```", "'''")
     return "\n".join([*lines, "", "```text", command, "```", ""])

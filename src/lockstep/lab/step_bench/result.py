@@ -1,4 +1,4 @@
-"""What `lockstep bench step` found: a row per cell, medians, ratios to the first cell, the verdict."""
+"""The results of `lockstep bench step`: a row per cell, medians, ratios to the first cell, the verdict."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class CellResult:
     """Empty: no process was started."""
 
     def spread(self, phase: str) -> Spread | None:
-        """Of one of `TIMED`; None: nothing was measured."""
+        """The spread of one of `TIMED`; None: nothing was measured."""
         values = [getattr(row, phase) for row in self.times]
         if not values:
             return None
         return Spread(median=statistics.median(values), least=min(values), largest=max(values))
 
     def median(self, phase: str) -> float | None:
-        """Seconds."""
-        found = self.spread(phase)
-        return None if found is None else found.median
+        """Median seconds of a phase; None: nothing was measured."""
+        spread = self.spread(phase)
+        return None if spread is None else spread.median
 
     @property
     def generated_per_second(self) -> float | None:
@@ -97,7 +97,7 @@ class BenchResult:
     """The whole measurement; the first cell is what the others are compared with."""
 
     cells: tuple[CellResult, ...]
-    """All that were asked for, in that order."""
+    """All requested cells, in the order in which they were named."""
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     command: str = ""
@@ -115,13 +115,13 @@ class BenchResult:
 
     @property
     def ok(self) -> bool:
-        """Every cell was measured, or refused by its settings, and the first one was measured."""
+        """Whether every cell was measured, or refused by its settings, and the first one was measured."""
         fine = all(cell.status in ("ok", "refused") for cell in self.cells)
         return self.complete and fine and bool(self.cells) and self.reference.status == "ok"
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The verdict, which is printed last."""
         head = f"bench: {len(self.measured)} of {len(self.cells)} cells measured"
         if self.measured:
             fastest = min(self.measured, key=self._beside_reference)
@@ -138,7 +138,7 @@ class BenchResult:
         return cell.ratio(self.reference, "step") or cell.median("step") or 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values; every measured step too."""
+        """The result as JSON values, with every measured step."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -158,7 +158,7 @@ class BenchResult:
             "reason": cell.reason,
             "ranks": cell.ranks,
             "seconds": {
-                phase: None if (found := cell.spread(phase)) is None else dataclasses.asdict(found)
+                phase: None if (spread := cell.spread(phase)) is None else dataclasses.asdict(spread)
                 for phase in TIMED
             },
             "ratios": {phase: cell.ratio(self.reference, phase) for phase in TIMED},

@@ -45,7 +45,7 @@ from lockstep.observe.files import write_json
 from lockstep.ranks.launch import in_launcher
 
 WORKER = ("-m", "lockstep.lab.step_bench.worker")
-"""What runs a job file: arguments of the interpreter."""
+"""Arguments of the interpreter that run a job file."""
 _POLL_SECONDS = 0.01
 _MOST_SECONDS = 1e9
 _FOREVER = 7 * 24 * 3600.0
@@ -54,22 +54,22 @@ _FOREVER = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchOptions:
-    """What to measure, and how."""
+    """The cells to measure, and how."""
 
     cells: Sequence[BenchCell]
     run: GRPORun
-    """What all cells share; its data and rewards are not used."""
+    """The run that all cells share; its data and rewards are not used."""
     out: Path
     work: BenchWork
     device: Literal["cpu", "cuda"] = "cpu"
     ranks: int = 2
-    """Of the cells whose backend has ranks."""
+    """Ranks of the cells whose backend has ranks."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted settings of all cells, beneath what a cell's name says."""
+    """Dotted settings of all cells; those of a cell's name take precedence."""
     repeats: int = 5
     warmup: int = 2
     one_at_a_time: bool = False
-    """Each cell to its end before the next one starts: where two do not fit into memory."""
+    """Run each cell to its end before the next one starts, if two do not fit into memory."""
     fresh_cache: bool = False
     """Each cell compiles everything anew, into a cache of its own; otherwise into the one of this machine."""
     timeout: float = 600.0
@@ -87,7 +87,7 @@ class _Running:
     def __init__(self, job: BenchJob, *, log: Path, environment: Mapping[str, str]) -> None:
         self.job, self.log, self.environment = job, log, environment
         self.exit_status: ExitStatus | None = None
-        self.hung: str = ""
+        self.timed_out: str = ""
         self._runner = ProcessRunner()
         self._thread = threading.Thread(target=self._run, name=f"bench {job.cell}", daemon=True)
         self._thread.start()
@@ -107,32 +107,32 @@ class _Running:
 
     @property
     def cut_short(self) -> bool:
-        """It has not come to an end of its own: still at work, or stopped."""
+        """Whether the process has not ended by itself: it is at work, or was stopped."""
         return self.alive or (self.exit_status is not None and self.exit_status.returncode is None)
 
     def wait(self, arrived: Callable[[], bool], seconds: float, what: str) -> bool:
-        """Until something has arrived; False: the process ended, or was ended because it did not."""
+        """Wait until `arrived`; False: the process ended, or was killed at the deadline."""
         until = time.monotonic() + seconds
         while not arrived():
             if not self.alive:
                 return arrived()
             if time.monotonic() > until:
-                self.hung = f"{what} took more than {seconds:g} s (--timeout)"
+                self.timed_out = f"{what} took more than {seconds:g} s (--timeout)"
                 self.stop()
                 return False
             time.sleep(_POLL_SECONDS)
         return True
 
     def end(self, seconds: float) -> None:
-        """Ask it to write what it saw and to close; it has so long for that."""
+        """Ask the cell to write its result and to close within `seconds`."""
         give_turn(self.job.out, END)
         self._thread.join(seconds)
-        if self.alive and not self.hung:
-            self.hung = f"its end took more than {seconds:g} s (--timeout)"
+        if self.alive and not self.timed_out:
+            self.timed_out = f"its end took more than {seconds:g} s (--timeout)"
         self.stop()
 
     def stop(self) -> None:
-        """Nothing of it is left."""
+        """Kill what is left of the process."""
         self._runner.stop()
         self._thread.join()
 
@@ -144,13 +144,13 @@ class _Suite:
     options: BenchOptions
     progress: Callable[[str], None]
     jobs: Mapping[str, BenchJob | str]
-    """Cell -> what it is told, or why its settings are refused."""
+    """Cell -> its job, or why its settings are refused."""
     results: list[CellResult] = field(default_factory=list)
     running: dict[str, _Running] = field(default_factory=dict)
     interrupted: bool = False
 
     def run_all(self) -> BenchResult:
-        """Every cell. Ctrl-C ends it with what there is."""
+        """Run every cell. Ctrl-C ends the run with the results so far."""
         options = self.options
         groups = [[cell] for cell in options.cells] if options.one_at_a_time else [list(options.cells)]
         try:
@@ -206,8 +206,8 @@ class _Suite:
         if running is None:
             return
         give_turn(running.job.out, repeat)
-        seen = f"step {repeat}"
-        if not running.wait(lambda: len(read_times(running.job.out)) >= repeat, self.options.timeout, seen):
+        what = f"step {repeat}"
+        if not running.wait(lambda: len(read_times(running.job.out)) >= repeat, self.options.timeout, what):
             self._finish(cell)
             return
         last = read_times(running.job.out)[-1]
@@ -225,7 +225,7 @@ class _Suite:
         write_json(self.options.out / "bench.json", self.result().as_dict())
 
     def _row(self, cell: BenchCell) -> CellResult:
-        """What is known of a cell, whatever has become of it by now."""
+        """The row of a cell in its current state."""
         refused, running = self.jobs[cell.name], self.running.get(cell.name)
         if isinstance(refused, str):
             return CellResult(name=cell.name, status="refused", reason=refused)
@@ -250,16 +250,16 @@ class _Suite:
     def _status(
         self, running: _Running, outcome: BenchOutcome | None, times: Sequence[StepTimes]
     ) -> tuple[Any, str]:
-        if running.hung:
-            return "hung", running.hung
+        if running.timed_out:
+            return "hung", running.timed_out
         if outcome is not None and outcome.status != "ok":
             return outcome.status, outcome.reason + _advice(outcome.status, self.options)
         if outcome is not None and len(times) == self.options.repeats:
             return "ok", ""
         if running.cut_short:
             warm = read_ready(running.job.out) is not None
-            seen = f"after {len(times)} of {self.options.repeats} steps" if warm else "before it was warm"
-            return "interrupted", seen
+            progress = f"after {len(times)} of {self.options.repeats} steps" if warm else "before it was warm"
+            return "interrupted", progress
         tail, exit_status = read_tail(running.log), running.exit_status
         status = "oom" if looks_out_of_memory(tail) else "failed"
         how = "it was killed" if exit_status is None else exit_status.describe()
@@ -268,7 +268,8 @@ class _Suite:
     # --- the result -----------------------------------------------------------------------------------------
 
     def result(self) -> BenchResult:
-        """What there is so far, in the order in which cells were named; what has not ended is interrupted."""
+        """The result so far, in the order in which cells were named; unfinished cells count as
+        interrupted."""
         options = self.options
         ended = {row.name: row for row in self.results}
         return BenchResult(
@@ -282,7 +283,7 @@ class _Suite:
 
     @functools.cached_property
     def machine(self) -> dict[str, str]:
-        """What it runs on."""
+        """The settings of the measurement, for the reports."""
         from lockstep.lab.suite.machine import machine
 
         return machine(self.options.device)
@@ -336,7 +337,7 @@ def run_bench(options: BenchOptions, *, progress: Callable[[str], None] = lambda
 
 
 def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
-    """What the cell is told, or why its settings are refused."""
+    """Make the cell's job, or say why its settings are refused."""
     ranks = 1 if cell.backend == "local" else options.ranks
     try:
         run = override(options.run, {**options.overrides, **cell.settings()}, origin=cell.name)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from lockstep.schema.rollout import GenerationRequest
 
 SIGMA = 0.8
-"""Of log length; that of benchmarks/lengths.json's rl_512."""
+"""Standard deviation of the log length, that of benchmarks/lengths.json's rl_512."""
 _MEDIAN, _LEAST = 0.2, 0.02
-"""Of a document, as shares of the longest one."""
+"""Limits of a document's length, as shares of the longest one."""
 PEAKS: Mapping[str, float] = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -36,7 +36,7 @@ PEAKS: Mapping[str, float] = {
 
 
 class BenchWork(Record):
-    """How much an RL step of the bench generates and trains on."""
+    """The work of an RL step of the bench."""
 
     prompts: PositiveInt = 8
     group: PositiveInt = 4
@@ -62,10 +62,10 @@ class BenchWork(Record):
             >>> BenchWork(prompts=3, group=2, prompt_tokens=4, longest=100, seed=1).lengths()
             [56, 56, 63, 63, 21, 21]
         """
-        draw = random.Random(f"lockstep bench {self.seed}")
+        rng = random.Random(f"lockstep bench {self.seed}")
         low = max(self.prompt_tokens + 1, round(_LEAST * self.longest))
         centre = math.log(_MEDIAN * self.longest)
-        drawn = [round(math.exp(draw.gauss(centre, SIGMA))) for _ in range(self.prompts)]
+        drawn = [round(math.exp(rng.gauss(centre, SIGMA))) for _ in range(self.prompts)]
         return [min(self.longest, max(low, length)) for length in drawn for _ in range(self.group)]
 
     @property
@@ -75,33 +75,33 @@ class BenchWork(Record):
 
 
 def requests(work: BenchWork, *, vocab_size: int, part: int = 0, parts: int = 1) -> list[GenerationRequest]:
-    """The generation requests of one rank: every `parts`-th prompt from `part` on."""
+    """Make the generation requests of one rank: every `parts`-th prompt from `part` on."""
     from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
-    draw = random.Random(f"lockstep bench prompts {work.seed}")
+    rng = random.Random(f"lockstep bench prompts {work.seed}")
     lengths = work.lengths()[:: work.group]
-    made = []
+    all_requests = []
     for index, length in enumerate(lengths):
         params = SamplingParams(max_tokens=length - work.prompt_tokens, ignore_eos=True)
         seeds = tuple(1 + index * work.group + sample for sample in range(work.group))
-        ids = tuple(draw.randrange(vocab_size) for _ in range(work.prompt_tokens))
-        made.append(GenerationRequest(prompt_token_ids=ids, sampling=params, seeds=seeds))
-    return made[part::parts]
+        ids = tuple(rng.randrange(vocab_size) for _ in range(work.prompt_tokens))
+        all_requests.append(GenerationRequest(prompt_token_ids=ids, sampling=params, seeds=seeds))
+    return all_requests[part::parts]
 
 
 def samples(work: BenchWork, *, vocab_size: int) -> list[PolicySample]:
-    """Random documents of the same lengths, trained on from the end of the prompt on."""
+    """Make random documents of the same lengths, trained on from the end of the prompt on."""
     import torch
 
     from lockstep.schema.batch import PolicySample
 
     generator = torch.Generator().manual_seed(work.seed)
-    made = []
+    documents = []
     for index, length in enumerate(work.lengths()):
         mask = torch.zeros(length, dtype=torch.bool)
         mask[work.prompt_tokens - 1 : -1] = True
         advantage = 1.0 if index % 2 else -1.0
-        made.append(
+        documents.append(
             PolicySample(
                 token_ids=torch.randint(vocab_size, (length,), generator=generator),
                 loss_mask=mask,
@@ -110,7 +110,7 @@ def samples(work: BenchWork, *, vocab_size: int) -> list[PolicySample]:
                 advantages=torch.where(mask, advantage, 0.0),
             )
         )
-    return made
+    return documents
 
 
 def training_flops(config: Any, *, parameters: int, lengths: Sequence[int]) -> float:
@@ -133,5 +133,5 @@ def peak_flops(device_name: str) -> float | None:
         >>> peak_flops("NVIDIA H200")
         989000000000000.0
     """
-    found = [name for name in PEAKS if name in device_name]
-    return PEAKS[max(found, key=len)] if found else None
+    matches = [name for name in PEAKS if name in device_name]
+    return PEAKS[max(matches, key=len)] if matches else None

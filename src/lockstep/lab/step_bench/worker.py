@@ -79,21 +79,21 @@ class PhaseClock:
         self._events.append((name, first, last))
 
     def take(self) -> dict[str, float]:
-        """What was seen since the last call; the device is synchronised by now."""
-        found, self._seconds = self._seconds, {}
+        """Take the seconds since the last call; the device must be synchronised."""
+        seconds, self._seconds = self._seconds, {}
         for name, first, last in self._events:
-            found[name] = found.get(name, 0.0) + first.elapsed_time(last) / 1e3
+            seconds[name] = seconds.get(name, 0.0) + first.elapsed_time(last) / 1e3
         self._events = []
-        return found
+        return seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
-    words = without_local_rank(sys.argv[1:] if argv is None else argv)
-    if len(words) != 1:
+    """Run the job; return the exit status."""
+    arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
+    if len(arguments) != 1:
         echo("usage: python -m lockstep.lab.step_bench.worker JOB.json", file=sys.stderr)
         return REFUSED
-    path = Path(words[0]).resolve()
+    path = Path(arguments[0]).resolve()
     job = read_job(path)
     if job.ranks > 1 and not in_launcher():
         command = [sys.executable, "-u", "-m", "lockstep.lab.step_bench.worker", str(path)]
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_rank(job: BenchJob) -> int:
-    """This rank's part of the job."""
+    """Run this rank's part of the job."""
     faulthandler.enable()
     cell = _Cell(job)
     try:
@@ -141,9 +141,9 @@ class _Cell:
     ranks: RankContext = field(init=False)
     parts: OnlineParts = field(init=False)
     batches: list[PackedBatch] = field(default_factory=list)
-    taken: int = 0
+    steps_taken: int = 0
     loaded: bool = False
-    """What fails from now on was not refused."""
+    """Whether everything is loaded: errors from now on are failures, not refusals."""
     started: float = field(default_factory=time.perf_counter)
     watch: CompileWatch | None = None
     memory: PeakMemory | None = None
@@ -151,7 +151,7 @@ class _Cell:
     # --- the parts ------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Model, backend, engine, and the step's packs."""
+        """Load the model, backend and engine, and make the step's packs."""
         import torch
 
         from lockstep.execution import CompileWatch
@@ -170,8 +170,8 @@ class _Cell:
         self.parts.backend.spans = self.clock  # type: ignore[attr-defined]
         self.config = text_config(self.parts.model.module)
         vocab = int(self.config.vocab_size)
-        made = samples(job.work, vocab_size=vocab)
-        self.batches = self.parts.plan(made, self.parts.algorithm.loss_weights(made))
+        documents = samples(job.work, vocab_size=vocab)
+        self.batches = self.parts.plan(documents, self.parts.algorithm.loss_weights(documents))
         self.requests = requests(
             job.work, vocab_size=vocab, part=self.ranks.rank, parts=self.ranks.world_size
         )
@@ -181,7 +181,7 @@ class _Cell:
         self.say(f"{job.cell}: {self.ranks.description}, {self.parts.axes}")
 
     def warm_up(self) -> None:
-        """Whole steps; what compiles, compiles now."""
+        """Take whole steps, in which everything compiles."""
         self.say("warming up")
         first = 0.0
         for step in range(self.job.warmup):
@@ -205,25 +205,25 @@ class _Cell:
     # --- one step -------------------------------------------------------------------------------------------
 
     def take_turns(self) -> None:
-        """A measured step whenever the suite asks for one."""
+        """Take a measured step whenever the suite requests one."""
         while True:
             turn = self._next_turn()
             if turn is None:
                 return
-            while self.taken < turn:
-                if self.taken == 0 and self.memory is not None:
+            while self.steps_taken < turn:
+                if self.steps_taken == 0 and self.memory is not None:
                     self.memory.reset()
-                self.say(f"step {self.taken + 1}")
+                self.say(f"step {self.steps_taken + 1}")
                 with self.watched():
                     times = self.step()
-                self.taken += 1
+                self.steps_taken += 1
                 if self.ranks.is_first:
                     with (self.job.out / ROWS).open("a", encoding="utf-8") as file:
                         file.write(json.dumps(jsonable(times.model_dump())) + "\n")
-                self.say(f"step {self.taken}: " + ", ".join(f"{k} {v:.4f}" for k, v in times))
+                self.say(f"step {self.steps_taken}: " + ", ".join(f"{k} {v:.4f}" for k, v in times))
 
     def step(self) -> StepTimes:
-        """Generate, train, update the engine; every phase by the clock."""
+        """Take one step: generate, train, update the engine, and time each phase."""
         self._wait()
         marks = [self._clock()]
         self._generate()
@@ -234,14 +234,14 @@ class _Cell:
         marks.append(self._wait())
         self._push()
         marks.append(self._wait())
-        seen = self.clock.take()
+        seconds = self.clock.take()
         generate, train, optimizer, weights = (b - a for a, b in itertools.pairwise(marks))
         return StepTimes(
             step=marks[-1] - marks[0],
             generate=generate,
             train=train,
-            forward=seen.get("forward", 0.0),
-            backward=seen.get("backward", 0.0),
+            forward=seconds.get("forward", 0.0),
+            backward=seconds.get("backward", 0.0),
             optimizer=optimizer,
             weights=weights,
         )
@@ -256,7 +256,7 @@ class _Cell:
         self._push()
 
     def _push(self) -> None:
-        self.parts.transfer.push(self.parts.backend, self.parts.engine, policy_version=self.taken)
+        self.parts.transfer.push(self.parts.backend, self.parts.engine, policy_version=self.steps_taken)
 
     def _logprob_gap(self) -> float:
         """Largest |trainer - engine| over all tokens of one more generation, of all ranks. Collective."""
@@ -267,8 +267,8 @@ class _Cell:
 
         shares = self.ranks.gather(self._generate(), list[Completion], what="the gap")
         every = [completion for share in shares for completion in share]
-        made = [policy_sample(c, advantages=0.0, sample_id=i) for i, c in enumerate(every)]
-        batches = self.parts.plan(made, [sample.loss_mask.float() for sample in made])
+        documents = [policy_sample(c, advantages=0.0, sample_id=i) for i, c in enumerate(every)]
+        batches = self.parts.plan(documents, [sample.loss_mask.float() for sample in documents])
         gaps = []
         for batch, scored in zip(batches, self.parts.backend.logprobs(batches, model="policy"), strict=True):
             mask = batch.loss_mask.cpu()
@@ -283,14 +283,14 @@ class _Cell:
         until = time.monotonic() + self.job.patience
         while True:
             turn = read_turn(self.job.out)
-            if turn is None or turn > self.taken:
+            if turn is None or turn > self.steps_taken:
                 return turn
             if time.monotonic() > until:
                 raise LockstepError(f"no turn came within {self.job.patience:g} s")
             time.sleep(_POLL_SECONDS)
 
     def _wait(self) -> float:
-        """Every rank's device is done; the time."""
+        """Wait until every rank's device is done; return the time."""
         self._clock()
         if self.ranks.world_size > 1:
             self.ranks.gather(None, what="the end of a phase")
@@ -305,7 +305,7 @@ class _Cell:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Tracebacks of all threads into the log shortly before the suite kills what it takes for hung."""
+        """Write tracebacks of all threads into the log shortly before the suite kills a stalled process."""
         faulthandler.dump_traceback_later(0.9 * self.job.timeout, exit=False)
         try:
             yield
@@ -315,7 +315,7 @@ class _Cell:
     # --- the end --------------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """On rank 0."""
+        """Print a line on rank 0."""
         if self.ranks.is_first:
             echo(text, flush=True)
 

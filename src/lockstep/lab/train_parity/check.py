@@ -40,28 +40,28 @@ OPTIONAL = {
 """Module -> what it is for."""
 IMPORT_SECONDS = 120.0
 EXTRAS = ("gradients", "gradient_norm", "drop_gradients")
-"""What a parity run asks of a backend beyond the protocol."""
+"""The methods that a parity run needs of a backend beyond the protocol."""
 _DISTRIBUTIONS = {"PIL": "pillow", "reasoning_gym": "reasoning-gym"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One line."""
+    """One line of the report."""
 
     kind: Kind
     name: str
     status: Status
-    """missing: an optional package. refused: a stack that cannot run here, which is no fault."""
+    """missing: an optional package. refused: a stack that cannot run here, which is not an error."""
     detail: str = ""
 
 
 def check_all(
     stacks: Sequence[Stack], *, model: ModelConfig, gpus: int | None, device_count: int
 ) -> list[Finding]:
-    """Every finding, in order.
+    """Run every check and return the findings in order.
 
     Args:
-        gpus: ranks asked for; None: what each stack needs.
+        gpus: requested ranks; None: what each stack needs.
         device_count: GPUs that torch sees; 0: the stacks would run on the CPU, over gloo.
     """
     sizes, text = _sizes(model)
@@ -77,38 +77,38 @@ def check_all(
 
 
 def check_imports() -> list[Finding]:
-    """Required packages and deepspeed are imported; other optional ones are looked for."""
-    found = []
+    """Import the required packages and deepspeed; look for the other optional ones."""
+    findings = []
     for name in REQUIRED:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            found.append(Finding(kind="import", name=name, status="problem", detail=f"{error}"))
+            findings.append(Finding(kind="import", name=name, status="problem", detail=f"{error}"))
         else:
-            found.append(Finding(kind="import", name=name, status="ok", detail=_version(name)))
+            findings.append(Finding(kind="import", name=name, status="ok", detail=_version(name)))
     for name, use in OPTIONAL.items():
         there = importlib.util.find_spec(name) is not None
         status: Status = "ok" if there else "missing"
         detail = _version(name) if there else use
         if name == "deepspeed" and there and (failure := import_failure(name)):
             status, detail = "problem", failure
-        found.append(Finding(kind="import", name=name, status=status, detail=detail))
-    return found
+        findings.append(Finding(kind="import", name=name, status=status, detail=detail))
+    return findings
 
 
 @functools.cache
 def import_failure(name: str) -> str:
-    """What the import of an installed package ends with, in a process of its own, because it may write and
-    change settings; empty: it works."""
+    """Why an installed package cannot be imported; empty: it can. Imported in a process of its own, because
+    it may write and change settings."""
     command = [sys.executable, "-c", f"import {name}"]
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             die_with_parent(command), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"import {name} takes more than {IMPORT_SECONDS:g} s"
-    last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
-    return f"import {name} fails: {last}" if ended.returncode else ""
+    last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    return f"import {name} fails: {last}" if process.returncode else ""
 
 
 def _version(module: str) -> str:
@@ -122,41 +122,41 @@ def _version(module: str) -> str:
 
 
 def check_interfaces() -> list[Finding]:
-    """Each backend class against TrainBackend."""
-    found = []
+    """Check each backend class against TrainBackend."""
+    findings = []
     for name in BACKENDS:
         try:
             kind = BACKENDS.load(name)
         except (LockstepError, ImportError) as error:
-            found.append(Finding(kind="interface", name=name, status="problem", detail=str(error)))
+            findings.append(Finding(kind="interface", name=name, status="problem", detail=str(error)))
             continue
         problems = interface_problems(kind)
         count = len(_methods(TrainBackend))
         detail = "; ".join(problems) or f"{kind.__name__} has the {count} methods of TrainBackend"
-        found.append(
+        findings.append(
             Finding(kind="interface", name=name, status="problem" if problems else "ok", detail=detail)
         )
-    return found
+    return findings
 
 
 def interface_problems(kind: type[Any]) -> list[str]:
-    """How a class is not a train backend; empty: it is one."""
-    found = []
-    for name, wanted in _methods(TrainBackend).items():
+    """The ways in which a class fails to be a train backend; empty: it is one."""
+    problems = []
+    for name, expected in _methods(TrainBackend).items():
         method = getattr(kind, name, None)
         if not callable(method):
-            found.append(f"has no method {name}")
+            problems.append(f"has no method {name}")
             continue
-        problem = _signature_problem(wanted, method)
+        problem = _signature_problem(expected, method)
         if problem:
-            found.append(f"{name}: {problem}")
-    found += [f"has no method {name}" for name in EXTRAS if not callable(getattr(kind, name, None))]
+            problems.append(f"{name}: {problem}")
+    problems += [f"has no method {name}" for name in EXTRAS if not callable(getattr(kind, name, None))]
     constructor = inspect.signature(kind.__init__).parameters
-    wanted_names = ("config", "model", "total_steps", "temperature", "ref", "spans")
-    missing = [name for name in wanted_names if name not in constructor]
+    required = ("config", "model", "total_steps", "temperature", "ref", "spans")
+    missing = [name for name in required if name not in constructor]
     if missing:
-        found.append(f"its constructor takes no {', '.join(missing)}")
-    return found
+        problems.append(f"its constructor takes no {', '.join(missing)}")
+    return problems
 
 
 def _methods(protocol: type[Any]) -> dict[str, Any]:
@@ -167,33 +167,33 @@ def _methods(protocol: type[Any]) -> dict[str, Any]:
     }
 
 
-def _signature_problem(wanted: Any, found: Any) -> str:
-    """A call that the protocol allows and the method does not; empty: there is none."""
-    ours = inspect.signature(found).parameters
-    asked = inspect.signature(wanted).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in ours.values()):
+def _signature_problem(expected: Any, method: Any) -> str:
+    """A call that the protocol allows and the method rejects; empty: there is none."""
+    own_parameters = inspect.signature(method).parameters
+    required_parameters = inspect.signature(expected).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in own_parameters.values()):
         return ""
-    for name, parameter in asked.items():
-        if name not in ours:
+    for name, parameter in required_parameters.items():
+        if name not in own_parameters:
             return f"takes no {name}"
-        own = ours[name]
+        own = own_parameters[name]
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and own.kind is own.KEYWORD_ONLY:
             return f"{name} must be allowed by position"
         if parameter.default is not parameter.empty and own.default is own.empty:
             return f"{name} must have a default"
     needed = [
         n
-        for n, p in ours.items()
-        if n not in asked and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+        for n, p in own_parameters.items()
+        if n not in required_parameters and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
     ]
-    return f"needs {', '.join(needed)}, which the protocol does not know" if needed else ""
+    return f"needs {', '.join(needed)}, which the protocol does not have" if needed else ""
 
 
 # --- the model ----------------------------------------------------------------------------------------------
 
 
 def _sizes(model: ModelConfig) -> tuple[list[Finding], Any]:
-    """What divides, and the model's text config; None where it cannot be read."""
+    """Findings about the sizes that divide the model, and its text config; None if it cannot be read."""
     import torch
 
     from lockstep.models.causal_lm import text_config
@@ -246,7 +246,7 @@ def check_stack(
 
             check_tensor_parallel_size(text, stack.tp)
         if stack.tp > 1 and text is None:
-            raise ConfigError(f"nothing is known of {model.name}, so nobody knows whether tp divides it")
+            raise ConfigError(f"nothing is known of {model.name}, so it is not known whether tp divides it")
         if stack.ring > 1 and text is not None:
             _check_ring(text)
     except LockstepError as error:
@@ -262,14 +262,14 @@ def check_stack(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """What check_support reads."""
+    """The two settings of a run that check_support reads."""
 
     train: TrainConfig
     model: ModelConfig
 
 
 def _check_settings(stack: Stack, model: ModelConfig, *, device: str) -> None:
-    """The checks of a training run. Raises ConfigError."""
+    """Make the checks of a training run. Raises ConfigError."""
     from pydantic import ValidationError
 
     try:

@@ -1,4 +1,4 @@
-"""How far apart two stacks' steps are: pure functions of what was written."""
+"""Differences between the steps of two stacks: pure functions of the files they wrote."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Comparison:
     """One stack against the reference."""
 
     steps: int
-    """Compared: those that both have."""
+    """The number of steps compared: those that both have."""
     loss: Spread
     """Relative: |a - b| / max(|b|, floor)."""
     loss_floor: float
-    """Below it a loss of the reference is no measure of a difference; 0 for SFT."""
+    """Losses of the reference below it count as this large; 0 for SFT."""
     grad_norm: Spread
-    """Relative to the reference's."""
+    """Relative to the reference's gradient norm."""
     logprob: Spread | None
     """Nats, |a - b| of a trained token; mean over the tokens of all steps. None: not kept."""
     gradients: Mapping[str, float]
@@ -68,7 +68,7 @@ def compare(
 
 
 def logprob_spread(folder: Path, reference: Path, *, steps: int) -> Spread | None:
-    """Of the trained tokens of each step; None where one of the two kept none."""
+    """Differences of trained tokens' logprobs over all steps; None if one of the two kept none."""
     ours, theirs = (_tensors(path / LOGPROBS) for path in (folder, reference))
     names = [name for name in (f"step-{n:06d}" for n in range(steps)) if name in ours and name in theirs]
     if not names:
@@ -81,21 +81,21 @@ def logprob_spread(folder: Path, reference: Path, *, steps: int) -> Spread | Non
         difference = np.abs(a.astype(np.float64) - b)
         largest.append(float(difference.max(initial=0.0)))
         total, count = total + float(difference.sum()), count + difference.size
-    found = spread(largest)
-    return Spread(max=found.max, mean=total / max(count, 1), at=found.at)
+    sizes = spread(largest)
+    return Spread(max=sizes.max, mean=total / max(count, 1), at=sizes.at)
 
 
 def gradient_errors(folder: Path, reference: Path) -> tuple[dict[str, float], str]:
-    """The worst Parameter's error of each step that both kept, and the name of the worst of all."""
-    found: dict[str, float] = {}
+    """The largest Parameter error of each step that both kept, and the name of the worst Parameter."""
+    errors: dict[str, float] = {}
     worst = (-1.0, "")
     for path in sorted(folder.glob("gradients-*.safetensors")):
         if not (reference / path.name).exists():
             continue
         error, name = gradient_error(_tensors(path), _tensors(reference / path.name))
-        found[str(int(path.stem.removeprefix("gradients-")) + 1)] = error
+        errors[str(int(path.stem.removeprefix("gradients-")) + 1)] = error
         worst = max(worst, (math.inf if math.isnan(error) else error, name))
-    return found, worst[1]
+    return errors, worst[1]
 
 
 def gradient_error(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[float, str]:
@@ -120,5 +120,5 @@ def _tensors(path: Path) -> dict[str, Any]:
         return {}
     from safetensors.numpy import load_file
 
-    found: dict[str, Any] = load_file(path)
-    return found
+    tensors: dict[str, Any] = load_file(path)
+    return tensors

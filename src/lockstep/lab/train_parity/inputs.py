@@ -50,12 +50,12 @@ from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
 
 DEFAULT_TASK = "reasoning_gym:gsm_symbolic"
 GROUP = 4
-"""Made-up completions of one prompt."""
+"""Completions generated per prompt."""
 _ZIPF_IDS = 512
 
 
 class Sizes(Record):
-    """What inputs must fit."""
+    """The model's limits that inputs must fit."""
 
     heads: int
     kv_heads: int
@@ -64,7 +64,7 @@ class Sizes(Record):
 
 
 def model_sizes(config: ModelConfig) -> Sizes:
-    """Without weights. Raises ModelError."""
+    """Read the model's limits without its weights. Raises ModelError."""
     text = text_config(meta_module(config, dtype=torch.bfloat16))
     heads = int(text.num_attention_heads)
     return Sizes(
@@ -109,7 +109,7 @@ def _sft(spec: InputsSpec, sizes: Sizes) -> InputsReport:
 
 
 def _documents(spec: InputsSpec, sizes: Sizes) -> tuple[SFTSet, str, tuple[str, ...]]:
-    """(documents, where they come from, notes)."""
+    """Load (documents, where they come from, notes)."""
     longest = min(spec.max_length, sizes.max_positions, spec.token_budget)
     tokenizer = load_tokenizer(spec.model)
     if tokenizer is None:
@@ -238,7 +238,7 @@ def _grpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
 def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list[PackedBatch]]:
     """Inputs with an advantage that is not 0, by recorded optimizer step, up to max_samples documents."""
     longest = min(spec.max_length, sizes.max_positions)
-    found: dict[int, list[PackedBatch]] = {}
+    updates: dict[int, list[PackedBatch]] = {}
     documents = 0
     for index, (meta, lengths) in enumerate(zip(recording.metas, recording.lengths, strict=True)):
         if max(lengths) > longest:
@@ -253,17 +253,17 @@ def _recorded(recording: Recording, spec: InputsSpec, sizes: Sizes) -> list[list
         if documents + len(batch.sample_ids) > spec.max_samples and documents:
             break
         documents += len(batch.sample_ids)
-        found.setdefault(meta.update, []).append(repack(batch, None))
-    if not found:
+        updates.setdefault(meta.update, []).append(repack(batch, None))
+    if not updates:
         raise DataError(
             f"{recording.path} has no input with advantages and documents of at most {longest} tokens; raise "
             "--max-length, or name another recording"
         )
-    return _padded(list(found.values()), spec)
+    return _padded(list(updates.values()), spec)
 
 
 def _padded(plan: list[list[PackedBatch]], spec: InputsSpec) -> list[list[PackedBatch]]:
-    """At one static capacity, where graphs need it."""
+    """Pad to one static capacity if graphs need it."""
     if not spec.static_capacity:
         return plan
     every = [batch for batches in plan for batch in batches]
@@ -275,7 +275,7 @@ def _padded(plan: list[list[PackedBatch]], spec: InputsSpec) -> list[list[Packed
 
 
 def _made_up(spec: InputsSpec, sizes: Sizes) -> list[list[PackedBatch]]:
-    """Groups of random completions; an update has batch_size documents, in whole groups."""
+    """Make groups of random completions; an update has batch_size documents, in whole groups."""
     generator = np.random.default_rng([spec.seed, 2])
     groups = max(1, min(spec.max_samples, 4 * spec.batch_size) // GROUP)
     per_update = max(1, spec.batch_size // GROUP)
@@ -321,7 +321,7 @@ def _group(
 def _at_the_start(
     plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec, header: RecordingHeader
 ) -> tuple[list[list[PackedBatch]], list[float]]:
-    """The same batches with old_logprobs of the starting weights, and each update's loss there."""
+    """Return the batches with old_logprobs of the starting weights, and each update's loss at these."""
     from lockstep.train.local import LocalBackend
 
     config = spec.model.model_copy(update={"dtype": "float32"}) if spec.device == "cpu" else spec.model
@@ -330,7 +330,7 @@ def _at_the_start(
     train = TrainConfig(token_budget=spec.token_budget, device=spec.device, attention="sdpa")
     backend = LocalBackend(train, model=model, total_steps=0, temperature=header.temperature)
     loss = token_loss(header, "recorded")
-    found, baselines = [], []
+    updates, baselines = [], []
     for batches in plan:
         logprobs = [values.cpu() for values in backend.logprobs(batches, model="policy")]
         known = [
@@ -338,18 +338,18 @@ def _at_the_start(
             for batch, values in zip(batches, logprobs, strict=True)
             if isinstance(batch, PolicyBatch)
         ]
-        found.append(known)
+        updates.append(known)
         shares = [
             loss(values, torch.zeros_like(values), batch, slice(0, batch.num_slots))
             for batch, values in zip(known, logprobs, strict=True)
         ]
         baselines.append(float(sum(float(share) for share in shares)))
     backend.close()
-    return [list(batches) for batches in found], baselines
+    return [list(batches) for batches in updates], baselines
 
 
 def _rollout(batch: PolicyBatch, logprobs: Tensor) -> Tensor:
-    """Made-up rollouts were never sampled: theirs are the policy's own."""
+    """Fill in the policy's own logprobs as rollout logprobs: generated rollouts were never sampled."""
     return batch.rollout_logprobs if bool(batch.rollout_logprobs.any()) else logprobs
 
 
@@ -392,7 +392,7 @@ def inputs_header(spec: InputsSpec, sizes: Sizes, *, algorithm: Mapping[str, Any
 def write_inputs(
     folder: Path, header: RecordingHeader, plan: Sequence[Sequence[PackedBatch]]
 ) -> tuple[tuple[int, ...], ...]:
-    """The recording; the indices of each update's inputs."""
+    """Write the recording; return the indices of each update's inputs."""
     with RecordingWriter(folder, header) as writer:
         for update, batches in enumerate(plan):
             writer.add([_recorded_input(update, i, batches) for i in range(len(batches))])
@@ -421,7 +421,7 @@ def _kept(sizes: Sizes) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: written."""
+    """Write the inputs; return 0."""
     path = Path((sys.argv[1:] if argv is None else argv)[0])
     try:
         spec = InputsSpec.model_validate_json(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What one stack of a parity run is told, and what it leaves behind.
+"""The job of one stack of a parity run, and the files that the stack leaves behind.
 
 A job is a JSON file; `python -m lockstep.lab.train_parity.worker JOB.json` runs it on `ranks` processes and
 writes into its folder:
@@ -29,7 +29,7 @@ INPUTS, REPORT = "inputs", "inputs.json"
 
 
 class InputsSpec(Record):
-    """What inputs to make."""
+    """The inputs to make."""
 
     algorithm: Literal["sft", "grpo", "dpo"] = "sft"
     model: ModelConfig = ModelConfig()
@@ -43,7 +43,7 @@ class InputsSpec(Record):
     steps: PositiveInt | None = None
     """Optimizer steps; None: one pass over the documents."""
     min_packs: PositiveInt = 1
-    """At least so many micro-batches a step: one per rank."""
+    """Least number of micro-batches a step: one per rank."""
     token_budget: PositiveInt = 4096
     max_length: PositiveInt = 1024
     """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO)."""
@@ -59,12 +59,12 @@ class InputsReport(Record):
     steps: tuple[tuple[int, ...], ...]
     """Inputs of each optimizer step, by index in the recording."""
     source: str
-    """Where the documents come from, in words."""
+    """A description of where the documents come from."""
     notes: tuple[str, ...] = ()
     documents: int
-    """Different ones."""
+    """Number of different documents."""
     tokens: int
-    """Of all steps."""
+    """Tokens of all steps."""
     trained_tokens: int
     baselines: tuple[float, ...] | None = None
     """GRPO: the loss of each step's inputs at the starting weights, which "falls" is measured from."""
@@ -77,7 +77,7 @@ class ParityJob(Record):
     """One stack, its model and the optimizer steps that it takes."""
 
     stack: str
-    """Its name, for people."""
+    """The stack's name."""
     ranks: PositiveInt = 1
     device: Literal["cpu", "cuda"] = "cpu"
     model: ModelConfig = ModelConfig()
@@ -86,11 +86,11 @@ class ParityJob(Record):
     inputs: Path
     """A recording; the loss is its algorithm's."""
     steps: tuple[tuple[int, ...], ...]
-    """Which inputs of the recording each optimizer step is given, on every rank."""
+    """The recording's inputs for each optimizer step, on every rank."""
     out: Path
-    """A folder that is there."""
+    """An existing folder."""
     timeout: Seconds = 600.0
-    """Seconds of the whole job."""
+    """Time limit of the whole job, seconds."""
     wait: Seconds = 120.0
     """Seconds that one rank waits for another."""
     keep_logprobs: bool = True
@@ -115,7 +115,7 @@ class ParityJob(Record):
         return self
 
     def write(self) -> Path:
-        """OUT/job.json."""
+        """Write OUT/job.json."""
         path = self.out / "job.json"
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         return path
@@ -128,12 +128,12 @@ class StepRow(Record):
     """From 1: after the step's update."""
     loss: float = Field(allow_inf_nan=True)
     grad_norm: float = Field(allow_inf_nan=True)
-    """Before clipping."""
+    """Gradient norm before clipping."""
     lr: float
     tokens: int
-    """Of real documents."""
+    """Tokens of real documents."""
     seconds: float
-    """From the step's first forward to behind its optimizer step, device-synchronised."""
+    """From the step's first forward to the end of its optimizer step, device-synchronised."""
     tokens_per_second: float
     peak_memory_bytes: int
     """Largest of any rank so far: allocated on a GPU, resident on a CPU."""
@@ -148,7 +148,7 @@ class Outcome(Record):
     steps: int = 0
     """Done."""
     seconds: float = 0.0
-    """Of all steps, loading left out."""
+    """Duration of all steps, without loading."""
     load_seconds: float = 0.0
     peak_memory_bytes: int = 0
     statement: str = ""
@@ -161,15 +161,15 @@ class Outcome(Record):
 
 
 def read_job(path: Path) -> ParityJob:
-    """A job file. Raises ConfigError."""
+    """Read a job file. Raises ConfigError."""
     return read_job_file(path, ParityJob)
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """What a worker wrote; None: it ended before it could. A file that is no outcome counts as none."""
+    """Read a worker's outcome; None if the worker ended before writing it, or the file is not one."""
     return read_if_whole(folder / RESULT, Outcome)
 
 
 def read_rows(folder: Path) -> list[StepRow]:
-    """The steps that were done; a last line that is cut off is left out."""
+    """Read the steps that were done; a last line that is cut off is left out."""
     return read_lines(folder / METRICS, StepRow)

@@ -16,14 +16,14 @@ from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
 
 
 def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int) -> PreferenceSet:
-    """At most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
+    """Load at most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
     size = min(max(1, spec.max_samples // 2), data.size or spec.max_samples)
     config = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
     return load_preferences(config, tokenizer=load_tokenizer(spec.model))
 
 
 def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:
-    """Each document is preferred to itself with random ids in its second half."""
+    """Make pairs: each document is preferred to itself with random ids in its second half."""
     generator = np.random.default_rng([seed, 3])
     pairs: list[Pair] = []
     for sample in samples:
@@ -36,7 +36,7 @@ def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> Pr
 
 
 def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> list[list[PackedBatch]]:
-    """The same batches with ref_logprobs: those of the starting weights, by `local`."""
+    """Return the batches with ref_logprobs of the starting weights, computed by `local`."""
     from lockstep.config.train import TrainConfig
     from lockstep.train.local import LocalBackend
 
@@ -44,10 +44,10 @@ def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> l
     model = load_model(config, attention="sdpa", device=torch.device(spec.device))
     train = TrainConfig(token_budget=spec.token_budget, device=spec.device, attention="sdpa")
     backend = LocalBackend(train, model=model, total_steps=0)
-    found: list[list[PackedBatch]] = []
+    updates: list[list[PackedBatch]] = []
     for batches in plan:
         logprobs = backend.logprobs(batches, model="policy")
-        found.append(
+        updates.append(
             [
                 dataclasses.replace(batch, ref_logprobs=values.cpu())
                 for batch, values in zip(batches, logprobs, strict=True)
@@ -55,4 +55,4 @@ def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> l
             ]
         )
     backend.close()
-    return found
+    return updates

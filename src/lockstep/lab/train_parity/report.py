@@ -29,15 +29,15 @@ class Column:
 
     head: str
     short: str
-    """For the terminal."""
+    """The head in the terminal."""
     part: Literal["numbers", "speed"]
     text: Callable[[StackResult], str]
 
 
 def _of_spread(name: str, part: str, show: Callable[[float], str]) -> Callable[[StackResult], str]:
     def text(stack: StackResult) -> str:
-        found = None if stack.comparison is None else getattr(stack.comparison, name)
-        return NOTHING if found is None else show(getattr(found, part))
+        spread = None if stack.comparison is None else getattr(stack.comparison, name)
+        return NOTHING if spread is None else show(getattr(spread, part))
 
     return text
 
@@ -47,17 +47,17 @@ def _optional(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def _gradients(stack: StackResult) -> str:
-    found = stack.comparison.gradients if stack.comparison is not None else {}
-    return f"{max(found.values()):.1e}" if found else NOTHING
+    errors = stack.comparison.gradients if stack.comparison is not None else {}
+    return f"{max(errors.values()):.1e}" if errors else NOTHING
 
 
 def columns(result: ParityResult) -> tuple[Column, ...]:
-    """In the order in which reports show them."""
+    """All columns, in the order in which reports show them."""
 
     def nats(value: float) -> str:
         return f"{value:.1e}"
 
-    made = [
+    all_columns = [
         Column(head="ranks", short="ranks", part="speed", text=lambda s: str(s.ranks or NOTHING)),
         Column(head="steps", short="steps", part="speed", text=lambda s: str(len(s.rows) or NOTHING)),
         Column(head="loss", short="loss", part="numbers", text=_trend),
@@ -71,12 +71,12 @@ def columns(result: ParityResult) -> tuple[Column, ...]:
         Column(head="seconds", short="seconds", part="speed", text=_seconds),
     ]
     if all(_gradients(stack) == NOTHING for stack in result.stacks):
-        made = [column for column in made if column.head != "gradient error"]
-    return tuple(made)
+        all_columns = [column for column in all_columns if column.head != "gradient error"]
+    return tuple(all_columns)
 
 
 def _spread_columns(name: str, head: str, short: str, show: Callable[[float], str]) -> list[Column]:
-    """max and mean."""
+    """The columns of the largest and the mean difference."""
     return [
         Column(
             head=f"{part} {head}",
@@ -112,7 +112,7 @@ def _trend(stack: StackResult) -> str:
 
 
 def write_reports(result: ParityResult, out: Path) -> None:
-    """parity.json, parity.md, parity.html and parity.png in OUT."""
+    """Write parity.json, parity.md, parity.html and parity.png into `out`."""
     write_json(out / "parity.json", result.as_dict())
     write_atomic(out / "parity.md", markdown(result))
     write_atomic(out / "parity.html", page(result))
@@ -121,20 +121,20 @@ def write_reports(result: ParityResult, out: Path) -> None:
 
 
 def panels(result: ParityResult) -> list[Panel]:
-    """Losses over each other, and how far they are from the reference's."""
-    shown = [stack for stack in result.stacks if stack.rows]
-    colours = {stack.name: COLOURS[i % len(COLOURS)] for i, stack in enumerate(shown)}
+    """The curves to draw: all losses, and their differences from the reference's."""
+    stacks = [stack for stack in result.stacks if stack.rows]
+    colours = {stack.name: COLOURS[i % len(COLOURS)] for i, stack in enumerate(stacks)}
     losses = [
         Curve(
             name=f"{stack.name} ({stack.ranks} rank{'s' if stack.ranks > 1 else ''})",
             steps=[row.step for row in stack.rows],
             values=[row.loss for row in stack.rows],
             colour=colours[stack.name],
-            dashed=not stack.is_reference and len(shown) > 1,
+            dashed=not stack.is_reference and len(stacks) > 1,
         )
-        for stack in shown
+        for stack in stacks
     ]
-    made = [Panel(title="loss", curves=losses)]
+    charts = [Panel(title="loss", curves=losses)]
     reference = by_name(result.stacks, result.reference)
     if reference is not None and reference.rows:
         far = [
@@ -144,13 +144,13 @@ def panels(result: ParityResult) -> list[Panel]:
                 values=_distances(stack, reference),
                 colour=colours[stack.name],
             )
-            for stack in shown
+            for stack in stacks
             if not stack.is_reference
         ]
         if far:
             title = f"relative loss difference to {result.reference} (0 is drawn at 1e-9)"
-            made.append(Panel(title=title, curves=far, log=True))
-    return made
+            charts.append(Panel(title=title, curves=far, log=True))
+    return charts
 
 
 def _distances(stack: StackResult, reference: StackResult) -> list[float]:
@@ -162,29 +162,29 @@ def _distances(stack: StackResult, reference: StackResult) -> list[float]:
 
 
 def progress_line(stack: StackResult, done: int, total: int) -> str:
-    """A line for a stack that has just ended."""
-    told = [*(stack.problems or filter(None, [stack.reason])), *filter(None, [stack.learning_problem])]
-    why = f": {'; '.join(told)}" if told else ""
+    """Format a line about a stack that has just ended."""
+    reasons = [*(stack.problems or filter(None, [stack.reason])), *filter(None, [stack.learning_problem])]
+    why = f": {'; '.join(reasons)}" if reasons else ""
     far = "" if stack.comparison is None else f", losses within {ratio(stack.comparison.loss.max)}"
     seconds = f", {stack.seconds:.1f} s" if stack.seconds else ""
     return printable_lines(f"[{done}/{total}] {stack.name}: {stack.verdict}{far}{seconds}{why}")
 
 
 def show(result: ParityResult, console: Console) -> None:
-    """The table, then settings and what did not pass."""
+    """Print the table, then the settings and what did not pass."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     for part in ("numbers", "speed"):
-        shown = [column for column in columns(result) if column.part == part]
+        part_columns = [column for column in columns(result) if column.part == part]
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
         table.add_column("stack", overflow="fold", min_width=min(24, max(len(s.name) for s in result.stacks)))
         table.add_column("verdict", no_wrap=True)
-        for column in shown:
+        for column in part_columns:
             table.add_column(column.short, justify="right", no_wrap=True)
         for stack in result.stacks:
-            cells = [Text(printable_lines(column.text(stack))) for column in shown]
+            cells = [Text(printable_lines(column.text(stack))) for column in part_columns]
             style = "red" if stack.problems or (result.must_fall and stack.learning_problem) else None
             table.add_row(Text(stack.name), Text(stack.verdict), *cells, style=style)
         console.print(table)
@@ -198,7 +198,7 @@ def show(result: ParityResult, console: Console) -> None:
 
 
 def explanation(result: ParityResult) -> str:
-    """What the differences are."""
+    """Explain what the differences in the table mean."""
     relative_to = (
         "a loss difference is relative to the reference's loss of that step"
         if result.algorithm != "grpo"
@@ -224,19 +224,19 @@ def problems(result: ParityResult) -> list[tuple[str, str]]:
 
 
 def markdown(result: ParityResult) -> str:
-    """The table and everything needed to repeat it."""
-    shown = columns(result)
-    heads = ["stack", "verdict", *(column.head for column in shown)]
+    """Format parity.md: the table and everything needed to repeat it."""
+    figures = columns(result)
+    heads = ["stack", "verdict", *(column.head for column in figures)]
     lines = [
         f"# Parity: {_plain(result.settings.get('model', ''))}, {_plain(result.algorithm)}",
         "",
         f"**{_plain(result.verdict)}**",
         "",
         "| " + " | ".join(heads) + " |",
-        "|---|---|" + "---:|" * len(shown),
+        "|---|---|" + "---:|" * len(figures),
     ]
     for stack in result.stacks:
-        cells = [_plain(column.text(stack)) for column in shown]
+        cells = [_plain(column.text(stack)) for column in figures]
         lines.append("| " + " | ".join([_plain(stack.name), _plain(stack.verdict), *cells]) + " |")
     lines.append("")
     if problems(result):
@@ -255,7 +255,7 @@ def markdown(result: ParityResult) -> str:
 
 
 def _plain(text: object) -> str:
-    """Text that Markdown shows as it is: no markup, no HTML, no new cell or line."""
+    """Escape text so that Markdown shows it as it is: no markup, no HTML, no new cell or line."""
     line = printable_lines(str(text)).replace("\n", " ")
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)
@@ -265,11 +265,11 @@ def _plain(text: object) -> str:
 
 
 def page(result: ParityResult) -> str:
-    """One page: no script, no style sheet and no image from elsewhere."""
+    """Build the whole page."""
     title = f"Parity: {result.settings.get('model', '')}, {result.algorithm}"
     tone = "good" if result.ok else "bad"
     figures = "".join(svg(panel) for panel in panels(result)) if any(s.rows for s in result.stacks) else ""
-    told = [*result.settings.items(), *result.machine.items()]
+    facts = [*result.settings.items(), *result.machine.items()]
     notes = "".join(f'<p class="dim">{escaped(note)}</p>' for note in (*result.notes, explanation(result)))
     body = f"""<p class="verdict {tone}">{escaped(result.verdict)}</p>
 {_table(result)}
@@ -277,15 +277,15 @@ def page(result: ParityResult) -> str:
 {figures}
 {notes}
 <h2>Made with</h2>
-<dl>{"".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in told)}</dl>
+<dl>{"".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in facts)}</dl>
 <pre>{escaped(result.command)}</pre>"""
     return document(title, body, SVG_STYLE)
 
 
 def _table(result: ParityResult) -> str:
-    shown = columns(result)
-    heads = "".join(f'<th class="n">{escaped(column.head)}</th>' for column in shown)
-    rows = "\n".join(_row(stack, shown) for stack in result.stacks)
+    figures = columns(result)
+    heads = "".join(f'<th class="n">{escaped(column.head)}</th>' for column in figures)
+    rows = "\n".join(_row(stack, figures) for stack in result.stacks)
     return f"""<div class="scroll"><table>
 <thead><tr><th>stack</th><th>verdict</th>{heads}</tr></thead>
 <tbody>
@@ -293,9 +293,9 @@ def _table(result: ParityResult) -> str:
 </tbody></table></div>"""
 
 
-def _row(stack: StackResult, shown: Sequence[Column]) -> str:
+def _row(stack: StackResult, figures: Sequence[Column]) -> str:
     tone = "bad" if stack.problems else "good" if stack.completed else "warn"
-    cells = "".join(f'<td class="n">{escaped(column.text(stack))}</td>' for column in shown)
+    cells = "".join(f'<td class="n">{escaped(column.text(stack))}</td>' for column in figures)
     broken = " class=broken" if stack.problems else ""
     return (
         f'<tr{broken}><td class="name">{escaped(stack.name)}</td>'

@@ -18,7 +18,7 @@ from lockstep.lab.train_parity.compare import Comparison
 from lockstep.lab.train_parity.job import StepRow
 
 ENOUGH_STEPS = 2 * WINDOW
-"""So many steps show whether a loss falls; in fewer, one that does not fall shows nothing."""
+"""Steps that are enough to show whether a loss falls; in fewer, a loss that does not fall proves nothing."""
 Learning = Literal["falls", "does not fall", "not shown"]
 Status = Literal["ok", "refused", "failed", "oom", "hung", "skipped"]
 
@@ -38,17 +38,17 @@ class StackResult:
     """None for the reference, and where there is nothing to compare."""
     is_reference: bool = False
     seconds: float = 0.0
-    """Of the whole process, start and loading included."""
+    """Duration of the whole process, start and loading included."""
     attention: str = ""
     dtype: str = ""
     statement: str = ""
     folder: str = ""
-    """Below OUT; empty: nothing was started."""
+    """The stack's folder below OUT; empty: nothing was started."""
     log: str = ""
     problems: tuple[str, ...] = ()
-    """Why it does not agree; empty: it does, or was skipped."""
+    """Why the stack does not agree; empty: it does, or was skipped."""
     learning: Learning | None = None
-    """The other verdict; None: it did not run to its end."""
+    """The other verdict; None: the stack did not run to its end."""
 
     @property
     def learning_problem(self) -> str:
@@ -67,7 +67,7 @@ class StackResult:
 
     @property
     def verdict(self) -> str:
-        """Of agreement, one word."""
+        """The verdict on agreement, one word."""
         if self.status != "ok":
             return self.status
         if self.problems:
@@ -76,13 +76,13 @@ class StackResult:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the steps behind the first, which pays for warm-up."""
+        """Median seconds of the steps after the first, which includes warm-up."""
         steady = [row.seconds for row in self.rows[1:]] or [row.seconds for row in self.rows]
         return statistics.median(steady) if steady else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median, likewise."""
+        """Median of the steps after the first."""
         steady = [row.tokens_per_second for row in self.rows[1:]] or [
             row.tokens_per_second for row in self.rows
         ]
@@ -90,7 +90,7 @@ class StackResult:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Of the rank that needed most."""
+        """Peak memory of the rank that needed most."""
         return max((row.peak_memory_bytes for row in self.rows), default=None)
 
 
@@ -103,23 +103,23 @@ class ParityResult:
     threshold: float
     algorithm: str
     settings: Mapping[str, Any]
-    """What was trained, and on what: for people, in order."""
+    """What was trained, and on what, in the order in which reports show it."""
     notes: tuple[str, ...] = ()
     command: str = ""
     must_fall: bool = True
-    """False (--allow-flat): learning is told, and does not count."""
+    """False (--allow-flat): learning is reported, but does not count."""
     complete: bool = True
     """False: interrupted."""
     machine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def judged(self) -> list[StackResult]:
-        """Without those that were skipped."""
+        """The stacks that were not skipped."""
         return [stack for stack in self.stacks if stack.status != "skipped"]
 
     @property
     def agrees(self) -> bool:
-        """Every stack that was asked for took the reference's steps."""
+        """Whether every stack that was not skipped took the reference's steps."""
         return self.complete and all(not s.problems and s.status == "ok" for s in self.judged)
 
     @property
@@ -132,7 +132,7 @@ class ParityResult:
 
     @property
     def ok(self) -> bool:
-        """The stacks agree, and no loss is shown not to fall."""
+        """Whether the stacks agree and no loss is shown not to fall."""
         return self.agrees and not (self.must_fall and self.learns is False)
 
     @property
@@ -162,16 +162,16 @@ class ParityResult:
             steps = max(len(stack.rows) for stack in ran)
             return f"learning: not shown in {steps} steps (--steps {ENOUGH_STEPS})"
         flat = [stack.name for stack in ran if stack.learning == "does not fall"]
-        told = "" if self.must_fall else " (--allow-flat)"
-        return f"learning: the loss does not fall in {len(flat)} of {len(ran)} ({', '.join(flat)}){told}"
+        allowed = "" if self.must_fall else " (--allow-flat)"
+        return f"learning: the loss does not fall in {len(flat)} of {len(ran)} ({', '.join(flat)}){allowed}"
 
     @property
     def verdict(self) -> str:
-        """The last line: both."""
+        """Both verdicts, which are printed last."""
         return f"parity: {self.agreement}; {self.learning}" + ("" if self.complete else "; interrupted")
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values; the curves too."""
+        """The result as JSON values, with the curves."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -196,29 +196,29 @@ def judge(
     steps: int,
     reference_ran: bool,
 ) -> tuple[str, ...]:
-    """Why a stack does not agree; empty: it does."""
+    """Judge a stack: why it does not agree; empty: it does."""
     if stack.status == "skipped":
         return ()
     if stack.status != "ok":
         return (stack.reason or stack.status,)
-    found = []
+    problems = []
     if len(stack.rows) != steps:
-        found.append(f"{len(stack.rows)} of {steps} steps were done")
+        problems.append(f"{len(stack.rows)} of {steps} steps were done")
     if stack.is_reference:
-        return tuple(found)
+        return tuple(problems)
     if stack.comparison is None:
-        found.append(
+        problems.append(
             "there is nothing to compare it with: the reference did no step"
             if not reference_ran
             else "it did no step"
         )
     elif not stack.comparison.loss.max <= threshold:  # NaN too
         loss = stack.comparison.loss
-        found.append(
+        problems.append(
             f"losses differ by {ratio(loss.max)} at step {loss.at}, more than the threshold of "
             f"{ratio(threshold)}"
         )
-    return tuple(found)
+    return tuple(problems)
 
 
 def learning(stack: StackResult, reference: StackResult) -> Learning | None:
@@ -231,15 +231,15 @@ def learning(stack: StackResult, reference: StackResult) -> Learning | None:
     if any(not math.isfinite(row.loss) for row in stack.rows):
         return "does not fall"
     fell = reference.falls is not None and reference.falls.trend == "falls"
-    shown = len(stack.rows) >= ENOUGH_STEPS or (fell and stack.falls.trend == "does not fall")
-    return "does not fall" if shown else "not shown"
+    conclusive = len(stack.rows) >= ENOUGH_STEPS or (fell and stack.falls.trend == "does not fall")
+    return "does not fall" if conclusive else "not shown"
 
 
 def _as_dict(stack: StackResult) -> dict[str, Any]:
-    found = dataclasses.asdict(dataclasses.replace(stack, rows=()))
-    del found["rows"]
+    values = dataclasses.asdict(dataclasses.replace(stack, rows=()))
+    del values["rows"]
     columns = ("loss", "grad_norm", "seconds", "tokens")
-    return found | {
+    return values | {
         "verdict": stack.verdict,
         "learning_problem": stack.learning_problem,
         "steps": len(stack.rows),
@@ -251,5 +251,5 @@ def _as_dict(stack: StackResult) -> dict[str, Any]:
 
 
 def by_name(stacks: Sequence[StackResult], name: str) -> StackResult | None:
-    """The row of a stack."""
+    """The stack of that name; None: there is none."""
     return next((stack for stack in stacks if stack.name == name), None)

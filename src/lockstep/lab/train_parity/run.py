@@ -45,25 +45,25 @@ from lockstep.observe.files import write_json
 from lockstep.ranks.launch import TIMED_OUT, in_launcher
 
 WORKER = ("-m", "lockstep.lab.train_parity.worker")
-"""What runs a job file: arguments of the interpreter."""
+"""Arguments of the interpreter that run a job file."""
 INPUT_SECONDS = 1800.0
 """Deadline of reading and packing the data."""
 _MOST_RANKS = 4
-"""Of a stack that hangs: so many are told where they were."""
+"""The most ranks of a stalled stack whose positions are reported."""
 _BEHIND_LAUNCHER = 60.0
-"""The launcher ends its ranks at the deadline; this much later it is killed itself."""
+"""Seconds after the deadline, at which the launcher ends its ranks, until the launcher is killed itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityOptions:
-    """What to compare, and on what."""
+    """The stacks to compare, and on what."""
 
     stacks: Sequence[Stack]
     reference: Stack
     out: Path
     model: ModelConfig
     train: TrainConfig
-    """What all stacks share: lr, optimizer, schedule, ..."""
+    """The settings that all stacks share: lr, optimizer, schedule, ..."""
     log_dir: Path | None = None
     """None: OUT/logs."""
     skip: Sequence[str] = ()
@@ -109,7 +109,7 @@ class _Suite:
     # --- inputs ---------------------------------------------------------------------------------------------
 
     def make_inputs(self) -> InputsReport:
-        """The recording that all stacks are fed, by a process of its own."""
+        """Make the recording that all stacks are fed, in a process of its own."""
         options = self.options
         ranks = max([self._ranks(stack) or 1 for stack in self.stacks])
         compiled = any(stack.execution != "eager" for stack in self.stacks)
@@ -149,7 +149,7 @@ class _Suite:
     # --- one stack ------------------------------------------------------------------------------------------
 
     def run(self, stack: Stack) -> StackResult:
-        """The row of one stack, not compared yet."""
+        """Run one stack and return its row, not compared yet."""
         word = skipped(stack, self.options.skip)
         if word is not None and stack.name != self.options.reference.name:
             return StackResult(name=stack.name, status="skipped", reason=f"skipped: {word}")
@@ -211,14 +211,15 @@ class _Suite:
         return ("oom" if looks_out_of_memory(tail) else "failed"), line
 
     def _gains(self, rows: Sequence[Any]) -> list[float]:
-        """Losses that may be compared with each other: GRPO's are of different rollouts."""
+        """Losses that are comparable over steps: GRPO's, of different rollouts, less their starting
+        losses."""
         base = self.report.baselines or [0.0] * len(rows)
         return [row.loss - start for row, start in zip(rows, base, strict=False)]
 
     # --- all of them ----------------------------------------------------------------------------------------
 
     def run_all(self) -> ParityResult:
-        """Reference first. Ctrl-C ends it with what there is."""
+        """Run all stacks, the reference first. Ctrl-C ends the run with the results so far."""
         self.report = self.make_inputs()
         self._static = True if any(s.execution != "eager" for s in self.stacks) else None
         try:
@@ -234,13 +235,13 @@ class _Suite:
     def _judged(self, row: StackResult) -> StackResult:
         reference = self.results[0] if self.results else row
         if not row.is_reference and row.rows:
-            found = compare(
+            comparison = compare(
                 row.rows,
                 reference.rows,
                 folders=(self.out / row.folder, self.out / reference.folder),
                 relative_to_loss=self.options.algorithm != "grpo",
             )
-            row = dataclasses.replace(row, comparison=found)
+            row = dataclasses.replace(row, comparison=comparison)
         problems = judge(
             row,
             threshold=self.options.threshold,
@@ -250,7 +251,7 @@ class _Suite:
         return dataclasses.replace(row, problems=problems, learning=learning(row, reference))
 
     def result(self) -> ParityResult:
-        """What there is so far."""
+        """The result so far."""
         options = self.options
         return ParityResult(
             stacks=tuple(self.results),
@@ -313,7 +314,7 @@ def run_parity(
 
 def where_it_was(folder: Path) -> str:
     """ "; rank 0 was in NAME (FILE:LINE); rank 1 was in ...", from what ranks write before the deadline."""
-    found: dict[int, str] = {}
+    frames: dict[int, str] = {}
     for path in folder.glob("rank-*.log"):
         text = path.read_text(encoding="utf-8", errors="replace")
         start = text.rfind("Timeout (")
@@ -324,9 +325,9 @@ def where_it_was(folder: Path) -> str:
         frame = re.search(r'File "([^"]+)", line (\d+) in (\S+)', text[max(thread, start) :])
         if frame:
             rank = int(re.sub(r"\D", "", path.name) or 0)
-            found[rank] = f"rank {rank} was in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
-    shown = [found[rank] for rank in sorted(found)[:_MOST_RANKS]]
-    return "".join(f"; {text}" for text in shown)
+            frames[rank] = f"rank {rank} was in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
+    texts = [frames[rank] for rank in sorted(frames)[:_MOST_RANKS]]
+    return "".join(f"; {text}" for text in texts)
 
 
 def _machine(device: str) -> dict[str, str]:

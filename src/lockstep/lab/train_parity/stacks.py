@@ -32,7 +32,7 @@ SKIP_WORDS: Mapping[str, str] = {
     "ring": "stacks with ring attention",
     "tp_ring": "stacks with both",
 }
-"""What --skip and the environment variables SKIP_* may say, besides a stack's own name."""
+"""The words that --skip and SKIP_* accept besides a stack's own name."""
 
 _NUMBERED = re.compile(r"(tp|ring|zero|ranks)(\d+)")
 _SWITCHES = ("offload", "compile", "joint", "deepcompile")
@@ -52,7 +52,7 @@ class Stack:
     joint: bool = False
     deepcompile: bool = False
     ranks: int | None = None
-    """Asked for by name; None: as many as the suite gives."""
+    """Ranks in the stack's name; None: as many as the suite gives."""
 
     @property
     def name(self) -> str:
@@ -71,11 +71,11 @@ class Stack:
 
     @property
     def execution(self) -> str:
-        """As train.execution has it."""
+        """The value of train.execution."""
         return next((mode for mode in _EXECUTIONS if getattr(self, mode)), "eager")
 
     def train_settings(self) -> dict[str, Any]:
-        """What TrainConfig is told."""
+        """The fields of TrainConfig that the stack sets."""
         settings: dict[str, Any] = {"backend": self.backend, "tp": self.tp, "ring": self.ring}
         if self.zero is not None:
             settings["zero_stage"] = self.zero
@@ -86,31 +86,32 @@ class Stack:
         return settings
 
     def ranks_for(self, gpus: int | None, *, default: int) -> int:
-        """How many ranks the stack runs on.
+        """The number of ranks that the stack runs on.
 
         Args:
-            gpus: asked for by the caller; must divide. None: from `default` the nearest number that does:
+            gpus: the requested number; tp * ring must divide it. None: from `default` the nearest number that
+            does:
                 the largest below it, else tp * ring.
 
         Raises:
-            ConfigError: tp * ring does not divide what was asked for.
+            ConfigError: tp * ring does not divide the requested number.
         """
         if self.backend == "local":
             return 1
-        share, asked = self.tp * self.ring, self.ranks if self.ranks is not None else gpus
-        if asked is None:
+        share, ranks = self.tp * self.ring, self.ranks if self.ranks is not None else gpus
+        if ranks is None:
             return max(share, default // share * share)
-        if asked % share:
+        if ranks % share:
             axes = " * ".join(f"{a} {n}" for a, n in (("tp", self.tp), ("ring", self.ring)) if n > 1)
             raise ConfigError(
-                f"{axes} = {share} does not divide {asked} ranks; use {_nearest(asked, share)} ranks "
+                f"{axes} = {share} does not divide {ranks} ranks; use {_nearest(ranks, share)} ranks "
                 f"(--gpus, NUM_GPUS), or smaller axes"
             )
-        return asked
+        return ranks
 
 
 def parse_stack(text: str) -> Stack:
-    """The stack of a name.
+    """Parse a stack's name.
 
     Raises:
         ConfigError: an unknown backend or option, one that is given twice, or one that the backend has not.
@@ -122,19 +123,19 @@ def parse_stack(text: str) -> Stack:
     backend, colon, rest = text.strip().partition(":")
     if backend not in BACKENDS:
         raise ConfigError(f"stack {text!r}: {unknown_name('train backend', backend, BACKENDS)}")
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for word in rest.split("+") if colon else []:
         name, value = _option(word, text)
-        if name in found:
+        if name in options:
             raise ConfigError(f"stack {text!r}: {name} is given twice; name it once")
-        found[name] = value
-    stack = Stack(backend=backend, **found)
+        options[name] = value
+    stack = Stack(backend=backend, **options)
     _check(stack, text)
     return stack
 
 
 def parse_stacks(text: str) -> list[Stack]:
-    """Stacks joined by commas, each once, in the order given. Raises ConfigError."""
+    """Parse stacks joined by commas, each once, in the order given. Raises ConfigError."""
     stacks = [parse_stack(word) for word in text.split(",") if word.strip()]
     if not stacks:
         raise ConfigError(f"--stacks {text!r} names no stack; name some, such as {','.join(DEFAULT_STACKS)}")
@@ -147,7 +148,7 @@ def parse_stacks(text: str) -> list[Stack]:
 
 def skipped(stack: Stack, words: Iterable[str]) -> str | None:
     """The word of --skip that leaves this stack out; None: it runs."""
-    found = {
+    applies = {
         "local": stack.backend == "local",
         "deepspeed": stack.backend == "deepspeed",
         "fsdp2": stack.name == "fsdp2",
@@ -155,11 +156,11 @@ def skipped(stack: Stack, words: Iterable[str]) -> str | None:
         "ring": stack.ring > 1,
         "tp_ring": stack.tp > 1 and stack.ring > 1,
     }
-    return next((word for word in words if found.get(word) or word == stack.name), None)
+    return next((word for word in words if applies.get(word) or word == stack.name), None)
 
 
 def parse_skip(text: str, *, source: str = "--skip") -> list[str]:
-    """Words and stack names joined by commas. Raises ConfigError."""
+    """Parse words and stack names joined by commas. Raises ConfigError."""
     words = []
     for word in (word.strip() for word in text.split(",") if word.strip()):
         plain = word.lower().replace("-", "_")
@@ -206,6 +207,6 @@ def _check(stack: Stack, text: str) -> None:
         raise ConfigError(f"stack {text!r}: ring attention is of fsdp2; use fsdp2:ring{stack.ring}")
 
 
-def _nearest(asked: int, share: int) -> str:
-    below, above = asked // share * share, -(-asked // share) * share
+def _nearest(ranks: int, share: int) -> str:
+    below, above = ranks // share * share, -(-ranks // share) * share
     return f"{below} or {above}" if below else str(above)

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 REFUSED = 2
 _TRACEBACK_SECONDS = 15.0
-"""So long before the deadline every rank writes where it is, but not in the first half."""
+"""Seconds before the deadline at which every rank writes where it is, but not in the first half."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
-    words = without_local_rank(sys.argv[1:] if argv is None else argv)
-    if len(words) != 1:
+    """Run the job; return the exit status."""
+    arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
+    if len(arguments) != 1:
         echo("usage: python -m lockstep.lab.train_parity.worker JOB.json", file=sys.stderr)
         return REFUSED
-    path = Path(words[0]).resolve()
+    path = Path(arguments[0]).resolve()
     job = read_job(path)
     if not in_launcher():
         command = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.worker", str(path)]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_rank(job: ParityJob) -> int:
-    """This rank's part of the job."""
+    """Run this rank's part of the job."""
     from lockstep.ranks.context import init_ranks
 
     faulthandler.enable()
@@ -99,7 +99,7 @@ class _Run:
     # --- loading --------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """The model, its backend, the recording and its loss."""
+        """Load the model, its backend, the recording and its loss."""
         import torch
 
         from lockstep.lab.replay.losses import token_loss
@@ -147,7 +147,7 @@ class _Run:
     # --- training -------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Every step; rank 0 writes what was seen."""
+        """Take every step; rank 0 writes the rows."""
         for step, indices in enumerate(self.job.steps):
             batches = [self.recording[index].batch for index in indices]
             tokens = sum(batch.num_tokens for batch in batches)
@@ -186,7 +186,7 @@ class _Run:
         )
 
     def _keep_gradients(self, step: int) -> None:
-        """Collective; rank 0 writes the file."""
+        """Gather the gradients (collective); rank 0 writes the file."""
         from safetensors.torch import save_file
 
         gradients: dict[str, Tensor] = self.backend.gradients()  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ class _Run:
         return time.perf_counter()
 
     def _peak_memory(self) -> int:
-        """Largest of all ranks, bytes."""
+        """The largest peak of all ranks, bytes."""
         import torch
         import torch.distributed as dist
 
@@ -213,9 +213,9 @@ class _Run:
         assert self.ranks is not None
         cuda = self.device.type == "cuda"
         own = torch.cuda.max_memory_allocated(self.device) if cuda else peak_rss_bytes()
-        found = torch.tensor([own], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ranks.control)
-        return int(found[0])
+        peak = torch.tensor([own], dtype=torch.int64)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.ranks.control)
+        return int(peak[0])
 
     # --- the end --------------------------------------------------------------------------------------------
 
@@ -224,12 +224,12 @@ class _Run:
         return self.ranks is not None and self.ranks.rank == 0
 
     def say(self, text: str) -> None:
-        """On rank 0."""
+        """Print a line on rank 0."""
         if self._first:
             echo(text, flush=True)
 
     def close(self) -> None:
-        """What was seen, on the disk."""
+        """Flush the rows to disk."""
         self.backend.close()
         if self._first:
             self._write_logprobs()
@@ -279,8 +279,10 @@ def trained_logprobs(batches: Sequence[PackedBatch], stats: StepStats) -> Tensor
     """[trained tokens] float32 on the host, in the order of the micro-batches."""
     import torch
 
-    found = [logprobs.cpu()[batch.loss_mask] for batch, logprobs in zip(batches, stats.logprobs, strict=True)]
-    return torch.cat(found).to(torch.float32)
+    per_batch = [
+        logprobs.cpu()[batch.loss_mask] for batch, logprobs in zip(batches, stats.logprobs, strict=True)
+    ]
+    return torch.cat(per_batch).to(torch.float32)
 
 
 if __name__ == "__main__":

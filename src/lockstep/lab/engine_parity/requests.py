@@ -1,4 +1,4 @@
-"""The requests of each pass: pure functions of the job, so that every engine is asked the same."""
+"""The requests of each pass: pure functions of the job, so that every engine gets the same."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParam
 SOME = 2
 """Prompts from the beginning and as many from the end (which has the long ones) of the smaller passes."""
 _GREEDY, _SAMPLED, _OTHER = -3, -4, -5
-"""Stand in for the step in seeds."""
+"""Used in place of the step in seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """One request."""
+class PromptRequest:
+    """The generation request of one prompt."""
 
     prompt: int
     """Index into the job's prompts."""
@@ -26,41 +26,42 @@ class Asked:
     stop_id: int | None = None
 
 
-Batch = list[Asked]
+Batch = list[PromptRequest]
 """One call of `generate`."""
 
 
 def greedy(job: EnginesJob) -> Batch:
-    """Every prompt, one completion at temperature 0."""
-    return [_asked(job, prompt, step=_GREEDY, temperature=0.0) for prompt in range(len(job.prompts))]
+    """Request one completion of every prompt at temperature 0."""
+    return [_prompt_request(job, prompt, step=_GREEDY, temperature=0.0) for prompt in range(len(job.prompts))]
 
 
-def stop(job: EnginesJob, completions: Iterable[tuple[Asked, Completion]]) -> Batch:
-    """Some greedy requests once more, each with the id in the middle of its completion as a stop id."""
-    made = []
-    wanted = set(some(job))
-    for asked, completion in completions:
-        if asked.prompt in wanted and len(completion.token_ids) > 1:
+def stop(job: EnginesJob, completions: Iterable[tuple[PromptRequest, Completion]]) -> Batch:
+    """Repeat some greedy requests, each with the id in the middle of its completion as a stop id."""
+    batch = []
+    selected = set(some(job))
+    for source, completion in completions:
+        if source.prompt in selected and len(completion.token_ids) > 1:
             stop_id = completion.token_ids[len(completion.token_ids) // 2]
-            made.append(_asked(job, asked.prompt, step=_GREEDY, temperature=0.0, stop_id=stop_id))
-    return made
+            batch.append(_prompt_request(job, source.prompt, step=_GREEDY, temperature=0.0, stop_id=stop_id))
+    return batch
 
 
 def sampled(job: EnginesJob) -> Batch:
-    """Every prompt, n samples."""
+    """Request n samples of every prompt."""
     return [_samples(job, prompt, step=_SAMPLED) for prompt in range(len(job.prompts))]
 
 
 def alone(job: EnginesJob) -> list[Batch]:
-    """The last sample of some prompts, each in a call of its own."""
+    """Request the last sample of some prompts, each in a call of its own."""
     last = job.num_samples - 1
     return [
-        [_asked(job, prompt, step=_SAMPLED, temperature=job.temperature, sample=last)] for prompt in some(job)
+        [_prompt_request(job, prompt, step=_SAMPLED, temperature=job.temperature, sample=last)]
+        for prompt in some(job)
     ]
 
 
 def other(job: EnginesJob) -> Batch:
-    """Some prompts with seeds that no other pass has."""
+    """Request some prompts with seeds that no other pass has."""
     return [_samples(job, prompt, step=_OTHER) for prompt in some(job)]
 
 
@@ -70,9 +71,9 @@ def some(job: EnginesJob) -> list[int]:
     return sorted({*range(min(SOME, count)), *range(max(0, count - SOME), count)})
 
 
-def _samples(job: EnginesJob, prompt: int, *, step: int) -> Asked:
+def _samples(job: EnginesJob, prompt: int, *, step: int) -> PromptRequest:
     seeds = tuple(sample_seed(job.seed, step, prompt, i) for i in range(job.num_samples))
-    return Asked(
+    return PromptRequest(
         prompt=prompt,
         request=GenerationRequest(
             prompt_token_ids=job.prompts[prompt],
@@ -82,7 +83,7 @@ def _samples(job: EnginesJob, prompt: int, *, step: int) -> Asked:
     )
 
 
-def _asked(
+def _prompt_request(
     job: EnginesJob,
     prompt: int,
     *,
@@ -90,8 +91,8 @@ def _asked(
     temperature: float,
     sample: int = 0,
     stop_id: int | None = None,
-) -> Asked:
-    return Asked(
+) -> PromptRequest:
+    return PromptRequest(
         prompt=prompt,
         request=GenerationRequest(
             prompt_token_ids=job.prompts[prompt],
