@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bisect_sides import batch_of
+from bisect_arms import batch_of
 
 from lockstep.recording import RecordingWriter
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bisect_sides import batch_of, leak, perturb, scale_gradient, shift_rope, side_of
+from bisect_arms import arm_of, batch_of, leak, perturb, scale_gradient, shift_rope
 
-from lockstep.lab.bisect.arms import SideFailed, gradient_parts, run
+from lockstep.lab.bisect.arms import ArmFailed, gradient_parts, run
 from lockstep.lab.bisect.capture import Key
 from lockstep.lab.bisect.cells import OpenCells
-from lockstep.lab.bisect.divergence import Yardstick
+from lockstep.lab.bisect.divergence import Tolerances
 from lockstep.lab.bisect.documents import reversed_order
 from lockstep.lab.bisect.report import as_dict, lines, markdown, verdict
 from lockstep.lab.bisect.run import bisect
@@ -28,16 +28,16 @@ INPUTS = [(4, batch_of([6])), (5, batch_of([5, 12, 3], seed=1)), (6, batch_of([7
     "b", [{"attention": "varlen"}, {"layout": "padded", "padding_side": "left"}, {"attention": "hf:eager"}]
 )
 def test_cells_that_agree_are_said_to(b, model):
-    result = bisect(side_of("a", model=model), side_of("b", model=model, **b), INPUTS)
+    result = bisect(arm_of("a", model=model), arm_of("b", model=model, **b), INPUTS)
     assert result.finding is None and result.inputs == 3 and result.index is None
     assert result.largest.logprob < 1e-5 and result.largest.gradient < 2e-5
     assert verdict(result).startswith("bisect: no difference beyond tolerance in 3 inputs; the largest: ")
 
 
 def test_a_perturbed_weight_is_found_in_its_module():
-    b = side_of("b", attention="varlen", layout="padded", padding_side="left")
+    b = arm_of("b", attention="varlen", layout="padded", padding_side="left")
     perturb(b, "model.layers.1.self_attn.q_proj.weight")
-    result = bisect(side_of("a"), b, INPUTS)
+    result = bisect(arm_of("a"), b, INPUTS)
     finding = result.finding
     assert (result.index, result.inputs) == (4, 1)
     assert finding.first.key == Key("forward", "model.layers.1.self_attn.q_proj", "output")
@@ -51,11 +51,11 @@ def test_a_perturbed_weight_is_found_in_its_module():
 
 
 def test_the_largest_difference_is_the_exact_one():
-    a, b = side_of("a"), side_of("b")
+    a, b = arm_of("a"), arm_of("b")
     perturb(b, "model.layers.0.mlp.up_proj.weight", scale=1e-2)
     finding = bisect(a, b, INPUTS).finding
     name = Key("forward", "model.layers.0.mlp.up_proj", "output")
-    both = [run(s, INPUTS[0][1], capture=True, whole=lambda k: True).seen[name].values for s in (a, b)]
+    both = [run(s, INPUTS[0][1], capture=True, whole=lambda k: True).tensors[name].values for s in (a, b)]
     gap = both[0] - both[1]
     assert finding.first.key == name
     assert finding.first.max_abs == pytest.approx(float(gap.abs().max()), rel=1e-6)
@@ -65,9 +65,9 @@ def test_the_largest_difference_is_the_exact_one():
 
 @pytest.mark.parametrize("b", [{}, {"layout": "padded"}])
 def test_a_wrong_rope_position_is_found_between_projection_and_kernel(b):
-    wrong = side_of("b", **b)
+    wrong = arm_of("b", **b)
     shift_rope(wrong, 1, token=8)
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     assert result.index == 5  # the first input has 6 tokens
     assert result.finding.first.key == Key("forward", "model.layers.1.self_attn.kernel", "q")
     assert "between the projections and the attention kernel of model.layers.1.self_attn" in verdict(result)
@@ -77,9 +77,9 @@ def test_a_wrong_rope_position_is_found_between_projection_and_kernel(b):
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 def test_a_mask_that_leaks_is_found_in_the_kernel(attention):
-    wrong = side_of("b", attention=attention)
+    wrong = arm_of("b", attention=attention)
     leak(wrong, 0)
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     assert result.index == 5  # one document cannot leak
     assert result.finding.first.key == Key("forward", "model.layers.0.self_attn.kernel", "output")
     assert result.finding.first.where[0] == 1  # the second document sees the first
@@ -88,17 +88,17 @@ def test_a_mask_that_leaks_is_found_in_the_kernel(attention):
 
 
 def test_another_head_is_found_behind_the_last_norm():
-    wrong = side_of("b")
+    wrong = arm_of("b")
     perturb(wrong, "lm_head.weight", scale=1e-2)
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     assert result.finding.first.key.path == "lm_head (logprobs)"
     assert "it begins in the head" in verdict(result) and "its weights differ" in result.finding.weights
 
 
 def test_a_gradient_that_is_wrong_is_found_though_the_forward_agrees():
-    wrong = side_of("b", attention="varlen")
+    wrong = arm_of("b", attention="varlen")
     scale_gradient(wrong, "model.layers.0.mlp.up_proj")
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     assert result.difference.logprob < 1e-5
     assert result.finding.first.key == Key("backward", "model.layers.0.mlp.up_proj", "output")
     assert result.finding.first.relative == pytest.approx(0.01 / 1.01, rel=1e-3)
@@ -109,7 +109,7 @@ def test_a_kernels_backward_is_named(monkeypatch):
     from transformers import AttentionInterface
 
     mapping = AttentionInterface._global_mapping
-    wrong = side_of("b", attention="varlen")
+    wrong = arm_of("b", attention="varlen")
     inner = mapping["lockstep_varlen"]
 
     def kernel(module, query, key, value, mask, **kwargs):
@@ -119,62 +119,64 @@ def test_a_kernels_backward_is_named(monkeypatch):
         return inner(module, query, key, value, mask, **kwargs)
 
     monkeypatch.setitem(mapping, "lockstep_varlen", kernel)
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     assert result.finding.first.key == Key("backward", "model.layers.1.self_attn.kernel", "v")
     assert "inside the backward of the attention kernel of model.layers.1.self_attn" in verdict(result)
 
 
 def test_a_weight_gradient_is_named_with_its_module():
-    wrong = side_of("b")
+    wrong = arm_of("b")
     wrong.module.model.layers[1].mlp.down_proj.weight.register_hook(lambda g: g * 1.01)
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     assert result.finding.first.key == Key("backward", "model.layers.1.mlp.down_proj", "parameter weight")
 
 
 def test_without_backward_gradients_are_not_looked_at():
-    wrong = side_of("b")
+    wrong = arm_of("b")
     scale_gradient(wrong, "model.layers.0.mlp.up_proj")
-    result = bisect(side_of("a"), dataclasses.replace(wrong, backward=False), INPUTS)
+    result = bisect(arm_of("a"), dataclasses.replace(wrong, backward=False), INPUTS)
     assert result.finding is None and result.largest.gradient == 0.0
 
 
 def test_a_tolerance_overrides_what_is_measured():
-    small = bisect(side_of("a"), side_of("b", attention="varlen"), INPUTS, tolerance=1e-9)
+    small = bisect(arm_of("a"), arm_of("b", attention="varlen"), INPUTS, tolerance=1e-9)
     assert small.index == 4 and small.finding.first.allowed == 1e-9
-    wrong = side_of("b")
+    wrong = arm_of("b")
     perturb(wrong, "model.layers.1.self_attn.q_proj.weight")
-    assert bisect(side_of("a"), wrong, INPUTS, tolerance=1.0).finding is None
+    assert bisect(arm_of("a"), wrong, INPUTS, tolerance=1.0).finding is None
 
 
 def test_bfloat16_differs_by_what_rounding_explains():
-    a, b = side_of("a", dtype="bfloat16"), side_of("b", dtype="bfloat16", attention="varlen")
+    a, b = arm_of("a", dtype="bfloat16"), arm_of("b", dtype="bfloat16", attention="varlen")
     result = bisect(a, b, INPUTS)
     assert result.finding is None and result.largest.gradient > 1e-3
     perturb(b, "model.layers.1.mlp.up_proj.weight", scale=0.1)
     assert bisect(a, b, INPUTS).finding.first.key.path == "model.layers.1.mlp.up_proj"
 
 
-def test_the_yardstick_is_four_times_the_noise_of_reordering_and_a_floor_that_grows():
-    a = side_of("a")
-    yardstick = Yardstick(a, a, INPUTS[1][1], tolerance=None)
+def test_tolerances_are_four_times_the_noise_of_reordering_and_a_floor_that_grows():
+    a = arm_of("a")
+    tolerances = Tolerances(a, a, INPUTS[1][1], tolerance=None)
     key = Key("forward", "model.layers.0", "output")
-    assert yardstick.tensor(key, depth=0) == 1e-5 and yardstick.tensor(key, depth=3) == 2e-5
-    yardstick.noise[key] = 1e-3
-    assert yardstick.tensor(key, depth=0) == 4e-3
+    assert tolerances.tensor(key, depth=0) == 1e-5 and tolerances.tensor(key, depth=3) == 2e-5
+    tolerances.noise[key] = 1e-3
+    assert tolerances.tensor(key, depth=0) == 4e-3
     assert (
-        yardstick.tensor(Key("forward", "model.layers.1", "output"), depth=0) == 4e-3
+        tolerances.tensor(Key("forward", "model.layers.1", "output"), depth=0) == 4e-3
     )  # it does not get less
-    yardstick.head = 0.5
-    assert yardstick.logprobs() == 2.0
+    tolerances.head = 0.5
+    assert tolerances.logprobs() == 2.0
 
 
 def test_documents_in_the_opposite_order_come_out_in_the_first():
-    a, batch = side_of("a", layout="padded", padding_side="left"), INPUTS[1][1]
+    a, batch = arm_of("a", layout="padded", padding_side="left"), INPUTS[1][1]
     one = run(a, batch, capture=True)
     turned = run(a, reversed_order(batch), capture=True, backwards=True)
     assert torch.allclose(one.logprobs, turned.logprobs, atol=2e-6)
-    assert list(one.seen) == list(turned.seen)
-    assert all(torch.allclose(one.seen[k].values, turned.seen[k].values, atol=1e-4) for k in one.seen)
+    assert list(one.tensors) == list(turned.tensors)
+    assert all(
+        torch.allclose(one.tensors[k].values, turned.tensors[k].values, atol=1e-4) for k in one.tensors
+    )
 
 
 def test_small_gradients_are_measured_against_all_of_them():
@@ -185,14 +187,14 @@ def test_small_gradients_are_measured_against_all_of_them():
 
 
 def test_the_first_nan_is_found_where_it_is_made():
-    wrong = side_of("b")
+    wrong = arm_of("b")
 
     def hook(module, args, output):
         if output.shape[1] > 10:
             output[:, 8, 3] = torch.nan
 
     wrong.module.model.layers[1].mlp.act_fn.register_forward_hook(hook)
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     assert result.index == 5 and result.difference.logprob == float("inf")
     assert result.finding.first.key == Key("forward", "model.layers.1.mlp.act_fn", "output")
     assert result.finding.first.where == (1, 3) and result.finding.first.max_abs == float("inf")
@@ -200,23 +202,23 @@ def test_the_first_nan_is_found_where_it_is_made():
 
 
 def test_a_cell_that_raises_is_named_with_the_input():
-    wrong = side_of("b")
+    wrong = arm_of("b")
 
     def hook(module, args, output):
         if output.shape[1] > 10:
             raise ValueError("too long")
 
     wrong.module.model.embed_tokens.register_forward_hook(hook)
-    with pytest.raises(SideFailed, match="cell b fails on input 5") as caught:
-        bisect(side_of("a"), wrong, INPUTS)
-    assert (caught.value.side, caught.value.index) == ("b", 5)
+    with pytest.raises(ArmFailed, match="cell b fails on input 5") as caught:
+        bisect(arm_of("a"), wrong, INPUTS)
+    assert (caught.value.arm, caught.value.index) == ("b", 5)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_reports_say_what_was_found():
-    wrong = side_of("b")
+    wrong = arm_of("b")
     perturb(wrong, "model.layers.1.self_attn.q_proj.weight")
-    result = bisect(side_of("a"), wrong, INPUTS)
+    result = bisect(arm_of("a"), wrong, INPUTS)
     found = as_dict(result)
     assert found["differs"] and found["index"] == 4 and found["first"]["kind"] == "Linear"
     assert found["first"]["where"]["document"] == 0 and found["verdict"] == verdict(result)
@@ -240,7 +242,7 @@ def test_cells_of_a_recording_run_with_their_weights(recording):
     opened = cells(recording, {}, {"layout": "padded", "attention": "varlen"})
     result = bisect(opened.a, opened.b, opened.inputs())
     assert result.finding is None and result.inputs == 2 and result.largest.logprob < 1e-5
-    assert all("the recorded one" in statement for statement in opened.statements())
+    assert all("the recorded one" in statement for statement in opened.weights_descriptions())
 
 
 @pytest.mark.slow
@@ -258,7 +260,7 @@ def test_the_compiler_is_told_from_the_kernel(recording, monkeypatch):
     result = bisect(opened.a, opened.b, opened.inputs())
     assert result.cause == "the compiler"
     assert result.finding.first.key == Key("forward", "model.layers.0", "output")
-    assert [side.name for side in result.finding.sides] == ["b-eager", "b"]
+    assert [arm.name for arm in result.finding.arms] == ["b-eager", "b"]
     gaps = {(x, y): gap.logprob for x, y, gap in result.three_way}
     assert gaps["a", "b-eager"] < 1e-5 < gaps["b-eager", "b"]
 
@@ -281,4 +283,4 @@ def test_a_fault_of_the_kernel_is_not_blamed_on_the_compiler(recording, monkeypa
     result = bisect(opened.a, opened.b, opened.inputs())
     assert result.cause == "the kernel or layout, not the compiler"
     assert result.finding.first.key == Key("forward", "model.layers.0.self_attn.kernel", "output")
-    assert [side.name for side in result.finding.sides] == ["a", "b-eager"]
+    assert [arm.name for arm in result.finding.arms] == ["a", "b-eager"]

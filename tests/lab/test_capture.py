@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bisect_sides import batch_of, side_of
+from bisect_arms import arm_of, batch_of
 
 from lockstep.lab.bisect.arms import run
 from lockstep.lab.bisect.capture import Capture, Key, reverse_documents, sketch, token_rows
@@ -18,8 +18,8 @@ from lockstep.packing import Bucket, repack
 BATCH = batch_of([5, 12, 1, 3])
 
 
-def everything(side, batch=BATCH, **options):
-    return run(side, batch, capture=True, whole=lambda key: True, **options)
+def everything(arm, batch=BATCH, **options):
+    return run(arm, batch, capture=True, whole=lambda key: True, **options)
 
 
 def test_rows_of_the_worked_example():
@@ -36,11 +36,11 @@ def test_rows_of_the_worked_example():
     "train", [{}, {"layout": "padded"}, {"layout": "padded", "padding_side": "left"}, {"attention": "varlen"}]
 )
 def test_tokens_are_those_of_the_documents_in_order(train):
-    side = side_of("a", **train)
-    seen = everything(side).seen
-    expected = F.embedding(BATCH.token_ids, side.module.model.embed_tokens.weight)
+    arm = arm_of("a", **train)
+    seen = everything(arm).tensors
+    expected = F.embedding(BATCH.token_ids, arm.module.model.embed_tokens.weight)
     assert torch.equal(seen[Key("forward", "model.embed_tokens", "output")].values, expected)
-    plain = everything(side_of("b")).seen
+    plain = everything(arm_of("b")).tensors
     assert {k for k in seen if k.direction == "forward"} == {k for k in plain if k.direction == "forward"}
     for key, one in plain.items():
         assert torch.allclose(seen[key].values, one.values, atol=1e-5), key
@@ -48,20 +48,20 @@ def test_tokens_are_those_of_the_documents_in_order(train):
 
 
 def test_a_padded_tail_is_left_out():
-    side = side_of("a")
+    arm = arm_of("a")
     tail = Bucket(tokens=64, documents=12, max_seqlen=16)
     shape = token_rows(repack(BATCH, tail), layout="packed")[1]
     assert shape == (1, 64)
     rows, _ = token_rows(repack(BATCH, tail), layout="packed")
-    with Capture(side.module, rows=rows, shape=shape, whole=lambda key: True) as capture:
-        side.backend.logprobs([repack(BATCH, tail)], model="policy")
-    found = capture.seen[Key("forward", "model.layers.1", "output")]
-    expected = everything(side).seen[Key("forward", "model.layers.1", "output")]
+    with Capture(arm.module, rows=rows, shape=shape, whole=lambda key: True) as capture:
+        arm.backend.logprobs([repack(BATCH, tail)], model="policy")
+    found = capture.tensors[Key("forward", "model.layers.1", "output")]
+    expected = everything(arm).tensors[Key("forward", "model.layers.1", "output")]
     assert found.shape == (21, 64) and torch.allclose(found.values, expected.values, atol=1e-5)
 
 
 def test_the_order_is_that_of_execution():
-    seen = list(everything(side_of("a")).seen)
+    seen = list(everything(arm_of("a")).tensors)
     inside = "model.layers.0.self_attn."
     expected = [f"{inside}{n}_proj" for n in "qkv"] + [f"{inside}kernel"] * 4 + [f"{inside}o_proj"]
     found = [k.path for k in seen if k.direction == "forward" and k.path.startswith(inside)]
@@ -74,31 +74,31 @@ def test_the_order_is_that_of_execution():
 
 def test_gradients_are_those_of_autograd():
     """dW = dY' X of a linear, from the captured call."""
-    side = side_of("a")
+    arm = arm_of("a")
     path = "model.layers.1.mlp.down_proj"
-    outcome = everything(side, calls=frozenset({path}))
+    outcome = everything(arm, calls=frozenset({path}))
     call = outcome.capture.calls[path]
     x, dy = call.arguments["arg0"][0], call.grad_output[0]
     assert torch.allclose(dy.T @ x, outcome.gradients[f"{path}.weight"], atol=1e-6)
-    assert torch.equal(outcome.seen[Key("backward", path, "output")].values, dy)
+    assert torch.equal(outcome.tensors[Key("backward", path, "output")].values, dy)
 
 
 def test_a_block_that_is_computed_again_in_backward_is_seen_once():
-    plain, again = everything(side_of("a")), everything(side_of("b", activation_checkpointing=True))
-    assert list(plain.seen) == list(again.seen)
-    assert all(torch.equal(plain.seen[k].values, again.seen[k].values) for k in plain.seen)
+    plain, again = everything(arm_of("a")), everything(arm_of("b", activation_checkpointing=True))
+    assert list(plain.tensors) == list(again.tensors)
+    assert all(torch.equal(plain.tensors[k].values, again.tensors[k].values) for k in plain.tensors)
 
 
 def test_nothing_is_left_behind():
     from transformers import AttentionInterface
 
-    side = side_of("a")
+    arm = arm_of("a")
     before = dict(AttentionInterface._global_mapping)
-    everything(side)
+    everything(arm)
     assert AttentionInterface._global_mapping == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in side.module.modules())
-    eager = side_of("b", attention="hf:eager")
-    assert any(k.path.endswith("kernel") for k in everything(eager).seen)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.module.modules())
+    eager = arm_of("b", attention="hf:eager")
+    assert any(k.path.endswith("kernel") for k in everything(eager).tensors)
     assert "eager" not in AttentionInterface._global_mapping
 
 
@@ -109,7 +109,7 @@ def test_a_sketch_keeps_the_norm_of_a_difference():
     estimate = (sketch(x) - sketch(y)).norm() / (x - y).norm()
     assert sketch(x).shape == (300, 16) and 0.9 < estimate < 1.1
     assert torch.equal(sketch(x[:, :16]), x[:, :16])
-    seen = run(side_of("a"), BATCH, capture=True).seen
+    seen = run(arm_of("a"), BATCH, capture=True).tensors
     assert seen[Key("forward", "model.layers.0", "output")].values.shape == (21, 16)
 
 
@@ -117,16 +117,16 @@ def test_the_compiled_block_is_wrapped_from_outside():
     from lockstep.execution import compile_blocks
 
     torch._dynamo.reset()
-    side = side_of("a", static_capacity=True)
-    eager = everything(side)
-    watch = compile_blocks(side.module, backend="aot_eager")
-    plain = run(side, BATCH)
+    arm = arm_of("a", static_capacity=True)
+    eager = everything(arm)
+    watch = compile_blocks(arm.module, backend="aot_eager")
+    plain = run(arm, BATCH)
     graphs = watch.report().graphs
-    seen = everything(side).seen
+    seen = everything(arm).tensors
     assert watch.report().graphs == graphs == 1  # looking does not make a graph
     assert "model.layers.0.mlp" not in {k.path for k in seen}
     for key in (Key("forward", "model.layers.1", "output"), Key("backward", "model.layers.0", "output")):
-        assert torch.allclose(seen[key].values, eager.seen[key].values, atol=1e-5)
+        assert torch.allclose(seen[key].values, eager.tensors[key].values, atol=1e-5)
     assert torch.allclose(plain.logprobs, eager.logprobs, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What `lockstep generate`, `score` and `select` share: short flags, settings from a file, progress."""
+"""Shared by `lockstep generate`, `score` and `select`: short flags, settings from a file, progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 def spelt_out(argv: Sequence[str], short: Mapping[str, str]) -> list[str]:
     """`--engine vllm` as `--engine.name vllm`. A short flag of a list may be given several times; its values
     are put together, because of a repeated flag the last one would win in silence."""
-    words: list[str] = []
+    expanded: list[str] = []
     lists: dict[str, list[str]] = {}
     collecting: str | None = None
     for word in argv:
@@ -37,14 +37,14 @@ def spelt_out(argv: Sequence[str], short: Mapping[str, str]) -> list[str]:
                 collecting = full.removesuffix("...")
                 lists.setdefault(collecting, []).extend([value] if equals else [])
             else:
-                words.append(full + equals + value)
+                expanded.append(full + equals + value)
         elif collecting is not None:
             lists[collecting].append(word)
         else:
-            words.append(word)
+            expanded.append(word)
     for full, values in lists.items():
-        words += [full, *values]
-    return words
+        expanded += [full, *values]
+    return expanded
 
 
 def from_file(source: str | None, model: type[AnyConfig], *, start: Mapping[str, Any]) -> AnyConfig:
@@ -131,7 +131,7 @@ class Rows:
             self._bar.stop()
 
     def __call__(self, done: int, expected: int) -> None:
-        """So many rows are there."""
+        """Show that `done` rows of `expected` are done."""
         if self._quiet:
             return
         if self._bar is not None:

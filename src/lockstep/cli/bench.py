@@ -39,9 +39,9 @@ FLAG_OF: Mapping[str, str] = {
 }
 """Setting of lockstep train grpo that --set leaves alone -> the flags that decide it."""
 MOST_TOKENS = 8192
-"""Of a micro-batch, where --token-budget does not say."""
+"""Token budget of a micro-batch without --token-budget."""
 MOST_SAMPLES = 65_536
-"""More than this is a mistake in --prompts or --group."""
+"""The most samples: more are a mistake in --prompts or --group."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def usage() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep bench step`."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep bench step",
         description="Measure one RL step of the same work in several ways: each in processes of its own, in "
         "turns, beside\nthe first of them.\n\nA cell is a name such as fsdp2+compile+native+invariant: "
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    cells = made.add_argument_group("which cells")
+    cells = parser.add_argument_group("which cells")
     cells.add_argument("--cells", metavar="LIST", help="cells joined by commas, in this order (eager+hf)")
     for axis, values in AXES.items():
         cells.add_argument(
@@ -88,9 +88,9 @@ def parser() -> argparse.ArgumentParser:
         "--ranks", type=arguments.ranks, metavar="N", help="of backends with ranks (all GPUs, or 2)"
     )
     cells.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
-    _work_flags(made.add_argument_group("of what work"))
-    _output_flags(made.add_argument_group("measuring and output"))
-    return made
+    _work_flags(parser.add_argument_group("of what work"))
+    _output_flags(parser.add_argument_group("measuring and output"))
+    return parser
 
 
 def _work_flags(group: Any) -> None:
@@ -183,7 +183,7 @@ def step(argv: Sequence[str]) -> int:
 
 
 def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions:
-    """What the flags say.
+    """The options of the flags.
 
     Raises:
         ConfigError: a value that cannot be right, named with its flag.
@@ -228,9 +228,11 @@ def _cells(args: argparse.Namespace) -> list[BenchCell]:
     lists = {axis: getattr(args, axis) for axis in AXES}
     if args.cells is None:
         return product(lists)
-    given = [axis for axis, text in lists.items() if text is not None]
-    if given:
-        raise ConfigError(f"--cells and --{given[0]} exclude each other; give the cells, or lists of values")
+    lists_given = [axis for axis, text in lists.items() if text is not None]
+    if lists_given:
+        raise ConfigError(
+            f"--cells and --{lists_given[0]} exclude each other; give the cells, or lists of values"
+        )
     return parse_cells(args.cells)
 
 
@@ -251,7 +253,7 @@ def _work(args: argparse.Namespace) -> BenchWork:
 
 
 def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: str) -> Any:
-    """What all cells share, as a run of `lockstep train grpo`."""
+    """The run that all cells share, as one of `lockstep train grpo`."""
     from lockstep.config.load import load_run
 
     budget = args.token_budget or max(args.longest, min(sum(work.lengths()), MOST_TOKENS))
@@ -285,14 +287,14 @@ def _run(args: argparse.Namespace, *, work: BenchWork, device: str, attention: s
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
     from lockstep.config.load import parse_value
 
-    found = {}
+    overrides = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set {word!r}: write NAME=VALUE, such as engine.max_batch=64")
         _check_settable(name)
-        found[name] = parse_value(text, origin=f"--set {name}")
-    return found
+        overrides[name] = parse_value(text, origin=f"--set {name}")
+    return overrides
 
 
 def _check_settable(name: str) -> None:

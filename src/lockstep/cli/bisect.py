@@ -29,7 +29,7 @@ _TEXTS = ("--a", "--b")
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: no difference beyond tolerance (no crash), 1: there is one.
+    """Run the command; 0: no difference beyond tolerance (no crash), 1: there is one.
 
     Raises:
         ConfigError, RecordingError, ModelError: before the first forward.
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
 
     recording = Recording.open(where)
     options = {
-        name: replay_cli.make_options(found, recording, replay_cli.cell_fields(found))
-        for name, found in parsed.items()
+        name: replay_cli.make_options(cell_args, recording, replay_cli.cell_fields(cell_args))
+        for name, cell_args in parsed.items()
     }
     if options["a"].cell == options["b"].cell and not args.crash:
         raise ConfigError("--a and --b are the same cell; name a flag in which they differ")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split_recording(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(RECORDING, flags): it comes first, so that a shared flag's value is not taken for it."""
+    """Split (RECORDING, flags): the recording comes first, so that no shared flag's value is taken for it."""
     words = list(argv)
     if words and not words[0].startswith("-"):
         return words[0], words[1:]
@@ -65,16 +65,16 @@ def split_recording(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """`--a TEXT` as `--a=TEXT`: argparse takes a TEXT such as "--packing" for a flag."""
-    found: list[str] = []
+    """Rewrite `--a TEXT` as `--a=TEXT`: argparse takes a TEXT such as "--packing" for a flag."""
+    joined: list[str] = []
     waiting = False
     for word in words:
         if waiting:
-            found[-1] += f"={word}"
+            joined[-1] += f"={word}"
         else:
-            found.append(word)
+            joined.append(word)
         waiting = not waiting and word in _TEXTS
-    return found
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,12 +118,12 @@ def _replay_args(name: str, text: str, shared: Sequence[str]) -> argparse.Namesp
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"--{name} {text!r}: {error}") from error
-    found = parser.parse_args([*words, *shared])
-    if found.recording is not None:
+    args = parser.parse_args([*words, *shared])
+    if args.recording is not None:
         raise ConfigError(
-            f"{found.recording!r} is no flag; the recording comes first: lockstep bisect RECORDING"
+            f"{args.recording!r} is no flag; the recording comes first: lockstep bisect RECORDING"
         )
-    return found
+    return args
 
 
 def _fresh(out: Path | None) -> Path:
@@ -142,7 +142,7 @@ def _bisect(
     recording: Recording, options: dict[str, ReplayOptions], out: Path, args: argparse.Namespace
 ) -> int:
     from lockstep.lab.bisect import report
-    from lockstep.lab.bisect.arms import InputDifference, SideFailed
+    from lockstep.lab.bisect.arms import ArmFailed, InputDifference
     from lockstep.lab.bisect.cells import OpenCells
     from lockstep.lab.bisect.documents import exact
     from lockstep.lab.bisect.repro import write_repro
@@ -150,18 +150,21 @@ def _bisect(
 
     say = _say(args)
     cells = OpenCells(recording, options["a"], options["b"])
-    for name, statement in zip("ab", cells.statements(), strict=True):
-        say(f"{name}: {statement}")
+    for name, description in zip("ab", cells.weights_descriptions(), strict=True):
+        say(f"{name}: {description}")
 
-    def progress(index: int, found: InputDifference) -> None:
-        say(f"input {index}: logprobs {found.logprob:.3g} nats, gradients {found.gradient:.3g} relative")
+    def progress(index: int, difference: InputDifference) -> None:
+        say(
+            f"input {index}: logprobs {difference.logprob:.3g} nats, "
+            f"gradients {difference.gradient:.3g} relative"
+        )
 
     try:
         result = bisect(cells.a, cells.b, cells.inputs(), tolerance=args.tolerance, progress=progress)
-    except SideFailed as failure:
-        say(f"input {failure.index}: cell {failure.side} fails ({failure.__cause__}); looking for its crash")
+    except ArmFailed as failure:
+        say(f"input {failure.index}: cell {failure.arm} fails ({failure.__cause__}); looking for its crash")
         del cells
-        return _crash(recording, options[failure.side], out, args, index=failure.index)
+        return _crash(recording, options[failure.arm], out, args, index=failure.index)
     repro = ""
     if result.finding is not None and result.index is not None:
         repro = str(write_repro(result.finding, exact(recording[result.index].batch), out))
@@ -190,10 +193,10 @@ def _crash(
         options = dataclasses.replace(options, inputs=(index,), steps=None, max_inputs=None, shuffle=False)
     search = CrashSearch(max_trials=args.max_trials, seconds=args.trial_timeout)
     say = _say(args)
-    found = find_crash(recording, options, out, search=search, progress=say)
-    for line in [] if found is None else report.crash_lines(found):
+    finding = find_crash(recording, options, out, search=search, progress=say)
+    for line in [] if finding is None else report.crash_lines(finding):
         say(line)
-    return _conclude(report.crash_markdown(found), report.crash_dict(found), out, args)
+    return _conclude(report.crash_markdown(finding), report.crash_dict(finding), out, args)
 
 
 def _conclude(markdown: str, values: dict[str, Any], out: Path, args: argparse.Namespace) -> int:

@@ -151,25 +151,25 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
         raise CheckpointError(f"{error}; choose another --checkpoint") from error
     with opened as stored, torch.no_grad():
         weights = stored.weights()
-        wrong = [n for n, read in weights.items() if n not in own or own[n].shape != read.shape]
+        wrong = [n for n, load in weights.items() if n not in own or own[n].shape != load.shape]
         missing = sorted(trained - weights.keys())
         if wrong or missing:
             raise CheckpointError(
                 f"{directory} does not fit the run's model: {len(wrong)} unknown or misshapen weights "
                 f"{wrong[:3]}, {len(missing)} missing {missing[:3]}"
             )
-        for name, read in weights.items():
-            own[name].copy_(read())
+        for name, load in weights.items():
+            own[name].copy_(load())
 
 
 def _complete(run_dir: Path) -> list[Path]:
     """Finished checkpoints; one that is being written has another name or no complete.json yet."""
-    found = (run_dir / "checkpoints").glob("step-*")
-    return [p for p in found if p.name.removeprefix("step-").isdecimal() and (p / _COMPLETE).is_file()]
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return [p for p in folders if p.name.removeprefix("step-").isdecimal() and (p / _COMPLETE).is_file()]
 
 
 def _sequence(checkpoint: Path) -> int:
-    """When the checkpoint was saved, counted in saves of the run."""
+    """The position of the checkpoint among the saves of the run."""
     value = read_json(checkpoint / _COMPLETE, CheckpointError, root=checkpoint)
     sequence = value.get("sequence") if isinstance(value, dict) else None
     if not isinstance(sequence, int):

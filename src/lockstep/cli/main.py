@@ -51,7 +51,7 @@ _MACHINE = frozenset(
 )
 """Errors of the system that say something about the machine or a name, and nothing about our code."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n|\Z)")
-"""But for line ends and tabs, which a prompt may have."""
+"""Control characters except line ends and tabs, which a prompt may have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, *rest: str) -> int:
-    """The exit status of one command, whose errors are shown."""
+    """Run one command, show its errors, and return the exit status."""
     try:
         _check_arguments((command, *rest))
         _check_launcher()

@@ -36,28 +36,28 @@ _PASSED_ON = {
 }
 """Flags of `lockstep replay` that all cells share."""
 _BASE = ("model", "dtype", "num_layers", "padding_side", "activation_checkpointing")
-"""Flags that say what the cells have in common, as fields of a cell."""
+"""Flags of the fields that all cells have in common."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep matrix`."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep matrix",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument(
+    parser.add_argument(
         "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
     )
-    _cell_flags(made.add_argument_group("which cells"))
-    shared = made.add_argument_group("what all cells share (as in lockstep replay)")
+    _cell_flags(parser.add_argument_group("which cells"))
+    shared = parser.add_argument_group("what all cells share (as in lockstep replay)")
     for flag, (metavar, text) in _PASSED_ON.items():
         shared.add_argument(flag, metavar=metavar, help=text)
     shared.add_argument("--backward", action=_SWITCH, default=True, help="compute gradients")
     shared.add_argument("--trust-remote-code", action="store_true", help="run code of a hub model")
-    _work_flags(made.add_argument_group("how"))
-    return made
+    _work_flags(parser.add_argument_group("how"))
+    return parser
 
 
 def _cell_flags(group: Any) -> None:
@@ -212,31 +212,31 @@ def _list_axes() -> int:
 
 def diff_parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep matrix diff`."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep matrix diff",
         description="What changed from matrix A to matrix B. Exit status 1: a cell that worked does not, or "
         "one that agreed with its reference does not.",
         allow_abbrev=False,
     )
-    made.add_argument("a", type=arguments.path, metavar="A", help="folder or matrix.json, the older one")
-    made.add_argument("b", type=arguments.path, metavar="B", help="the newer one")
-    made.add_argument(
+    parser.add_argument("a", type=arguments.path, metavar="A", help="folder or matrix.json, the older one")
+    parser.add_argument("b", type=arguments.path, metavar="B", help="the newer one")
+    parser.add_argument(
         "--threshold",
         type=arguments.above_zero,
         default=0.1,
         metavar="X",
         help="tell a change of speed above this (0.1)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--grew",
         type=arguments.above_zero,
         default=2.0,
         metavar="X",
         help="tell differences X times as large (2)",
     )
-    made.add_argument("--all", action="store_true", help="show cells that are as they were, too")
-    made.add_argument("--json", type=arguments.path, metavar="FILE", help="write the changes to this file")
-    return made
+    parser.add_argument("--all", action="store_true", help="show cells that are as they were, too")
+    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="write the changes to this file")
+    return parser
 
 
 def _diff(argv: Sequence[str]) -> int:
@@ -246,20 +246,20 @@ def _diff(argv: Sequence[str]) -> int:
     from lockstep.lab.matrix.diff import diff_matrices, show_diff
     from lockstep.lab.matrix.result import read_matrix
 
-    found = diff_matrices(
+    diff = diff_matrices(
         read_matrix(args.a), read_matrix(args.b), speed_threshold=args.threshold, grew=args.grew
     )
-    show_diff(found, _console(), everything=args.all)
+    show_diff(diff, _console(), everything=args.all)
     if args.json is not None:
-        write_json(args.json, found.as_dict())
-    echo(found.verdict)
-    return int(bool(found.regressions))
+        write_json(args.json, diff.as_dict())
+    echo(diff.verdict)
+    return int(bool(diff.regressions))
 
 
 def _go_on(argv: Sequence[str], out: Path) -> str:
     words = list(argv) + ([] if "--resume" in argv else ["--resume"])
-    given = any(word == "--out" or word.startswith("--out=") for word in argv)
-    return shlex.join(["lockstep", "matrix", *words, *([] if given else ["--out", str(out)])])
+    has_out = any(word == "--out" or word.startswith("--out=") for word in argv)
+    return shlex.join(["lockstep", "matrix", *words, *([] if has_out else ["--out", str(out)])])
 
 
 def _console() -> PlainConsole:

@@ -71,7 +71,7 @@ def usage() -> str:
 def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep parity train`."""
     options = "\n".join(f"  {name:<12} {text}" for name, text in OPTIONS.items())
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep parity train",
         description="Train each stack in processes of its own, from the same weights, data order and seed, "
         "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], NAME local, "
@@ -83,10 +83,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _stack_flags(made.add_argument_group("which stacks"))
-    _work_flags(made.add_argument_group("on what"))
-    _output_flags(made.add_argument_group("verdict and output"))
-    return made
+    _stack_flags(parser.add_argument_group("which stacks"))
+    _work_flags(parser.add_argument_group("on what"))
+    _output_flags(parser.add_argument_group("verdict and output"))
+    return parser
 
 
 def _stack_flags(group: Any) -> None:
@@ -191,7 +191,7 @@ def train(argv: Sequence[str]) -> int:
 
 
 def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, command: str = "") -> ParityOptions:
-    """What flags and environment say; flags win.
+    """The options of flags and environment; flags win.
 
     Raises:
         ConfigError: a value that cannot be right, named with its flag or variable.
@@ -238,12 +238,12 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
 
 
 def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
-    """Fill in what no flag has given; returns one line of what was taken.
+    """Fill in settings that no flag gives from the environment; return a line about them.
 
     Raises:
         ConfigError: a variable whose value cannot be right.
     """
-    taken = []
+    settings = []
     kinds: dict[str, Callable[[str], Any]] = {
         "gpus": arguments.positive,
         "max_samples": arguments.positive,
@@ -257,21 +257,21 @@ def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> li
             setattr(args, argument, kinds.get(argument, str)(environ[name]))
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"{name} in the environment: {error}; correct it, or give {flag}") from error
-        taken.append(f"{name}={environ[name]}")
+        settings.append(f"{name}={environ[name]}")
     if args.stacks is None:
         sizes = {"tp": 2, "ring": 2}
         for axis, name in (("tp", "TP_SIZE"), ("ring", "RING_SIZE")):
             if environ.get(name, ""):
                 sizes[axis] = _size(name, environ[name])
-                taken.append(f"{name}={environ[name]}")
+                settings.append(f"{name}={environ[name]}")
         args.stacks = _usual_stacks(**sizes)
     if args.skip is None:
         args.skip = []
         for name in sorted(environ):
             if name.startswith(_SKIP) and _is_on(name, environ[name]):
                 args.skip += parse_skip(_skip_word(name), source=name)
-                taken.append(f"{name}={environ[name]}")
-    return [f"from the environment: {', '.join(taken)}"] if taken else []
+                settings.append(f"{name}={environ[name]}")
+    return [f"from the environment: {', '.join(settings)}"] if settings else []
 
 
 def _usual_stacks(*, tp: int, ring: int) -> str:
@@ -306,7 +306,7 @@ def _is_on(name: str, text: str) -> bool:
 
 
 def device_of(name: str) -> tuple[str, int]:
-    """(device, GPUs that there are)."""
+    """Return (device, number of GPUs)."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

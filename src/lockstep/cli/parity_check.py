@@ -23,25 +23,25 @@ USUAL = ("local", *DEFAULT_STACKS, "deepspeed:zero3", "deepspeed:zero3+deepcompi
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep parity check",
         description="Validate the installation without a GPU: imports, the interface of each train backend, "
         "the sizes that divide a model, and which stacks this machine could run. Exit status 1: an import or "
         "an interface is broken, or a stack of --stacks cannot run.",
         allow_abbrev=False,
     )
-    made.add_argument(
+    parser.add_argument(
         "--model", default="bundled:smollm2-135m", metavar="NAME", help="(bundled:smollm2-135m)"
     )
-    made.add_argument("--stacks", metavar="LIST", help=f"({','.join(USUAL)})")
-    made.add_argument("--gpus", type=arguments.ranks, metavar="N", help="ranks of each stack")
-    made.add_argument("--json", type=arguments.path, metavar="FILE", help="the findings, machine-readable")
-    made.add_argument("--quiet", action="store_true", help="print the verdict only")
-    return made
+    parser.add_argument("--stacks", metavar="LIST", help=f"({','.join(USUAL)})")
+    parser.add_argument("--gpus", type=arguments.ranks, metavar="N", help="ranks of each stack")
+    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="the findings, machine-readable")
+    parser.add_argument("--quiet", action="store_true", help="print the verdict only")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """0: sound. Raises ConfigError for a stack that is none."""
+    """Run the checks; 0: no problem. Raises ConfigError for an unknown stack."""
     args = parser().parse_args(list(argv))
     check_writable(args.json)
     stacks = parse_stacks(args.stacks or ",".join(USUAL))
@@ -51,16 +51,16 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.lab.train_parity.check import check_all
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = check_all(stacks, model=model, gpus=args.gpus, device_count=count)
+    findings = check_all(stacks, model=model, gpus=args.gpus, device_count=count)
     if not args.quiet:
-        _show(found)
-    wrong = [f for f in found if f.status == "problem" or (args.stacks and f.status == "refused")]
-    runnable = [f for f in found if f.kind == "stack" and f.status == "ok"]
+        _show(findings)
+    wrong = [f for f in findings if f.status == "problem" or (args.stacks and f.status == "refused")]
+    runnable = [f for f in findings if f.kind == "stack" and f.status == "ok"]
     verdict = f"parity check: {len(runnable)} of {len(stacks)} stacks could run here"
     if wrong:
         verdict += "; " + "; ".join(_brief(f) for f in wrong)
     if args.json is not None:
-        values = [dataclasses.asdict(f) for f in found]
+        values = [dataclasses.asdict(f) for f in findings]
         write_json(args.json, {"ok": not wrong, "verdict": verdict, "findings": values})
     echo(verdict)
     return int(bool(wrong))
@@ -74,7 +74,7 @@ def _brief(finding: Finding) -> str:
     )
 
 
-def _show(found: Sequence[Finding]) -> None:
+def _show(findings: Sequence[Finding]) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -85,7 +85,7 @@ def _show(found: Sequence[Finding]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for head in ("what", "name", "status", "detail"):
         table.add_column(head, overflow="fold", no_wrap=head in ("what", "status"))
-    for finding in found:
+    for finding in findings:
         cells = (finding.kind, finding.name, finding.status, finding.detail)
         what, name, status, detail = (Text(printable_lines(cell)) for cell in cells)
         status.stylize(styles[finding.status])

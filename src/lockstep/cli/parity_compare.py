@@ -13,29 +13,33 @@ from lockstep.observe.text import echo
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep parity compare",
         description="Compare the losses of two runs: run directories, metrics.jsonl, TensorBoard event files "
         "or folders, trainer_state.json, text logs. Exit status 1: a loss differs by more than the "
         "threshold, or is not finite.",
         allow_abbrev=False,
     )
-    made.add_argument("a", type=arguments.path, metavar="A", help="the run that differences are relative to")
-    made.add_argument("b", type=arguments.path, metavar="B", help="the other one")
-    made.add_argument(
+    parser.add_argument(
+        "a", type=arguments.path, metavar="A", help="the run that differences are relative to"
+    )
+    parser.add_argument("b", type=arguments.path, metavar="B", help="the other one")
+    parser.add_argument(
         "--threshold",
         type=arguments.above_zero,
         default=0.05,
         metavar="X",
         help="largest relative difference (0.05)",
     )
-    made.add_argument("--key", metavar="NAME", help="the key or tag to take from both (a loss is looked for)")
-    made.add_argument("--key-b", metavar="NAME", help="that of B, where it is another")
-    made.add_argument("--common", action="store_true", help="compare the steps that both have")
-    made.add_argument("--plot", type=arguments.path, metavar="FILE", help="draw both curves into this PNG")
-    made.add_argument("--json", type=arguments.path, metavar="FILE", help="the result, machine-readable")
-    made.add_argument("--quiet", action="store_true", help="print the verdict only")
-    return made
+    parser.add_argument(
+        "--key", metavar="NAME", help="the key or tag to take from both (a loss is looked for)"
+    )
+    parser.add_argument("--key-b", metavar="NAME", help="that of B, where it is another")
+    parser.add_argument("--common", action="store_true", help="compare the steps that both have")
+    parser.add_argument("--plot", type=arguments.path, metavar="FILE", help="draw both curves into this PNG")
+    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="the result, machine-readable")
+    parser.add_argument("--quiet", action="store_true", help="print the verdict only")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
 
     a = read_losses(args.a, key=args.key)
     b = read_losses(args.b, key=args.key_b or args.key)
-    found = compare_losses(a, b, threshold=args.threshold, common=args.common)
+    comparison = compare_losses(a, b, threshold=args.threshold, common=args.common)
     if not args.quiet:
-        show(found, console())
+        show(comparison, console())
     if args.plot is not None:
-        drawn = plot(found, args.plot)
+        drawn = plot(comparison, args.plot)
         if not args.quiet:
             echo(f"{args.plot}, drawn by {'matplotlib' if drawn == 'matplotlib' else 'Pillow'}")
     if args.json is not None:
-        write_json(args.json, found.as_dict())
-    echo(found.verdict)
-    return 0 if found.ok else 1
+        write_json(args.json, comparison.as_dict())
+    echo(comparison.verdict)
+    return 0 if comparison.ok else 1

@@ -23,7 +23,7 @@ DEFAULT_ENGINES = "hf,vllm"
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep parity engines",
         description="Ask several inference engines the same, each in a process of its own beside a trainer, "
         "and compare:\ngreedy tokens with the first engine's, logprobs with the trainer's, ids, stops, seeds "
@@ -33,10 +33,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _engine_flags(made.add_argument_group("which engines"))
-    _work_flags(made.add_argument_group("on what"))
-    _output_flags(made.add_argument_group("verdict and output"))
-    return made
+    _engine_flags(parser.add_argument_group("which engines"))
+    _work_flags(parser.add_argument_group("on what"))
+    _output_flags(parser.add_argument_group("verdict and output"))
+    return parser
 
 
 def _engine_flags(group: Any) -> None:
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptions:
-    """What the flags say, prompts included.
+    """The options of the flags, prompts included.
 
     Raises:
         ConfigError, DataError, ModelError: a value that cannot be right.
@@ -215,7 +215,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
 def parse_engines(
     text: str, *, python: Sequence[str] = (), url: Sequence[str] = (), option: Sequence[str] = ()
 ) -> list[EngineChoice]:
-    """The engines of `--engines`, with what the other flags say about them.
+    """Parse the engines of `--engines`, with the settings of the other flags.
 
     Raises:
         ConfigError: an engine or a setting that cannot be, named with its flag.

@@ -181,7 +181,7 @@ def _check_new(out: Path) -> None:
 
 
 Result = tuple[dict[str, Any], int, str]
-"""JSON, exit status, verdict."""
+"""A command's result: JSON, exit status, verdict."""
 
 
 # --- info ---------------------------------------------------------------------------------------------------
@@ -192,17 +192,17 @@ def info(args: Info) -> Result:
     from lockstep.recording import Recording
 
     recording = Recording.open(args.path)
-    found = describe(recording)
-    for name, value in found.items():
+    facts = describe(recording)
+    for name, value in facts.items():
         text = f"{value[0]} to {value[1]}" if name == "steps" else _plain(value)
         head = f"{name.replace('_', ' '):>21}  "
         echo(textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
     end = "" if recording.closed else "; its run still records, or ended in the middle"
-    return found, 0, f"recording: {len(recording)} inputs, {found['tokens']:,} tokens, {recording.path}{end}"
+    return facts, 0, f"recording: {len(recording)} inputs, {facts['tokens']:,} tokens, {recording.path}{end}"
 
 
 def describe(recording: Recording) -> dict[str, Any]:
-    """What `info` prints; JSON values."""
+    """The values that `info` prints, for JSON."""
     header, metas = recording.header, recording.metas
     stored = Counter(name for i in range(len(recording)) for name in recording.stored(i))
     outputs = [recording.outputs_of(i) for i in range(len(recording))]
@@ -249,14 +249,14 @@ def percentiles(values: Sequence[int]) -> dict[str, int]:
 
 
 def weights_of(recording: Recording) -> dict[str, Any]:
-    """How many inputs have their weights at hand, by folder; no file of weights is read."""
-    named = Counter(meta.checkpoint for meta in recording.metas if meta.checkpoint is not None)
-    there = {name for name in named if (recording.path / name / "model.safetensors").is_file()}
+    """Count the inputs whose weights are stored, by folder; no file of weights is read."""
+    counts = Counter(meta.checkpoint for meta in recording.metas if meta.checkpoint is not None)
+    stored = {name for name in counts if (recording.path / name / "model.safetensors").is_file()}
     return {
         "fingerprints": len({meta.weights for meta in recording.metas} - {None}),
-        "inputs_with_stored_weights": sum(count for name, count in named.items() if name in there),
-        "folders": sorted(there),
-        "missing": sorted(set(named) - there),
+        "inputs_with_stored_weights": sum(count for name, count in counts.items() if name in stored),
+        "folders": sorted(stored),
+        "missing": sorted(set(counts) - stored),
     }
 
 
@@ -391,8 +391,8 @@ def show(args: Show) -> Result:
         if outputs is None or outputs.logprobs is None
         else outputs.logprobs[: batch.num_tokens].tolist(),
     }
-    told = "" if decoder is not None else f"; ids only ({why})"
-    return result, 0, f"show: input {args.index} of {len(recording)}, {batch.num_tokens} tokens{told}"
+    note = "" if decoder is not None else f"; ids only ({why})"
+    return result, 0, f"show: input {args.index} of {len(recording)}, {batch.num_tokens} tokens{note}"
 
 
 def find_decoder(header: RecordingHeader) -> tuple[Decoder | None, str]:
@@ -450,10 +450,10 @@ def _edited(name: str, edited: Edited, of: str) -> Result:
     return asdict(edited), 0, verdict
 
 
-def _as_argument(flag: str, read: Callable[[str], Any], text: str) -> Any:
+def _as_argument(flag: str, parse: Callable[[str], Any], text: str) -> Any:
     """What `read`, a type of argparse's, makes of the flag's text. Raises ConfigError."""
     try:
-        return read(text)
+        return parse(text)
     except (argparse.ArgumentTypeError, ValueError) as error:  # the latter: thousands of digits
         raise ConfigError(f"{flag} {error}") from None
 

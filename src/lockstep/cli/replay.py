@@ -26,20 +26,20 @@ _SWITCH = argparse.BooleanOptionalAction
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lockstep replay",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    made.add_argument(
+    parser.add_argument(
         "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
     )
-    _input_flags(made.add_argument_group("which inputs"))
-    _cell_flags(made.add_argument_group("under what (default: as recorded, resolved for this device)"))
-    _work_flags(made.add_argument_group("what is done"))
-    _output_flags(made.add_argument_group("output"))
-    return made
+    _input_flags(parser.add_argument_group("which inputs"))
+    _cell_flags(parser.add_argument_group("under what (default: as recorded, resolved for this device)"))
+    _work_flags(parser.add_argument_group("what is done"))
+    _output_flags(parser.add_argument_group("output"))
+    return parser
 
 
 def _input_flags(group: Any) -> None:
@@ -176,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[Recording, ReplayOptions]:
-    """The recording and the options that the arguments of `lockstep replay` mean.
+    """Open the recording and resolve the options of the arguments of `lockstep replay`.
 
     Raises:
         SystemExit: 0 after --help; 2 after telling about an unknown flag or a value of the wrong type.
@@ -187,11 +187,11 @@ def parse(argv: Sequence[str]) -> tuple[Recording, ReplayOptions]:
 
 def open_options(args: argparse.Namespace) -> tuple[Recording, ReplayOptions]:
     """Open the recording, and resolve the cell for this device."""
-    given = cell_fields(args)
+    overrides = cell_fields(args)
     from lockstep.recording import Recording
 
     recording = Recording.open(args.recording)
-    return recording, make_options(args, recording, given)
+    return recording, make_options(args, recording, overrides)
 
 
 def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -204,15 +204,15 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--flash-attn and --attention both choose the kernel; give one of them")
     modes = {"--compile": args.compile is not None, "--joint": args.joint, "--deepcompile": args.deepcompile}
     if sum(modes.values()) > 1:
-        both = " and ".join(name for name, given in modes.items() if given)
+        both = " and ".join(name for name, fields in modes.items() if fields)
         raise ConfigError(f"{both} both choose the execution mode; give one of them")
     if args.optimizer_step and not args.backward:
         raise ConfigError("--optimizer-step needs gradients; leave --no-backward out")
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if args.preset == "all-off":
         from lockstep.lab.replay.cell import ALL_OFF
 
-        given |= ALL_OFF
+        fields |= ALL_OFF
     for name in (
         "attention",
         "padding_side",
@@ -225,26 +225,28 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         "ranks",
     ):
         value = getattr(args, name)
-        given |= {} if value is None else {name: value}
+        fields |= {} if value is None else {name: value}
     if args.flash_attn is not None:
-        given["attention"] = "varlen" if args.flash_attn else "sdpa"
+        fields["attention"] = "varlen" if args.flash_attn else "sdpa"
     if args.compile is not None:
-        given["execution"] = "compile" if args.compile else "eager"
+        fields["execution"] = "compile" if args.compile else "eager"
     if args.joint:
-        given["execution"] = "joint"
+        fields["execution"] = "joint"
     if args.deepcompile:
-        given["execution"] = "deepcompile"
+        fields["execution"] = "deepcompile"
     if args.packing is not None:
-        given["layout"] = "packed" if args.packing else "padded"
-    return given
+        fields["layout"] = "packed" if args.packing else "padded"
+    return fields
 
 
-def make_options(args: argparse.Namespace, recording: Recording, given: Mapping[str, Any]) -> ReplayOptions:
+def make_options(
+    args: argparse.Namespace, recording: Recording, overrides: Mapping[str, Any]
+) -> ReplayOptions:
     """The options of the flags, for this recording. Raises ConfigError, RecordingError."""
     from lockstep.lab.replay.cell import resolve_cell
     from lockstep.lab.replay.options import ReplayOptions
 
-    cell, notes = resolve_cell(recording.header, device=args.device, overrides=given)
+    cell, notes = resolve_cell(recording.header, device=args.device, overrides=overrides)
     if args.capacity is not None and (cell.execution == "eager" or cell.layout == "padded"):
         notes += (f"--capacity {args.capacity} changes nothing here: it is for packs of a compiled cell",)
     return ReplayOptions(
@@ -272,14 +274,14 @@ def make_options(args: argparse.Namespace, recording: Recording, given: Mapping[
 
 
 def on_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> bool:
-    """Whether several ranks are asked for, or a launcher has started this process as one of them."""
+    """Whether several ranks are requested, or a launcher started this process as one of them."""
     launched = "RANK" in environ and "WORLD_SIZE" in environ
     several = (args.ranks or 1) > 1
     return launched or several or args.simulate or args.shuffle_inputs or args.local_rank is not None
 
 
 def _indices(text: str) -> tuple[int, ...]:
-    found: list[int] = []
+    indices: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
@@ -287,5 +289,5 @@ def _indices(text: str) -> tuple[int, ...]:
         low, high = int(first), int(last) if dash else int(first)
         if high < low or high - low >= 10**7:
             raise argparse.ArgumentTypeError(f"{part!r} is no range of inputs; write it like 10-20")
-        found += range(low, high + 1)
-    return tuple(found)
+        indices += range(low, high + 1)
+    return tuple(indices)

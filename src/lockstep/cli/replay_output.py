@@ -36,7 +36,7 @@ class Progress:
             self._bar.stop()
 
     def ready(self, replayer: Replayer) -> None:
-        """The first input comes next."""
+        """Start the display: the first input comes next."""
         if not self._live:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -56,7 +56,7 @@ class Progress:
         self._task = self._bar.add_task("replay", total=len(replayer.order), last="")
 
     def row(self, row: ReplayRow, done: int, total: int) -> None:
-        """An input is done."""
+        """Show that an input is done."""
         from lockstep.lab.replay.results import row_text
 
         if self._quiet:
@@ -74,7 +74,7 @@ class Progress:
 
 
 def conclude(result: ReplayResult, files: ReplayFiles, *, copy: Path | None, quiet: bool) -> int:
-    """Print what came of it; the exit status."""
+    """Print the summary; return the exit status."""
     from lockstep.lab.replay.summary import closing
 
     if copy is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def main(
     args: argparse.Namespace, argv: Sequence[str], recording: Recording, options: ReplayOptions, out: Path
 ) -> int:
-    """The exit status. argv: what followed `lockstep replay`."""
+    """Replay on several ranks; return the exit status. argv: the arguments after `lockstep replay`."""
     if in_launcher():
         return _as_rank(args, recording, options, out)
     if options.cell.ranks > 1 and not options.simulate:
@@ -32,8 +32,10 @@ def main(
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
-        with Progress(files, quiet=args.quiet) as shown, quiet_transformers():
-            result = replay_simulated(recording, options, files=files, on_ready=shown.ready, on_row=shown.row)
+        with Progress(files, quiet=args.quiet) as progress, quiet_transformers():
+            result = replay_simulated(
+                recording, options, files=files, on_ready=progress.ready, on_row=progress.row
+            )
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:
         files.close()
@@ -57,15 +59,17 @@ def _as_rank(args: argparse.Namespace, recording: Recording, options: ReplayOpti
 def _as_first(
     args: argparse.Namespace, recording: Recording, options: ReplayOptions, ranks: RankContext, out: Path
 ) -> int:
-    """Rank 0 shows what happens, and concludes for all."""
+    """Run rank 0, which shows progress and prints the result of all ranks."""
     from lockstep.lab.replay.ranks import RankSetup, replay_ranks
     from lockstep.lab.replay.results import ReplayFiles
 
     files = ReplayFiles(out, echo=arguments.nothing if args.quiet else print)
     try:
-        with Progress(files, quiet=args.quiet) as shown:
+        with Progress(files, quiet=args.quiet) as progress:
             setup = RankSetup(ranks, out, files=files, checked=not args.no_guard)
-            result = replay_ranks(recording, options, setup=setup, on_ready=shown.ready, on_row=shown.row)
+            result = replay_ranks(
+                recording, options, setup=setup, on_ready=progress.ready, on_row=progress.row
+            )
         return conclude(result, files, copy=args.json, quiet=args.quiet)
     finally:
         files.close()

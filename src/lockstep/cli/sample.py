@@ -69,14 +69,14 @@ def main(argv: Sequence[str]) -> int:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise ConfigError(f"{flag} must be at least 1, and at most {arguments.MOST:,}")
     check_writable(args.json)
-    given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    given = {name: value for name, value in given.items() if value is not None}
-    check_model_flags(args.model, seed=args.seed, sampling=given)
+    overrides = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    check_model_flags(args.model, seed=args.seed, sampling=overrides)
     from lockstep.cli.common_model import open_model
 
     opened = open_model(args.model, checkpoint=args.checkpoint)
     prompts = read_prompts(opened, args)
-    sampling = override(opened.sampling, given)
+    sampling = override(opened.sampling, overrides)
     completions = generate(opened, prompts, sampling, args)
     for prompt, group in zip(prompts, completions, strict=True):
         show(prompt, group)

@@ -20,7 +20,7 @@ from lockstep.observe.text import echo
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when something was selected.
+    """Select samples; 0 when any were selected.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -44,21 +44,21 @@ def main(argv: Sequence[str]) -> int:
         finished=args.finished,
         unique=args.unique,
     )
-    found = select(read_rows(args.data), choice, source=str(args.data))
-    if not found.rows:
+    selection = select(read_rows(args.data), choice, source=str(args.data))
+    if not selection.rows:
         raise DataError(
-            f"no sample of the {found.prompts} prompts in {args.data} is left ({dict(found.left_out)}); "
-            "lower --min-reward, or sample more of each prompt"
+            f"no sample of the {selection.prompts} prompts in {args.data} is left "
+            f"({dict(selection.left_out)}); lower --min-reward, or sample more of each prompt"
         )
-    rows = [sft_row(row) for row in found.rows]
+    rows = [sft_row(row) for row in selection.rows]
     write(args.out, rows)
     result: dict[str, Any] = {
         "data": str(args.data),
         "out": str(args.out),
         "rows": len(rows),
-        "prompts": found.prompts,
-        "chosen_prompts": found.chosen_prompts,
-        "left_out": dict(found.left_out),
+        "prompts": selection.prompts,
+        "chosen_prompts": selection.chosen_prompts,
+        "left_out": dict(selection.left_out),
         "mean_reward": sum(row["reward"] for row in rows) / len(rows),
         "train": train_command(args.out, rows),
     }
@@ -120,7 +120,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def train_command(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """How to train on them: plain-text prompts must not get a chat template now."""
+    """The command that trains on the rows: plain-text prompts must not get a chat template now."""
     plain = any("prompt" in row for row in rows)
     words = ["lockstep", "train", "sft", "--model.name", "MODEL", "--data.source", str(path)]
     return shlex.join([*words, *(["--data.chat-template", "none"] if plain else [])])

@@ -201,8 +201,8 @@ def _is_finished(command: TrainCommand) -> bool:
     """Whether nothing is left to do. Raises ConfigError, DataError, ModelError: it cannot start."""
     from lockstep.loop.preflight import preflight
 
-    found = preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)
-    return found is not None
+    finished = preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)
+    return finished is not None
 
 
 def _check_launcher(command: TrainCommand) -> None:

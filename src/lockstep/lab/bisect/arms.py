@@ -1,4 +1,4 @@
-"""A cell that is ready to run, what it makes of an input, and how far two of them are apart."""
+"""One arm of a bisection: a loaded cell, its outcome on an input, and the difference of two outcomes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep import invariant
 from lockstep.errors import LockstepError, ParityError, TrainError
-from lockstep.lab.bisect.capture import Capture, Key, Seen, reverse_documents, token_rows
+from lockstep.lab.bisect.capture import Capture, CapturedTensor, Key, reverse_documents, token_rows
 from lockstep.lab.bisect.documents import exact, reversed_order
 from lockstep.protocols.train import TokenLoss
 from lockstep.schema.batch import PackedBatch
@@ -31,7 +31,7 @@ _SMALL_GRADIENT = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class Arm:
     """One cell, ready to run."""
 
     name: str
@@ -41,11 +41,11 @@ class Side:
     backend: LocalBackend
     loss: TokenLoss
     fit: Callable[[PackedBatch], PackedBatch] = exact
-    """Gives an exact pack the tail that the cell runs with."""
+    """Adds to an exact pack the tail that the cell runs with."""
     backward: bool = True
     settings_apply: bool = False
-    """It runs under CUDA's settings of batch-invariance (lockstep.invariant.configured)."""
-    eager: Callable[[], Side] | None = None
+    """Whether it runs under CUDA's settings for batch invariance (lockstep.invariant.configured)."""
+    eager: Callable[[], Arm] | None = None
     """The same cell on the same weights without the compiler; None: it is eager."""
 
     @property
@@ -53,39 +53,39 @@ class Side:
         return self.backend.module
 
 
-class SideFailed(LockstepError):
-    """A side raised; what it raised is the cause."""
+class ArmFailed(LockstepError):
+    """An arm raised an exception, which is the cause of this one."""
 
-    def __init__(self, side: str, index: int) -> None:
-        super().__init__(f"cell {side} fails on input {index}")
-        self.side, self.index = side, index
+    def __init__(self, arm: str, index: int) -> None:
+        super().__init__(f"cell {arm} fails on input {index}")
+        self.arm, self.index = arm, index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one side made of one input, in the order of the input's documents."""
+    """The outcome of one arm on one input, in the order of the input's documents."""
 
     logprobs: Tensor
     """[trained tokens] float32, on the host."""
     gradients: Mapping[str, Tensor]
-    seen: Mapping[Key, Seen]
+    tensors: Mapping[Key, CapturedTensor]
     capture: Capture | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputDifference:
-    """Two sides on one input."""
+    """The difference between two arms on one input."""
 
     logprob: float
     """Largest difference of a token's logprob, nats."""
     gradient: float
     """Largest relative difference of a parameter's gradient; 0 without backward."""
     parameter: str
-    """Whose gradient that is."""
+    """The parameter with that difference."""
 
 
 def run(
-    side: Side,
+    arm: Arm,
     batch: PackedBatch,
     *,
     whole: Callable[[Key], bool] | None = None,
@@ -93,44 +93,47 @@ def run(
     capture: bool = False,
     backwards: bool = False,
 ) -> Outcome:
-    """One forward, and backward if the side has one.
+    """Run one forward, and backward if the arm has one.
 
     Args:
         batch: an exact pack on the host.
-        capture: look into the modules; `whole` and `calls`: see Capture.
+        capture: capture the modules' tensors; `whole` and `calls`: see Capture.
         backwards: `batch` is a pack's `reversed_order`; what comes out is in the order of the original.
     """
-    fitted = side.fit(batch)
-    config = side.backend.config
+    fitted = arm.fit(batch)
+    config = arm.backend.config
     lengths = batch.lengths
     rows, shape = token_rows(fitted, layout=config.layout, padding_side=config.padding_side)
     rows = reverse_documents(rows, lengths) if backwards else rows
-    eye = Capture(side.module, rows=rows, shape=shape, whole=whole, calls=calls) if capture else None
-    if eye is not None:
-        with eye:
-            logprobs, gradients = _step(side, fitted)
+    recorder = Capture(arm.module, rows=rows, shape=shape, whole=whole, calls=calls) if capture else None
+    if recorder is not None:
+        with recorder:
+            logprobs, gradients = _step(arm, fitted)
     else:
-        logprobs, gradients = _step(side, fitted)
+        logprobs, gradients = _step(arm, fitted)
     order = torch.arange(fitted.num_tokens)
     order = reverse_documents(order, lengths) if backwards else order
-    kept = order[fitted.loss_mask[order]]
+    trained = order[fitted.loss_mask[order]]
     return Outcome(
-        logprobs=logprobs.cpu()[kept], gradients=gradients, seen=eye.seen if eye else {}, capture=eye
+        logprobs=logprobs.cpu()[trained],
+        gradients=gradients,
+        tensors=recorder.tensors if recorder else {},
+        capture=recorder,
     )
 
 
-def _step(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    with invariant.configured(side.settings_apply):
-        return _computed(side, batch)
+def _step(arm: Arm, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    with invariant.configured(arm.settings_apply):
+        return _computed(arm, batch)
 
 
-def _computed(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    backend = side.backend
-    if not side.backward:
+def _computed(arm: Arm, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    backend = arm.backend
+    if not arm.backward:
         return backend.logprobs([batch], model="policy")[0], {}
     backend.drop_gradients()
     try:
-        stats = backend.forward_backward([batch], side.loss)
+        stats = backend.forward_backward([batch], arm.loss)
         gradients = {name: g.detach().clone() for name, g in backend.live_gradients().items()}
     except TrainError:
         logprobs = backend.logprobs([batch], model="policy")[0]
@@ -143,7 +146,7 @@ def _computed(side: Side, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]
 
 
 def compare(x: Outcome, y: Outcome) -> InputDifference:
-    """Raises ParityError when the two do not have the same tokens."""
+    """Compare two outcomes. Raises ParityError when they do not have the same tokens."""
     if x.logprobs.shape != y.logprobs.shape:
         raise ParityError(
             f"one cell gave {x.logprobs.numel()} logprobs, the other {y.logprobs.numel()}, of the same input"
@@ -158,7 +161,7 @@ def compare(x: Outcome, y: Outcome) -> InputDifference:
 
 
 def gradient_parts(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative difference of every parameter's gradient; a missing gradient counts as zero."""
+    """Compute the relative difference of every parameter's gradient; a missing gradient counts as zero."""
     total = total_norm(x.values())
     parts = {}
     for name in dict.fromkeys([*x, *y]):
@@ -173,24 +176,26 @@ def gradient_parts(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> dict[str
     return parts
 
 
-def differs(a: Side, b: Side, batch: PackedBatch, found: InputDifference, *, tolerance: float | None) -> bool:
+def differs(
+    a: Arm, b: Arm, batch: PackedBatch, difference: InputDifference, *, tolerance: float | None
+) -> bool:
     """Whether an input is beyond tolerance. Documents are reordered only where a floor is exceeded."""
     nats, _, gradient = floors(a, b, tolerance)
-    if found.logprob <= nats and found.gradient <= gradient:
+    if difference.logprob <= nats and difference.gradient <= gradient:
         return False
     if tolerance is not None:
         return True
     noise = _input_noise(a, batch)
     allowed_nats = max(nats, NOISE_FACTOR * noise.logprob)
     allowed_gradient = max(gradient, NOISE_FACTOR * noise.gradient)
-    return not (found.logprob <= allowed_nats and found.gradient <= allowed_gradient)
+    return not (difference.logprob <= allowed_nats and difference.gradient <= allowed_gradient)
 
 
-def _input_noise(a: Side, batch: PackedBatch) -> InputDifference:
+def _input_noise(a: Arm, batch: PackedBatch) -> InputDifference:
     return compare(run(a, batch), run(a, reversed_order(batch), backwards=True))
 
 
-def floors(a: Side, b: Side, tolerance: float | None) -> tuple[float, float, float]:
+def floors(a: Arm, b: Arm, tolerance: float | None) -> tuple[float, float, float]:
     if tolerance is not None:
         return tolerance, tolerance, tolerance
     dtypes = (a.backend.model.dtype, b.backend.model.dtype)

@@ -10,8 +10,8 @@ only a sketch of each tensor is kept (16 random projections per token), from whi
 two captures can be told to some percent; `whole` names the tensors that are kept as they are, and `calls` the
 modules whose arguments are kept.
 
-Inside a compiled block nothing can be seen: a hook there would be traced and would break or change the graph.
-There the block is the grain, and its call is wrapped from outside.
+Nothing inside a compiled block can be captured: a hook there would be traced and would break or change the
+graph. There the block is the grain, and its call is wrapped from outside.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class CapturedTensor:
     """One tensor of one module."""
 
     kind: str
@@ -79,7 +79,7 @@ def token_rows(
     layout: Literal["packed", "padded"],
     padding_side: Literal["left", "right"] = "right",
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Where real tokens are: index [tokens] into the flattened rows, and the (B, L) of the rows."""
+    """Locate real tokens: index [tokens] into the flattened rows, and the (B, L) of the rows."""
     lengths = batch.lengths[: len(batch.sample_ids)]
     if layout == "packed":
         return torch.arange(sum(lengths)), (1, batch.num_slots)
@@ -116,10 +116,10 @@ class Capture:
         whole: Callable[[Key], bool] | None = None,
         calls: frozenset[str] = frozenset(),
     ) -> None:
-        self.seen: dict[Key, Seen] = {}
+        self.tensors: dict[Key, CapturedTensor] = {}
         self.calls: dict[str, Call] = {}
         self.consumers: dict[str, list[str]] = {}
-        """Path -> the modules that were called with its very output."""
+        """Path -> the modules that were called with its output, the same tensor."""
         self.module = module
         device = next(module.parameters()).device
         self._rows, self._shape = rows.to(device), shape
@@ -160,7 +160,7 @@ class Capture:
     # --- where it hooks in ----------------------------------------------------------------------------------
 
     def _wrap_block(self, layer: nn.Module) -> None:
-        """The compiled call itself stays as it is; what torch.nn.Module calls is replaced around it."""
+        """Wrap the call that torch.nn.Module makes; the compiled call itself stays as it is."""
         inner: Any = layer._compiled_call_impl
         name = self._names[id(layer)]
 
@@ -208,9 +208,9 @@ class Capture:
         if _in_backward():
             return
         for value in (*args, *kwargs.values()):
-            found = self._producers.get(id(value)) if isinstance(value, Tensor) else None
-            if found is not None and found[0]() is value:
-                self.consumers.setdefault(found[1], []).append(path)
+            producer = self._producers.get(id(value)) if isinstance(value, Tensor) else None
+            if producer is not None and producer[0]() is value:
+                self.consumers.setdefault(producer[1], []).append(path)
         if path in self._call_paths and path not in self._arguments:
             self._arguments[path] = _flat_arguments(args, kwargs)
 
@@ -231,16 +231,16 @@ class Capture:
             return kernel(module, *args, **kwargs)
         path = f"{self._names.get(id(module), type(module).__name__)}.{KERNEL}"
         kind = f"attention kernel {name.removeprefix('lockstep_')}"
-        named = dict(zip(("q", "k", "v", "attention_mask"), args, strict=False))
+        arguments = dict(zip(("q", "k", "v", "attention_mask"), args, strict=False))
         for letter, long in (("q", "query"), ("k", "key"), ("v", "value")):
-            named.setdefault(letter, kwargs.get(long))
+            arguments.setdefault(letter, kwargs.get(long))
         for letter in "qkv":
-            heads = named[letter].transpose(1, 2)
-            self._see(Key("forward", path, letter), kind, heads, heads.shape[:2], at=named[letter])
+            heads = arguments[letter].transpose(1, 2)
+            self._see(Key("forward", path, letter), kind, heads, heads.shape[:2], at=arguments[letter])
         output = kernel(module, *args, **kwargs)
         self._see(Key("forward", path, "output"), kind, output[0], output[0].shape[:2])
         if path in self._call_paths and path not in self.calls:
-            self._keep_call(path, kind, {**named, **kwargs}, output[0])
+            self._keep_call(path, kind, {**arguments, **kwargs}, output[0])
         return output
 
     def _see(
@@ -248,7 +248,7 @@ class Capture:
     ) -> None:
         """Record `tensor` [B, L, ...], and its gradient when it comes; `at`: the tensor that gets it, of
         which `tensor` is a view with its second and third axis swapped."""
-        if tuple(lead) != self._shape or not tensor.is_floating_point() or key in self.seen:
+        if tuple(lead) != self._shape or not tensor.is_floating_point() or key in self.tensors:
             return
         self._record(key, kind, tensor)
         leaf = tensor if at is None else at
@@ -262,7 +262,7 @@ class Capture:
         leaf.register_hook(receive)
 
     def _record(self, key: Key, kind: str, tensor: Tensor) -> None:
-        if key in self.seen:
+        if key in self.tensors:
             return
         with torch.no_grad():
             real = tensor.detach().flatten(0, 1).index_select(0, self._rows)
@@ -271,7 +271,7 @@ class Capture:
             flat = flat.clone() if whole else flat
             if not whole:
                 flat = sketch(flat)
-        self.seen[key] = Seen(kind=kind, shape=tuple(real.shape), values=flat, whole=whole)
+        self.tensors[key] = CapturedTensor(kind=kind, shape=tuple(real.shape), values=flat, whole=whole)
 
     def _keep_call(self, path: str, kind: str, arguments: dict[str, Any], output: Tensor) -> None:
         copies = {n: v.detach().clone() if isinstance(v, Tensor) else v for n, v in arguments.items()}
@@ -313,8 +313,8 @@ def _tensors(output: Any) -> dict[str, Tensor]:
     if isinstance(output, Tensor):
         return {"output": output}
     if isinstance(output, tuple | list):
-        found = {f"output.{i}": x for i, x in enumerate(output) if isinstance(x, Tensor)}
-        return {"output": next(iter(found.values()))} if len(found) == 1 else found
+        tensors = {f"output.{i}": x for i, x in enumerate(output) if isinstance(x, Tensor)}
+        return {"output": next(iter(tensors.values()))} if len(tensors) == 1 else tensors
     return {}
 
 

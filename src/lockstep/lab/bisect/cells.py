@@ -1,4 +1,4 @@
-"""Cells of a recording as sides of a bisection, and the inputs that both see."""
+"""Cells of a recording as the arms of a bisection, and the inputs that both are fed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lockstep import invariant
 from lockstep.errors import ConfigError
-from lockstep.lab.bisect.arms import Side
+from lockstep.lab.bisect.arms import Arm
 from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.policy import check_usable
 from lockstep.lab.replay.replayer import Replayer
@@ -33,16 +33,16 @@ class OpenCells:
         self.recording = recording
         self._replayers = tuple(Replayer(recording, options) for options in (options_a, options_b))
         for replayer in self._replayers:
-            replayer.policy.take_back_settings()  # each side asks for its own when it runs
+            replayer.policy.take_back_settings()  # each arm sets its own when it runs
         self.order = self._replayers[0].order
-        self.a, self.b = (_side(name, one) for name, one in zip("ab", self._replayers, strict=True))
+        self.a, self.b = (_arm(name, one) for name, one in zip("ab", self._replayers, strict=True))
         if self._replayers[0].size.num_layers != self._replayers[1].size.num_layers:
             raise ConfigError(
                 "the cells have different numbers of layers; give --num-layers once, outside of --a and --b"
             )
 
     def inputs(self) -> Iterator[tuple[int, PackedBatch]]:
-        """(index, batch), with the weights in place that saw it."""
+        """Yield (index, batch), with the weights that saw this input loaded."""
         for index in self.order:
             recorded = self.recording[index]
             check_usable(recorded.meta, index=index)
@@ -50,13 +50,13 @@ class OpenCells:
                 replayer.policy.use(recorded.meta)
             yield index, recorded.batch
 
-    def statements(self) -> tuple[str, str]:
-        """Whose weights each cell has."""
+    def weights_descriptions(self) -> tuple[str, str]:
+        """Describe the weights of each cell."""
         return self._replayers[0].weights_description, self._replayers[1].weights_description
 
 
 def check_bisectable(name: str, options: ReplayOptions) -> None:
-    """Raises ConfigError for what runs in several processes, or inside another compiler's graph."""
+    """Raise ConfigError for cells that run in several processes, or inside another compiler's graph."""
     cell = options.cell
     if cell.deepspeed or cell.ranks > 1 or options.simulate:
         raise ConfigError(
@@ -67,10 +67,10 @@ def check_bisectable(name: str, options: ReplayOptions) -> None:
         raise ConfigError(f"--{name}: --optimizer-step moves the weights apart; leave it out")
 
 
-def _side(name: str, replayer: Replayer) -> Side:
+def _arm(name: str, replayer: Replayer) -> Arm:
     backend = replayer.policy.backend
     assert isinstance(backend, LocalBackend)
-    side = Side(
+    arm = Arm(
         name=name,
         label=replayer.options.cell.label(),
         backend=backend,
@@ -80,10 +80,10 @@ def _side(name: str, replayer: Replayer) -> Side:
         settings_apply=replayer.policy.settings_apply,
     )
     if backend.config.execution == "eager":
-        return side
+        return arm
 
-    def eager() -> Side:
-        """Over the same Parameters, with the same padded tail."""
+    def eager() -> Arm:
+        """Make the eager arm over the same Parameters, with the same padded tail."""
         config = backend.config.model_copy(update={"execution": "eager"})
         module = share_parameters(backend.module, attention=replayer.options.cell.attention)
         if config.batch_invariant:
@@ -95,6 +95,6 @@ def _side(name: str, replayer: Replayer) -> Side:
             temperature=backend.temperature,
         )
         label = dataclasses.replace(replayer.options.cell, execution="eager").label()
-        return dataclasses.replace(side, name=f"{name}-eager", label=label, backend=twin, eager=None)
+        return dataclasses.replace(arm, name=f"{name}-eager", label=label, backend=twin, eager=None)
 
-    return dataclasses.replace(side, eager=eager)
+    return dataclasses.replace(arm, eager=eager)

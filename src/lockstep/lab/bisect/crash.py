@@ -31,7 +31,7 @@ RECORDING, TRACEBACK, LOG = "crash-input", "crash-traceback.txt", "crash-trials.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CrashSearch:
-    """How long to look."""
+    """The limits of the search."""
 
     max_trials: int = MAX_TRIALS
     seconds: float = TRIAL_SECONDS
@@ -44,20 +44,20 @@ class CrashFinding:
 
     label: str
     index: int
-    """Of the input that it was cut from."""
+    """Index of the input that it was cut from."""
     documents: int
     """Of that input."""
     tokens: int
     """Of that input."""
     num_layers: int
-    """Of the whole model."""
+    """Layers of the whole model."""
     shrunk: Shrunk
     command: str
-    """Shows the crash."""
+    """The command that shows the crash."""
     confirmed: bool
-    """Whether the command was seen to fail."""
+    """Whether the command was run and failed."""
     workers: int
-    """Processes that were started for the trials."""
+    """Number of processes started for the trials."""
 
 
 def find_crash(
@@ -96,20 +96,20 @@ def find_crash(
                 progress(f"input {index}, {what}: {ended}")
                 return crash
 
-            found = shrink(lengths, size.num_layers, attempt, max_trials=search.max_trials)  # type: ignore[arg-type]
-            if found is not None:
+            shrunk = shrink(lengths, size.num_layers, attempt, max_trials=search.max_trials)  # type: ignore[arg-type]
+            if shrunk is not None:
                 break
         else:
             return None
-    command = _write(recording, options, index, found, out, whole_layers=size.num_layers)
-    write_atomic(out / TRACEBACK, found.crash.traceback or f"{found.crash}; see {LOG}\n")
+    command = _write(recording, options, index, shrunk, out, whole_layers=size.num_layers)
+    write_atomic(out / TRACEBACK, shrunk.crash.traceback or f"{shrunk.crash}; see {LOG}\n")
     return CrashFinding(
         label=options.cell.label(),
         index=index,
         documents=len(lengths),
         tokens=sum(lengths),
         num_layers=size.num_layers,
-        shrunk=found,
+        shrunk=shrunk,
         command=shlex.join(["lockstep", *command]),
         confirmed=_confirmed(command, seconds=search.seconds, log=out / LOG),
         workers=runner.starts,
@@ -120,12 +120,12 @@ def _write(
     recording: Recording,
     options: ReplayOptions,
     index: int,
-    found: Shrunk,
+    shrunk: Shrunk,
     out: Path,
     *,
     whole_layers: int,
 ) -> list[str]:
-    """The recording of one input, and the arguments of `lockstep` that show the crash."""
+    """Write the recording of one input; return the arguments of `lockstep` that show the crash."""
     from lockstep.recording import RecordingWriter
 
     recorded = recording[index]
@@ -146,7 +146,7 @@ def _write(
     small = dataclasses.replace(
         recorded,
         meta=meta,
-        batch=take(exact(recorded.batch), found.trial.parts),
+        batch=take(exact(recorded.batch), shrunk.trial.parts),
         outputs=None,
         extras={},
     )
@@ -155,8 +155,8 @@ def _write(
     with RecordingWriter(folder, header) as writer:
         writer.begin([small])
     cell = options.cell
-    if found.trial.num_layers != whole_layers:
-        cell = dataclasses.replace(cell, num_layers=found.trial.num_layers)
+    if shrunk.trial.num_layers != whole_layers:
+        cell = dataclasses.replace(cell, num_layers=shrunk.trial.num_layers)
     command = ["replay", str(folder), *cell.flags(), "--loss", options.loss]
     command += [] if options.backward else ["--no-backward"]
     command += [] if options.capacity is None else ["--capacity", str(options.capacity)]
@@ -164,7 +164,7 @@ def _write(
 
 
 def _confirmed(command: Sequence[str], *, seconds: float, log: Path) -> bool:
-    """Run the command once; whether it fails as a replay fails (1), dies, or hangs."""
+    """Run the command once; return whether it fails as a replay does (1), dies, or stalls."""
     out = log.parent / "crash-replay"
     with log.open("a", encoding="utf-8") as file:
         try:

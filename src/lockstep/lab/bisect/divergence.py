@@ -1,4 +1,4 @@
-"""The first tensor that differs between two sides, on one input."""
+"""The first tensor that differs between two arms on one input."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.execution import decoder_layers
-from lockstep.lab.bisect.arms import NOISE_FACTOR, Outcome, Side, floors, gradient_parts, largest_gap, run
-from lockstep.lab.bisect.capture import KERNEL, Capture, Key, Seen
+from lockstep.lab.bisect.arms import NOISE_FACTOR, Arm, Outcome, floors, gradient_parts, largest_gap, run
+from lockstep.lab.bisect.capture import KERNEL, Capture, CapturedTensor, Key
 from lockstep.lab.bisect.documents import reversed_order
 from lockstep.models.causal_lm import causal_lm
 from lockstep.schema.batch import PackedBatch
@@ -22,7 +22,7 @@ _AROUND = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One tensor of two sides."""
+    """The difference of one tensor between two arms."""
 
     key: Key
     kind: str
@@ -34,9 +34,9 @@ class Difference:
     max_abs: float | None
     """None: only sketches were kept."""
     allowed: float
-    """What `relative` (of the head: max_abs, nats) may be."""
+    """Tolerance of `relative` (for the head: of max_abs, nats)."""
     noise: float
-    """`relative` (of the head: max_abs) of two orders of documents in cell A."""
+    """`relative` (for the head: max_abs) between two orders of documents in cell A."""
     where: tuple[int, int] | None = None
     """(document, position) of the largest difference."""
 
@@ -48,79 +48,79 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Where two sides part on one input."""
+    """The first divergence of two arms on one input."""
 
-    sides: tuple[Side, Side]
+    arms: tuple[Arm, Arm]
     first: Difference
-    statement: str
+    description: str
     gradual: bool
     """No tensor is beyond its tolerance, only the result is: `first` is the largest step towards it."""
     around: Sequence[Difference]
-    """Tensors before and behind `first`, in the order of execution."""
+    """Tensors before and after `first`, in the order of execution."""
     growth: Sequence[Difference]
     """The output of every decoder layer, in the direction of `first`."""
     weights: str
     """Whether the module's parameters agree, in words; empty where it has none."""
     consumers: Sequence[str] = ()
-    """Modules that were called with the very tensor of `first`."""
+    """Modules that were called with the tensor of `first`."""
 
 
-class Yardstick:
-    """What a tensor may differ by: measured in cell A, with floors."""
+class Tolerances:
+    """How far tensors may differ: measured in cell A, with floors."""
 
-    def __init__(self, a: Side, b: Side, batch: PackedBatch, *, tolerance: float | None) -> None:
+    def __init__(self, a: Arm, b: Arm, batch: PackedBatch, *, tolerance: float | None) -> None:
         self._tolerance = tolerance
         self._nats, self._floor, self._gradient = floors(a, b, tolerance)
-        ones = run(a, batch, capture=True)
-        turned = run(a, reversed_order(batch), capture=True, backwards=True)
+        plain_run = run(a, batch, capture=True)
+        reversed_run = run(a, reversed_order(batch), capture=True, backwards=True)
         self.noise = {
-            key: relative_difference(one, turned.seen[key])
-            for key, one in ones.seen.items()
-            if key in turned.seen
+            key: relative_difference(one, reversed_run.tensors[key])
+            for key, one in plain_run.tensors.items()
+            if key in reversed_run.tensors
         }
-        self.parameters = gradient_parts(ones.gradients, turned.gradients)
-        self.head = largest_gap(ones.logprobs.double() - turned.logprobs.double())
+        self.parameters = gradient_parts(plain_run.gradients, reversed_run.gradients)
+        self.head = largest_gap(plain_run.logprobs.double() - reversed_run.logprobs.double())
         self._worst = {"forward": 0.0, "backward": 0.0}
 
     def tensor(self, key: Key, *, depth: int) -> float:
-        """Relative. `depth` layers were computed before; noise does not get less on the way."""
+        """Relative tolerance of a tensor after `depth` layers; it never shrinks from layer to layer."""
         if self._tolerance is not None:
             return self._tolerance
         self._worst[key.direction] = max(self._worst[key.direction], self.noise.get(key, 0.0))
         return max(self._floor * math.sqrt(1 + depth), NOISE_FACTOR * self._worst[key.direction])
 
     def parameter(self, name: str) -> float:
-        """Relative."""
+        """Relative tolerance of a parameter's gradient."""
         if self._tolerance is not None:
             return self._tolerance
         return max(self._gradient, NOISE_FACTOR * self.parameters.get(name, 0.0))
 
     def logprobs(self) -> float:
-        """Nats."""
+        """Tolerance of a token's logprob, nats."""
         return self._nats if self._tolerance is not None else max(self._nats, NOISE_FACTOR * self.head)
 
 
-def locate(a: Side, b: Side, batch: PackedBatch, *, tolerance: float | None) -> Finding:
-    """The first tensor that differs: once over sketches, then with the tensors around it as they are."""
-    yardstick = Yardstick(a, b, batch, tolerance=tolerance)
-    rough = _differences(run(a, batch, capture=True), run(b, batch, capture=True), yardstick, batch.lengths)
+def find_first_divergence(a: Arm, b: Arm, batch: PackedBatch, *, tolerance: float | None) -> Finding:
+    """Find the first tensor that differs: first by sketches, then by the whole tensors around it."""
+    tolerances = Tolerances(a, b, batch, tolerance=tolerance)
+    rough = _differences(run(a, batch, capture=True), run(b, batch, capture=True), tolerances, batch.lengths)
     position, _ = _first(rough)
     window = {d.key for d in rough[max(0, position - _AROUND) : position + _AROUND + 1]}
     whole = window.__contains__
-    ones, others = (run(side, batch, capture=True, whole=whole) for side in (a, b))
-    fine = _differences(ones, others, yardstick, batch.lengths)
+    ones, others = (run(arm, batch, capture=True, whole=whole) for arm in (a, b))
+    fine = _differences(ones, others, tolerances, batch.lengths)
     position, gradual = _first(fine)
     first = fine[position]
     layers = _layer_paths(a.module)
     assert ones.capture is not None
     return Finding(
-        sides=(a, b),
+        arms=(a, b),
         first=first,
-        statement=describe(first, fine, ones.capture),
+        description=describe(first, fine, ones.capture),
         gradual=gradual,
         around=fine[max(0, position - 6) : position + 5],
         growth=[d for d in fine if d.key.path in layers and d.key.direction == first.key.direction],
-        weights=_weights_statement(a, b, first.key),
+        weights=_compare_weights(a, b, first.key),
         consumers=tuple(ones.capture.consumers.get(first.key.path, ())),
     )
 
@@ -131,53 +131,53 @@ def _layer_paths(module: nn.Module) -> set[str]:
 
 
 def _differences(
-    ones: Outcome, others: Outcome, yardstick: Yardstick, lengths: Sequence[int]
+    ones: Outcome, others: Outcome, tolerances: Tolerances, lengths: Sequence[int]
 ) -> list[Difference]:
-    """Every tensor that both sides have, in A's order: forward, head, backward with parameters."""
+    """Compare every tensor that both arms have, in A's order: forward, head, backward with parameters."""
     assert ones.capture is not None
     layers, depth = _layer_paths(ones.capture.module), 0
     forward: list[Difference] = []
     backward: list[Difference] = []
-    parameters = _parameter_differences(ones.gradients, others.gradients, yardstick)
-    for key, one in ones.seen.items():
-        other = others.seen.get(key)
+    parameters = _parameter_differences(ones.gradients, others.gradients, tolerances)
+    for key, one in ones.tensors.items():
+        other = others.tensors.get(key)
         if other is None or other.shape != one.shape:
             continue
-        found = forward if key.direction == "forward" else backward
-        found.append(
-            _difference(key, one, other, allowed=yardstick.tensor(key, depth=depth), lengths=lengths)
+        differences = forward if key.direction == "forward" else backward
+        differences.append(
+            _difference(key, one, other, allowed=tolerances.tensor(key, depth=depth), lengths=lengths)
         )
-        found[-1] = replace(found[-1], noise=yardstick.noise.get(key, 0.0))
+        differences[-1] = replace(differences[-1], noise=tolerances.noise.get(key, 0.0))
         depth += key.path in layers
         if key.direction == "backward" and key.tensor.startswith("output"):
             own = [n for n in parameters if n.rpartition(".")[0] == key.path]
             backward += [parameters.pop(name) for name in own]
-    return [*forward, _head_difference(ones, others, yardstick), *backward, *parameters.values()]
+    return [*forward, _head_difference(ones, others, tolerances), *backward, *parameters.values()]
 
 
 def _parameter_differences(
-    ones: Mapping[str, Tensor], others: Mapping[str, Tensor], yardstick: Yardstick
+    ones: Mapping[str, Tensor], others: Mapping[str, Tensor], tolerances: Tolerances
 ) -> dict[str, Difference]:
-    found = {}
+    differences = {}
     for name, relative in gradient_parts(ones, others).items():
         path, _, last = name.rpartition(".")
         one, other = ones.get(name), others.get(name)
         gap = None
         if one is not None and other is not None:
             gap = largest_gap(one.float() - other.float().to(one.device))
-        found[name] = Difference(
+        differences[name] = Difference(
             key=Key("backward", path, f"parameter {last}"),
             kind="parameter",
             shape=tuple((ones.get(name) if other is None else other).shape),  # type: ignore[union-attr]
             relative=relative,
             max_abs=gap,
-            allowed=yardstick.parameter(name),
-            noise=yardstick.parameters.get(name, 0.0),
+            allowed=tolerances.parameter(name),
+            noise=tolerances.parameters.get(name, 0.0),
         )
-    return found
+    return differences
 
 
-def _head_difference(ones: Outcome, others: Outcome, yardstick: Yardstick) -> Difference:
+def _head_difference(ones: Outcome, others: Outcome, tolerances: Tolerances) -> Difference:
     gap = ones.logprobs.double() - others.logprobs.double()
     scale = float(ones.logprobs.double().norm())
     return Difference(
@@ -186,12 +186,14 @@ def _head_difference(ones: Outcome, others: Outcome, yardstick: Yardstick) -> Di
         shape=tuple(ones.logprobs.shape),
         relative=float(gap.norm()) / scale if scale else float(gap.norm()),
         max_abs=largest_gap(gap),
-        allowed=yardstick.logprobs(),
-        noise=yardstick.head,
+        allowed=tolerances.logprobs(),
+        noise=tolerances.head,
     )
 
 
-def _difference(key: Key, one: Seen, other: Seen, *, allowed: float, lengths: Sequence[int]) -> Difference:
+def _difference(
+    key: Key, one: CapturedTensor, other: CapturedTensor, *, allowed: float, lengths: Sequence[int]
+) -> Difference:
     max_abs, where = None, None
     if one.whole and other.whole and one.values.numel():
         gap = (one.values.double() - other.values.to(one.values.device).double()).abs()
@@ -215,8 +217,8 @@ def _difference(key: Key, one: Seen, other: Seen, *, allowed: float, lengths: Se
     )
 
 
-def relative_difference(one: Seen, other: Seen) -> float:
-    """Frobenius norm of the difference over the larger norm; infinite where a NaN is on one side only."""
+def relative_difference(one: CapturedTensor, other: CapturedTensor) -> float:
+    """Frobenius norm of the difference over the larger norm; infinite if only one arm has a NaN."""
     x, y = (s.values.double().nan_to_num(nan=0.0) for s in (one, other))
     if bool((one.values.isnan() != other.values.to(one.values.device).isnan()).any()):
         return float("inf")
@@ -225,7 +227,7 @@ def relative_difference(one: Seen, other: Seen) -> float:
 
 
 def _first(differences: Sequence[Difference]) -> tuple[int, bool]:
-    """Where the first one beyond tolerance is; else the largest in proportion, and True."""
+    """Position of the first difference beyond tolerance; else of the largest in proportion, and True."""
     for position, difference in enumerate(differences):
         if difference.beyond:
             return position, False
@@ -237,7 +239,7 @@ def _first(differences: Sequence[Difference]) -> tuple[int, bool]:
 
 
 def describe(first: Difference, differences: Sequence[Difference], capture: Capture) -> str:
-    """Where the difference begins, in words."""
+    """Describe where the difference begins."""
     key = first.key
     if key.path == HEAD:
         return "it begins in the head: the last hidden states agree, the logprobs do not"
@@ -274,7 +276,7 @@ def _describe_backward(first: Difference, differences: Sequence[Difference], cap
     return f"it begins in the backward of {back}: the gradient at {key.path} [{key.tensor}] does not agree"
 
 
-def _weights_statement(a: Side, b: Side, key: Key) -> str:
+def _compare_weights(a: Arm, b: Arm, key: Key) -> str:
     path = key.path
     if path == HEAD:
         path = next(

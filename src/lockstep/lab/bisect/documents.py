@@ -16,7 +16,7 @@ AnyBatch = TypeVar("AnyBatch", bound=PackedBatch)
 
 
 def take(batch: AnyBatch, parts: Sequence[tuple[int, int]]) -> AnyBatch:
-    """An exact pack (no tail) of some documents of `batch`, in the order given.
+    """Make an exact pack (no tail) of some documents of `batch`, in the order given.
 
     Args:
         parts: (index of a real document, how many of its *last* tokens): a completion is at a document's end,
@@ -57,11 +57,11 @@ def take(batch: AnyBatch, parts: Sequence[tuple[int, int]]) -> AnyBatch:
 
 
 def reversed_order(batch: AnyBatch) -> AnyBatch:
-    """The same documents, last one first, in an exact pack."""
+    """Return the same documents, last one first, in an exact pack."""
     real = len(batch.sample_ids)
     return take(batch, [(i, batch.lengths[i]) for i in reversed(range(real))])
 
 
 def exact(batch: AnyBatch) -> AnyBatch:
-    """The same documents without a padded tail."""
+    """Return the same documents without a padded tail."""
     return take(batch, [(i, batch.lengths[i]) for i in range(len(batch.sample_ids))])

@@ -1,4 +1,4 @@
-"""What a bisection found: for a terminal, as Markdown, as JSON."""
+"""Reports of a bisection: for the terminal, as Markdown, as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.lab.bisect.run import BisectResult
 
 
 def verdict(result: BisectResult) -> str:
-    """The last line."""
+    """The verdict, which is printed last."""
     finding = result.finding
     if finding is None:
         return (
@@ -23,7 +23,7 @@ def verdict(result: BisectResult) -> str:
     gradual = (
         "; no single tensor is beyond its tolerance, this is the largest step" if finding.gradual else ""
     )
-    return f"bisect: input {result.index} differs; {finding.statement}{gradual}{cause}"
+    return f"bisect: input {result.index} differs; {finding.description}{gradual}{cause}"
 
 
 def lines(result: BisectResult) -> list[str]:
@@ -36,7 +36,7 @@ def lines(result: BisectResult) -> list[str]:
     text += ["", f"input {result.index}: {_input_text(result.difference)}"]
     for x, y, gap in result.three_way:
         text.append(f"  {x} against {y}: {_input_text(gap)}")
-    one, other = finding.sides
+    one, other = finding.arms
     text += ["", f"{one.name} ({one.label}) against {other.name} ({other.label}), in order of execution:"]
     text += _aligned(_table(finding))
     if finding.first.where is not None:
@@ -51,7 +51,7 @@ def lines(result: BisectResult) -> list[str]:
 
 
 def markdown(result: BisectResult, *, repro: str) -> str:
-    """OUT/bisect.md."""
+    """Format OUT/bisect.md."""
     finding = result.finding
     parts = ["# Bisection", "", verdict(result), ""]
     parts += [f"- a: {result.a.label}", f"- b: {result.b.label}", f"- inputs compared: {result.inputs}"]
@@ -62,7 +62,7 @@ def markdown(result: BisectResult, *, repro: str) -> str:
     if result.three_way:
         rows = [[x, y, f"{g.logprob:.3g}", f"{g.gradient:.3g}"] for x, y, g in result.three_way]
         parts += [*_markdown_table(["side", "side", "logprobs, nats", "gradients, relative"], rows), ""]
-    one, other = finding.sides
+    one, other = finding.arms
     parts += [f"## {one.name} against {other.name}, in order of execution", ""]
     parts += [*_markdown_table(_HEADINGS, _table(finding)[1:]), "", finding.weights, ""]
     if finding.growth:
@@ -76,7 +76,7 @@ def markdown(result: BisectResult, *, repro: str) -> str:
 def as_dict(result: BisectResult) -> dict[str, Any]:
     """For --json."""
     finding = result.finding
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "a": result.a.label,
         "b": result.b.label,
         "inputs": result.inputs,
@@ -88,77 +88,79 @@ def as_dict(result: BisectResult) -> dict[str, Any]:
         "verdict": verdict(result),
     }
     if finding is not None and result.difference is not None:
-        found["difference"] = _input_dict(result.difference)
-        found["first"] = _difference_dict(finding.first)
-        found["sides"] = [side.name for side in finding.sides]
-        found["statement"], found["gradual"] = finding.statement, finding.gradual
-        found["weights"] = finding.weights
-        found["around"] = [_difference_dict(d) for d in finding.around]
-        found["growth"] = [_difference_dict(d) for d in finding.growth]
-    return found
+        values["difference"] = _input_dict(result.difference)
+        values["first"] = _difference_dict(finding.first)
+        values["sides"] = [arm.name for arm in finding.arms]
+        values["statement"], values["gradual"] = finding.description, finding.gradual
+        values["weights"] = finding.weights
+        values["around"] = [_difference_dict(d) for d in finding.around]
+        values["growth"] = [_difference_dict(d) for d in finding.growth]
+    return values
 
 
-def crash_verdict(found: CrashFinding | None) -> str:
-    """The last line of a search for a crash."""
-    if found is None:
+def crash_verdict(finding: CrashFinding | None) -> str:
+    """The verdict of a search for a crash, which is printed last."""
+    if finding is None:
         return "bisect: no selected input crashes"
-    trial = found.shrunk.trial
+    trial = finding.shrunk.trial
     return (
-        f"bisect: input {found.index} crashes with {found.shrunk.crash.type}; it still does with "
+        f"bisect: input {finding.index} crashes with {finding.shrunk.crash.type}; it still does with "
         f"{_count(len(trial.parts), 'document')}, {_count(trial.tokens, 'token')} and "
         f"{_count(trial.num_layers, 'layer')}"
     )
 
 
-def crash_lines(found: CrashFinding) -> list[str]:
+def crash_lines(finding: CrashFinding) -> list[str]:
     """The report of a crash without the verdict."""
-    trial = found.shrunk.trial
+    trial = finding.shrunk.trial
     parts = ", ".join(f"{i} ({n} tokens)" for i, n in trial.parts)
-    shown = "fails as expected" if found.confirmed else "does NOT fail here: the crash needs more than this"
+    outcome = (
+        "fails as expected" if finding.confirmed else "does NOT fail here: the crash needs more than this"
+    )
     text = [
-        f"cell: {found.label}",
-        f"input {found.index}: {_count(found.documents, 'document')}, {_count(found.tokens, 'token')}, "
-        f"{_count(found.num_layers, 'layer')}",
+        f"cell: {finding.label}",
+        f"input {finding.index}: {_count(finding.documents, 'document')}, {_count(finding.tokens, 'token')}, "
+        f"{_count(finding.num_layers, 'layer')}",
         f"smallest: {_count(len(trial.parts), 'document')}, {_count(trial.tokens, 'token')}, "
         f"{_count(trial.num_layers, 'layer')}; documents: {parts}",
-        f"{_count(found.shrunk.trials, 'trial')} in {_count(found.workers, 'worker process', 'es')}",
-        f"crash: {found.shrunk.crash}",
+        f"{_count(finding.shrunk.trials, 'trial')} in {_count(finding.workers, 'worker process', 'es')}",
+        f"crash: {finding.shrunk.crash}",
         f"recording: {RECORDING}, traceback: {TRACEBACK}",
-        f"{found.command}    ({shown})",
+        f"{finding.command}    ({outcome})",
     ]
-    if not found.shrunk.complete:
+    if not finding.shrunk.complete:
         text.append("the budget of trials was used up (--max-trials): it may get smaller")
     return text
 
 
-def crash_markdown(found: CrashFinding | None) -> str:
-    """OUT/bisect.md of a search for a crash."""
-    body = [] if found is None else [f"- {line}" for line in crash_lines(found)]
-    trace = "" if found is None else found.shrunk.crash.traceback
+def crash_markdown(finding: CrashFinding | None) -> str:
+    """Format OUT/bisect.md of a search for a crash."""
+    body = [] if finding is None else [f"- {line}" for line in crash_lines(finding)]
+    trace = "" if finding is None else finding.shrunk.crash.traceback
     fenced = ["", "```", trace.replace("```", "'''").rstrip(), "```", ""] if trace else [""]
-    return "\n".join(["# Bisection of a crash", "", crash_verdict(found), "", *body, *fenced])
+    return "\n".join(["# Bisection of a crash", "", crash_verdict(finding), "", *body, *fenced])
 
 
-def crash_dict(found: CrashFinding | None) -> dict[str, Any]:
+def crash_dict(finding: CrashFinding | None) -> dict[str, Any]:
     """For --json."""
-    if found is None:
+    if finding is None:
         return {"crashes": False, "verdict": crash_verdict(None)}
-    crash, trial = found.shrunk.crash, found.shrunk.trial
+    crash, trial = finding.shrunk.crash, finding.shrunk.trial
     return {
         "crashes": True,
-        "cell": found.label,
-        "index": found.index,
+        "cell": finding.label,
+        "index": finding.index,
         "parts": [list(part) for part in trial.parts],
         "documents": len(trial.parts),
         "tokens": trial.tokens,
         "num_layers": trial.num_layers,
-        "trials": found.shrunk.trials,
-        "complete": found.shrunk.complete,
-        "workers": found.workers,
+        "trials": finding.shrunk.trials,
+        "complete": finding.shrunk.complete,
+        "workers": finding.workers,
         "crash": {"type": crash.type, "line": crash.line, "message": crash.message},
-        "command": found.command,
-        "confirmed": found.confirmed,
-        "verdict": crash_verdict(found),
+        "command": finding.command,
+        "confirmed": finding.confirmed,
+        "verdict": crash_verdict(finding),
     }
 
 
@@ -191,13 +193,21 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _input_text(found: InputDifference) -> str:
-    text = f"logprobs {found.logprob:.3g} nats"
-    return f"{text}, gradients {found.gradient:.3g} relative ({found.parameter})" if found.parameter else text
+def _input_text(difference: InputDifference) -> str:
+    text = f"logprobs {difference.logprob:.3g} nats"
+    return (
+        f"{text}, gradients {difference.gradient:.3g} relative ({difference.parameter})"
+        if difference.parameter
+        else text
+    )
 
 
-def _input_dict(found: InputDifference) -> dict[str, Any]:
-    return {"logprob": found.logprob, "gradient": found.gradient, "parameter": found.parameter or None}
+def _input_dict(difference: InputDifference) -> dict[str, Any]:
+    return {
+        "logprob": difference.logprob,
+        "gradient": difference.gradient,
+        "parameter": difference.parameter or None,
+    }
 
 
 def _difference_dict(d: Difference) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
 from lockstep.execution import decoder_layers, is_compiled
-from lockstep.lab.bisect.arms import Outcome, Side, run
+from lockstep.lab.bisect.arms import Arm, Outcome, run
 from lockstep.lab.bisect.capture import KERNEL, Call, Capture, Key, token_rows
 from lockstep.lab.bisect.divergence import HEAD, Finding
 from lockstep.lab.bisect.repro_templates import script
@@ -41,12 +41,12 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What the script computes."""
+    """The part of the model that the script computes."""
 
     kind: str
     """Key of repro_templates.PARTS."""
     path: str
-    """Whose call is computed again."""
+    """The module whose call is computed again."""
     wrt: str | None = None
     """Differentiate by this saved tensor; None: the output itself."""
     needs: tuple[str, ...] = ()
@@ -55,29 +55,29 @@ class _Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Saved:
-    """What one side contributes."""
+    """What one arm contributes to the script."""
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
-    """Of this side."""
+    """Facts of this arm."""
     shared: dict[str, Any]
-    """Of the module; the same on both sides."""
+    """Facts of the module, the same in both arms."""
 
 
 def write_repro(finding: Finding, batch: PackedBatch, directory: Path) -> Path:
-    """Write the script and its tensors; the script's path.
+    """Write the script and its tensors; return the script's path.
 
     Args:
         batch: the input that differs, an exact pack.
         directory: exists.
     """
     plan = _plan(finding)
-    saved = [_save(side, finding, batch, plan) for side in finding.sides]
-    if any(one is None for one in saved):
+    saved_arms = [_save(arm, finding, batch, plan) for arm in finding.arms]
+    if any(one is None for one in saved_arms):
         plan = _Plan(kind="recorded", path=finding.first.key.path)
-        saved = [_save(side, finding, batch, plan) for side in finding.sides]
-    sides = [one for one in saved if one is not None]
-    tensors = _merged([one.tensors for one in sides])
+        saved_arms = [_save(arm, finding, batch, plan) for arm in finding.arms]
+    arms = [one for one in saved_arms if one is not None]
+    tensors = _merged([one.tensors for one in arms])
     first = finding.first
     meta = {
         "what": str(first.key),
@@ -85,17 +85,17 @@ def write_repro(finding: Finding, batch: PackedBatch, directory: Path) -> Path:
         "wrt": plan.wrt,
         "parameters": [plan.wrt] if first.key.tensor.startswith("parameter ") else [],
         "reported": first.max_abs if first.max_abs is not None else 0.0,
-        "device": finding.sides[0].backend.device.type,
+        "device": finding.arms[0].backend.device.type,
         "sides": {
-            name: {"label": side.label, **one.facts}
-            for name, side, one in zip("ab", finding.sides, sides, strict=True)
+            name: {"label": arm.label, **one.facts}
+            for name, arm, one in zip("ab", finding.arms, arms, strict=True)
         },
-        **sides[0].shared,
+        **arms[0].shared,
     }
     save_file(tensors, directory / TENSORS)
     body = (
-        f"Cell a: {finding.sides[0].label}\nCell b: {finding.sides[1].label}\n"
-        f"{finding.statement}.\ntorch {torch.__version__}."
+        f"Cell a: {finding.arms[0].label}\nCell b: {finding.arms[1].label}\n"
+        f"{finding.description}.\ntorch {torch.__version__}."
     )
     title = f"Two ways to compute {first.key} that should agree, and differ by {meta['reported']:.6e}."
     text = script(
@@ -107,14 +107,14 @@ def write_repro(finding: Finding, batch: PackedBatch, directory: Path) -> Path:
 
 
 def _plain(text: str) -> str:
-    """Text of models must not end the script's docstring."""
-    kept = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-    return kept.replace("\\", "/").replace('"""', "'''")
+    """Escape a model's text, which must not end the script's docstring."""
+    text = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return text.replace("\\", "/").replace('"""', "'''")
 
 
 def _plan(finding: Finding) -> _Plan:
     key = finding.first.key
-    module = finding.sides[0].module
+    module = finding.arms[0].module
     modules = dict(module.named_modules())
     if key.path == HEAD:
         return _Plan(kind="head", path=HEAD)
@@ -153,14 +153,14 @@ def _forward_plan(key: Key, modules: Mapping[str, nn.Module], module: nn.Module)
         source = source if source in modules else f"{parent}.{key.tensor}_proj"
         kind = "rope" if key.tensor in "qk" else "recorded"
         return _Plan(kind=kind, path=source, needs=(parent,))
-    found = modules.get(key.path)
-    if any(found is layer for layer in decoder_layers(module)):
+    called_module = modules.get(key.path)
+    if any(called_module is layer for layer in decoder_layers(module)):
         return _Plan(kind="block", path=key.path)
-    return _Plan(kind=_kind(found), path=key.path)
+    return _Plan(kind=_kind(called_module), path=key.path)
 
 
 def _kind(module: nn.Module | None) -> str:
-    """By what the module is; "recorded" where there is no formula."""
+    """The formula for a module, by its class; "recorded" where there is none."""
     if module is None:
         return "recorded"
     name = type(module).__name__
@@ -179,30 +179,30 @@ def _kind(module: nn.Module | None) -> str:
     return "recorded"
 
 
-def _save(side: Side, finding: Finding, batch: PackedBatch, plan: _Plan) -> _Saved | None:
-    """None: the call does not look as the formula needs it."""
+def _save(arm: Arm, finding: Finding, batch: PackedBatch, plan: _Plan) -> _Saved | None:
+    """Save one arm's tensors; None: the call does not have the arguments that the formula needs."""
     key = finding.first.key
-    last_norm = _last_norm(side.module) if plan.kind == "head" else ""
+    last_norm = _last_norm(arm.module) if plan.kind == "head" else ""
 
-    def whole(seen: Key) -> bool:
-        return seen == key or (seen.path == last_norm and seen.direction == "forward")
+    def whole(candidate: Key) -> bool:
+        return candidate == key or (candidate.path == last_norm and candidate.direction == "forward")
 
-    outcome = run(side, batch, capture=True, whole=whole, calls=frozenset((plan.path, *plan.needs)))
+    outcome = run(arm, batch, capture=True, whole=whole, calls=frozenset((plan.path, *plan.needs)))
     capture = outcome.capture
     assert capture is not None
     recorded = _recorded(key, outcome)
-    config = side.backend.config
-    fitted = side.fit(batch)
+    config = arm.backend.config
+    fitted = arm.fit(batch)
     rows, _ = token_rows(fitted, layout=config.layout, padding_side=config.padding_side)
     base = _Saved(
         tensors={"recorded": recorded, "rows": rows},
-        facts={"compiled": is_compiled(side.module)},
+        facts={"compiled": is_compiled(arm.module)},
         shared={},
     )
     if plan.kind == "recorded":
         return base
     if plan.kind == "head":
-        return _save_head(side, fitted, outcome, last_norm, base)
+        return _save_head(arm, fitted, outcome, last_norm, base)
     call = capture.calls.get(plan.path)
     if call is None or (plan.wrt is not None and call.grad_output is None):
         return None
@@ -210,7 +210,7 @@ def _save(side: Side, finding: Finding, batch: PackedBatch, plan: _Plan) -> _Sav
         base.tensors["grad_out"] = call.grad_output
     if plan.wrt is not None and key.tensor.startswith("parameter "):
         del base.tensors["rows"]
-    return _SAVERS[plan.kind](_Context(side=side, call=call, capture=capture, plan=plan, key=key), base)
+    return _SAVERS[plan.kind](_Context(arm=arm, call=call, capture=capture, plan=plan, key=key), base)
 
 
 def _recorded(key: Key, outcome: Outcome) -> Tensor:
@@ -220,12 +220,12 @@ def _recorded(key: Key, outcome: Outcome) -> Tensor:
         name = f"{key.path}.{key.tensor.removeprefix('parameter ')}"
         gradient = outcome.gradients[name]
         return gradient.reshape(gradient.shape[0], -1)
-    return outcome.seen[key].values
+    return outcome.tensors[key].values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Context:
-    side: Side
+    arm: Arm
     call: Call
     capture: Capture
     plan: _Plan
@@ -233,13 +233,15 @@ class _Context:
 
     @property
     def module(self) -> nn.Module:
-        return self.side.module.get_submodule(self.plan.path)
+        return self.arm.module.get_submodule(self.plan.path)
 
     @property
     def x(self) -> Tensor | None:
         """The first tensor that the module was called with."""
-        named = [self.call.arguments.get(n) for n in ("arg0", "hidden_states", "input", "x", "input_ids")]
-        return next((value for value in named if isinstance(value, Tensor)), None)
+        candidates = [
+            self.call.arguments.get(n) for n in ("arg0", "hidden_states", "input", "x", "input_ids")
+        ]
+        return next((value for value in candidates if isinstance(value, Tensor)), None)
 
 
 def _with(base: _Saved, tensors: Mapping[str, Tensor | None], **shared: Any) -> _Saved:
@@ -248,7 +250,7 @@ def _with(base: _Saved, tensors: Mapping[str, Tensor | None], **shared: Any) -> 
 
 
 def _save_module(context: _Context, base: _Saved) -> _Saved | None:
-    """Linear, RMSNorm and activation: x, weight, bias."""
+    """Save x, weight and bias of a linear layer, RMSNorm or activation."""
     module, x = context.module, context.x
     if x is None:
         return None
@@ -268,7 +270,7 @@ def _norm_facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _save_embedding(context: _Context, base: _Saved) -> _Saved | None:
-    """Only the rows of ids that occur, unless the weight's own gradient is the finding."""
+    """Save only the rows of ids that occur, unless the weight's own gradient is the finding."""
     module, x = context.module, context.x
     if x is None or not isinstance(module, nn.Embedding):
         return None
@@ -318,12 +320,12 @@ def _save_rotary(context: _Context, base: _Saved) -> _Saved | None:
 def _save_kernel(context: _Context, base: _Saved) -> _Saved | None:
     arguments = context.call.arguments
     tensors = {name: arguments.get(name) for name in "qkv"}
-    found = _kernel_facts(context.call.kind.removeprefix("attention kernel "), arguments, compiled=False)
-    if found is None:
+    kernel = _kernel_facts(context.call.kind.removeprefix("attention kernel "), arguments, compiled=False)
+    if kernel is None:
         return None
-    facts, masks = found
-    side = _Saved(tensors=base.tensors, facts=base.facts | facts, shared=base.shared)
-    return _with(side, tensors | masks)
+    facts, masks = kernel
+    arm = _Saved(tensors=base.tensors, facts=base.facts | facts, shared=base.shared)
+    return _with(arm, tensors | masks)
 
 
 def _kernel_facts(
@@ -368,15 +370,15 @@ def _save_block(context: _Context, base: _Saved) -> _Saved | None:
         window = getattr(config, "sliding_window", None)
     name = (config._attn_implementation or "eager").removeprefix("lockstep_")
     called = {**arguments, "sliding_window": window, "scaling": attention.scaling}
-    found = _kernel_facts(name, called, compiled=is_compiled(context.side.module))
+    kernel = _kernel_facts(name, called, compiled=is_compiled(context.arm.module))
     activation = _ACTIVATIONS.get(type(getattr(layer.mlp, "act_fn", None)).__name__)
-    if found is None or activation is None:
+    if kernel is None or activation is None:
         return None
-    facts, masks = found
-    side = _Saved(tensors=base.tensors, facts=base.facts | facts, shared=base.shared)
+    facts, masks = kernel
+    arm = _Saved(tensors=base.tensors, facts=base.facts | facts, shared=base.shared)
     tensors = {"x": context.x, "cos": cos, "sin": sin} | masks | _parameters(layer)
     norms = _norm_facts(layer.get_submodule("input_layernorm"))
-    return _with(side, tensors, activation=activation, head_dim=attention.head_dim, **norms)
+    return _with(arm, tensors, activation=activation, head_dim=attention.head_dim, **norms)
 
 
 def _last_norm(module: nn.Module) -> str:
@@ -385,21 +387,21 @@ def _last_norm(module: nn.Module) -> str:
 
 
 def _save_head(
-    side: Side, fitted: PackedBatch, outcome: Outcome, last_norm: str, base: _Saved
+    arm: Arm, fitted: PackedBatch, outcome: Outcome, last_norm: str, base: _Saved
 ) -> _Saved | None:
-    seen = outcome.seen.get(Key("forward", last_norm, "output"))
-    if seen is None:
+    norm_output = outcome.tensors.get(Key("forward", last_norm, "output"))
+    if norm_output is None:
         return None
-    mask = fitted.loss_mask[: fitted.num_tokens].to(seen.values.device)
-    head = head_of(side.module)
+    mask = fitted.loss_mask[: fitted.num_tokens].to(norm_output.values.device)
+    head = head_of(arm.module)
     tensors = {
-        "x": seen.values[mask],
+        "x": norm_output.values[mask],
         "labels": fitted.labels[fitted.loss_mask],
         "weight": head.weight,
         "bias": head.bias,
     }
     del base.tensors["rows"]
-    temperature = side.backend.temperature or 1.0
+    temperature = arm.backend.temperature or 1.0
     return _with(base, tensors, softcap=head.softcap, scale=head.logit_scale, temperature=temperature)
 
 
@@ -416,10 +418,10 @@ _SAVERS: dict[str, Callable[[_Context, _Saved], _Saved | None]] = {
 }
 
 
-def _merged(sides: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Each tensor under its side, or once under "both" where the two are equal."""
+def _merged(arms: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Name each tensor by its arm, or once by "both" where the two are equal."""
     merged = {}
-    hosts = [{n: v.detach().to("cpu").contiguous() for n, v in side.items()} for side in sides]
+    hosts = [{n: v.detach().to("cpu").contiguous() for n, v in arm.items()} for arm in arms]
     for name in dict.fromkeys([*hosts[0], *hosts[1]]):
         x, y = hosts[0].get(name), hosts[1].get(name)
         if name != "recorded" and x is not None and y is not None and _same(x, y):

@@ -29,7 +29,7 @@ class Crash:
 
     @property
     def signature(self) -> tuple[str, str]:
-        """What makes two crashes the same. Memory may run out anywhere."""
+        """The key by which two crashes are the same. Memory may run out anywhere."""
         return self.type, "" if self.type == "out of memory" else self.line
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Crash:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is run."""
+    """A part of the input and of the model to run."""
 
     parts: tuple[tuple[int, int], ...]
     """(index of a document, how many of its last tokens)."""
@@ -58,13 +58,13 @@ class Shrunk:
     trial: Trial
     crash: Crash
     trials: int
-    """How many were run."""
+    """Number of trials run."""
     complete: bool
     """False: the budget of trials was used up."""
 
 
 class _Spent(Exception):
-    """No trials are left."""
+    """The budget of trials is used up."""
 
 
 class _Search:
@@ -75,7 +75,7 @@ class _Search:
         self.best: tuple[Trial, Crash] | None = None
 
     def crashes(self, trial: Trial) -> bool:
-        """Whether it crashes like the first one; the smallest so far that does is remembered."""
+        """Whether a trial crashes like the first one; the smallest that does is kept."""
         if trial in self._known:
             return self._known[trial]
         if self.trials >= self._max:
@@ -96,7 +96,7 @@ def shrink(
     *,
     max_trials: int = MAX_TRIALS,
 ) -> Shrunk | None:
-    """None: the whole input does not crash.
+    """Shrink an input that crashes a cell; None: the whole input does not crash.
 
     Args:
         lengths: of the input's documents.

@@ -1,4 +1,4 @@
-"""A process that runs trials of a cell, one after the other, and may die of it.
+"""A process that runs trials of a cell, one after the other, and that a trial may kill.
 
 `TrialRunner` is the parent's side: a trial that raises, hangs, is killed by a signal or runs out of memory is
 a Crash. The worker lives on over trials that go well, so the model is loaded once per number of layers. One
@@ -72,7 +72,7 @@ class TrialRunner:
         self._said = 0
         self._pending = b""
         self.starts = 0
-        """Workers that were started."""
+        """Number of workers started."""
 
     def __enter__(self) -> TrialRunner:
         return self
@@ -111,18 +111,18 @@ class TrialRunner:
         return Crash(**answer["crash"])
 
     def _start(self) -> None:
-        read, write = os.pipe()
+        read_end, write_end = os.pipe()
         with self._log.open("a", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                die_with_parent([sys.executable, "-m", "lockstep.lab.bisect.shrink_worker", str(write)]),
+                die_with_parent([sys.executable, "-m", "lockstep.lab.bisect.shrink_worker", str(write_end)]),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=(write,),
+                pass_fds=(write_end,),
                 text=True,
             )
-        os.close(write)
-        self._answers, self._pending = read, b""
+        os.close(write_end)
+        self._answers, self._pending = read_end, b""
         self.starts += 1
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self._setup) + "\n")
@@ -136,19 +136,19 @@ class TrialRunner:
     def _answer(self, seconds: float) -> dict[str, Any] | Crash:
         deadline = time.monotonic() + seconds
         while b"\n" not in self._pending:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0 or not select.select([self._answers], [], [], seconds_left)[0]:
                 stack = self._stack()
                 self._end()
-                said = f"no answer within {seconds:.0f} s"
-                return Crash(type="timeout", line="", message=said, traceback=stack)
-            read = os.read(self._answers, 1 << 16)
-            if not read:
+                message = f"no answer within {seconds:.0f} s"
+                return Crash(type="timeout", line="", message=message, traceback=stack)
+            chunk = os.read(self._answers, 1 << 16)
+            if not chunk:
                 return self._died()
-            self._pending += read
+            self._pending += chunk
         line, _, self._pending = self._pending.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def _died(self) -> Crash:
         assert self._process is not None
@@ -157,12 +157,12 @@ class TrialRunner:
         status = self._process.returncode
         self._end()
         if status is not None and status < 0:
-            name, said = signal.Signals(-status).name, f"killed by signal {-status}"
-            return Crash(type=name, line="", message=said, traceback=self._printed())
+            name, message = signal.Signals(-status).name, f"killed by signal {-status}"
+            return Crash(type=name, line="", message=message, traceback=self._printed())
         return Crash(type=f"exit status {status}", line="", message="the process ended")
 
     def _stack(self) -> str:
-        """Where a worker hangs, as it says itself."""
+        """Where a worker stalls, by its own traceback."""
         assert self._process is not None
         self._process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + 5
@@ -225,7 +225,8 @@ def crash_of(error: BaseException) -> Crash:
 
 
 class Cut:
-    """A recording of one input that was made smaller: what a Policy and its capacities ask a Recording."""
+    """A recording of one input that was made smaller: the part of a Recording that a Policy and its buckets
+    use."""
 
     def __init__(self, recording: Recording, index: int, batch: PackedBatch) -> None:
         self.path, self.header = recording.path, recording.header
@@ -299,7 +300,7 @@ class _Worker:
 
 
 def _listen(lines: queue.Queue[str]) -> None:
-    """When the parent has gone, a trial that hangs must not stay."""
+    """End the worker when its parent is gone, even if a trial stalls."""
     for line in sys.stdin:
         lines.put(line)
     os._exit(1)

@@ -136,9 +136,9 @@ class SeedMatch:
     def by_chance(self) -> bool:
         """Whether independent samples could plausibly share so many tokens.
 
-        Two independent samples share tokens of x nats or more with probability at most exp(-x), so what n pairs
-        share is at most a sum of n exponentials: mean n, standard deviation sqrt(n). Six deviations (and six
-        nats, for few pairs) beyond that is not chance.
+        Two independent samples share tokens of x nats or more with probability at most exp(-x), so what n
+        pairs share is at most a sum of n exponentials: mean n, standard deviation sqrt(n). Six deviations
+        (and six nats, for few pairs) beyond that is not chance.
         """
         return self.shared_nats <= self.pairs + 6.0 * math.sqrt(self.pairs) + 6.0
 

@@ -28,7 +28,7 @@ class CurveComparison:
     a: Losses
     b: Losses
     steps: tuple[int, ...]
-    """Compared, as a counts them."""
+    """The steps compared, by a's numbers."""
     differences: tuple[float, ...]
     """Relative to a's loss."""
     floor: float
@@ -42,12 +42,12 @@ class CurveComparison:
 
     @property
     def ok(self) -> bool:
-        """No difference above the threshold, and every loss finite."""
+        """Whether no difference is above the threshold, and every loss is finite."""
         return self.spread.max <= self.threshold
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The verdict, which is printed last."""
         for losses in (self.a, self.b):
             for step, value in zip(losses.steps, losses.values, strict=True):
                 if not math.isfinite(value):
@@ -66,7 +66,7 @@ class CurveComparison:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """The comparison as JSON values."""
         return {
             "ok": self.ok,
             "verdict": self.verdict,
@@ -141,7 +141,7 @@ def _floor(values: list[float]) -> float:
 
 
 def show(comparison: CurveComparison, console: Console) -> None:
-    """A row per run, a row per step (at most 20 of them), and what was noticed."""
+    """Print a row per run, a row per step (at most 20 of them), and the notes."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -196,7 +196,8 @@ def _pairs(comparison: CurveComparison) -> tuple[list[float], list[float]]:
 
 
 def plot(comparison: CurveComparison, path: Path) -> str:
-    """Both curves and their differences as a PNG; returns the package that drew it. Raises ConfigError."""
+    """Draw both curves and their differences as a PNG; return the package that drew it. Raises
+    ConfigError."""
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
     ours, theirs = _pairs(comparison)

@@ -16,14 +16,14 @@ Trend = Literal["falls", "does not fall", "too few steps"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Falls:
-    """Whether a loss falls, and by what."""
+    """Whether a loss falls, and by how much."""
 
     trend: Trend
     first: float
     """Mean of the first `window` losses."""
     last: float
     standard_error: float
-    """Of the difference of the two means."""
+    """Standard error of the difference of the two means."""
     window: int
 
 
@@ -71,7 +71,7 @@ def relative(value: float, reference: float, *, floor: float = 0.0) -> float:
 
 
 def spread(differences: Sequence[float]) -> Spread:
-    """Largest and mean; NaN is larger than everything."""
+    """The largest and the mean difference; NaN is larger than everything."""
     at = max(
         range(len(differences)),
         key=lambda i: (math.isnan(differences[i]), differences[i] if differences[i] == differences[i] else 0),

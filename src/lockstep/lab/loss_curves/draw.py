@@ -20,7 +20,7 @@ COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#5
 _WIDTH, _HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 12, 26, 30
 _LOG_FLOOR = 1e-9
-"""What a difference of 0 is drawn at on a logarithmic scale."""
+"""The value at which a difference of 0 is drawn on a logarithmic scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Axes:
-    """Where values are on the paper."""
+    """The mapping of values to pixels."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -126,7 +126,7 @@ SVG_STYLE = """
 .curves i { display: inline-block; width: 1.2rem; height: .25rem; margin-right: .4rem;
   vertical-align: middle; }
 """
-"""For the page that the figures are in."""
+"""The style of the figures, for the page that contains them."""
 
 
 def write_png(panels: Sequence[Panel], path: Path, *, title: str = "") -> str:
@@ -262,10 +262,10 @@ def _text(value: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """matplotlib takes what is between dollars for mathematics."""
+    """Escape dollars: matplotlib reads text between them as mathematics."""
     return printable_lines(text).replace("\n", " ").replace("$", r"\$")
 
 
 def _ascii(text: str) -> str:
-    """Pillow's own font has no other letters."""
+    """Keep only the letters that Pillow's own font has."""
     return printable_lines(text).replace("\n", " ").encode("ascii", "replace").decode()

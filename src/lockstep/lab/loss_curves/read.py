@@ -48,12 +48,12 @@ class Losses:
 
     path: Path
     source: str
-    """Which file, key and kind, in words."""
+    """A description of the file, key and kind."""
     steps: tuple[int, ...]
     """Ascending; from 0 where the run has no step numbers."""
     values: tuple[float, ...]
     numbered: bool
-    """The run says which step each loss is of."""
+    """Whether the run says which step each loss belongs to."""
     notes: tuple[str, ...] = ()
 
 
@@ -80,7 +80,7 @@ def read_losses(path: Path, *, key: str | None = None) -> Losses:
 
 
 def _find(path: Path) -> tuple[Path, str]:
-    """The file with the losses, and how to read it."""
+    """Find the file with the losses and the function that reads it."""
     if path.is_file():
         if path.name.startswith("events.out.tfevents") or ".tfevents." in path.name:
             return path, "tensorboard"
@@ -181,7 +181,7 @@ def _from_rows(path: Path, rows: Iterable[Mapping[str, Any]], key: str | None, *
 
 
 def _number(value: Any) -> float | None:
-    """JSON of ours has NaN and infinities as strings."""
+    """Read a number; our JSON has NaN and infinities as strings."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):

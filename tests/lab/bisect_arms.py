@@ -11,7 +11,7 @@ import torch
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.lab.bisect.arms import Side
+from lockstep.lab.bisect.arms import Arm
 from lockstep.models.load import load_model
 from lockstep.packing import pack
 from lockstep.schema.batch import PackedBatch, TrainSample
@@ -28,22 +28,22 @@ def batch_of(lengths: Sequence[int], *, seed: int = 0) -> PackedBatch:
     return pack(samples, [0.1 * (1 + i) * torch.ones(n) for i, n in enumerate(lengths)])
 
 
-def side_of(name: str, *, model: str = "shape:tiny-llama", dtype: str = "float32", **train: Any) -> Side:
+def arm_of(name: str, *, model: str = "shape:tiny-llama", dtype: str = "float32", **train: Any) -> Arm:
     config = TrainConfig(**({"attention": "sdpa", "device": "cpu"} | train))
     loaded = load_model(
         ModelConfig(name=model, dtype=dtype), attention=config.attention, device=torch.device("cpu")
     )
     backend = LocalBackend(config, model=loaded, total_steps=0)
-    return Side(name=name, label=f"{config.attention} {config.layout}", backend=backend, loss=SFTLoss())
+    return Arm(name=name, label=f"{config.attention} {config.layout}", backend=backend, loss=SFTLoss())
 
 
 @torch.no_grad()
-def perturb(side: Side, parameter: str, *, scale: float = 1e-3) -> None:
-    weight = side.module.get_parameter(parameter)
+def perturb(arm: Arm, parameter: str, *, scale: float = 1e-3) -> None:
+    weight = arm.module.get_parameter(parameter)
     weight += scale * torch.randn(weight.shape, generator=torch.Generator().manual_seed(7)).to(weight.dtype)
 
 
-def shift_rope(side: Side, layer: int, *, token: int) -> None:
+def shift_rope(arm: Arm, layer: int, *, token: int) -> None:
     """One layer rotates one token of every row as if it were the first."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -53,11 +53,11 @@ def shift_rope(side: Side, layer: int, *, token: int) -> None:
                 x[:, token] = x[:, 0]
         return args, {**kwargs, "position_embeddings": tuple(turned)}
 
-    attention = side.module.model.layers[layer].self_attn
+    attention = arm.module.model.layers[layer].self_attn
     attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def leak(side: Side, layer: int) -> None:
+def leak(arm: Arm, layer: int) -> None:
     """In one layer every document sees the one before it: two by two they are one."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -71,13 +71,13 @@ def leak(side: Side, layer: int) -> None:
         }
         return args, {**kwargs, **changed}
 
-    attention = side.module.model.layers[layer].self_attn
+    attention = arm.module.model.layers[layer].self_attn
     attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def scale_gradient(side: Side, path: str, *, factor: float = 1.01) -> None:
+def scale_gradient(arm: Arm, path: str, *, factor: float = 1.01) -> None:
     """The gradient that comes back to a module's output is wrong."""
-    module = side.module.get_submodule(path)
+    module = arm.module.get_submodule(path)
 
     def hook(_: Any, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
