@@ -58,9 +58,8 @@ def test_rows_of_other_ranks_keep_numbers_that_are_not_finite(tmp_path: Path) ->
 
 def test_an_out_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    files = ReplayFiles(tmp_path / "file" / "out", echo=lambda _: None)
     with pytest.raises(ConfigError, match=r"--out '.*file/out': '.*/file' is no folder"):
-        files.line("first")
+        ReplayFiles(tmp_path / "file" / "out", echo=lambda _: None)
 
 
 def test_text_for_a_terminal_keeps_its_line_ends_only() -> None:
