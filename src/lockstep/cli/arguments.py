@@ -1,4 +1,4 @@
-"""What the argparse commands have in common: values of flags, and where their results go."""
+"""Shared by the argparse commands: values of flags, and where their results go."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.config.base import FilePath, Seconds, Seed
 from lockstep.config.run import MAX_RANKS
 
 MOST = 2**31 - 1
-"""Of what counts something."""
+"""The largest value of a count."""
 SMALLEST, LARGEST = 1e-30, 1e30
-"""Of a number that is no time; as those of settings."""
+"""Limits of a number that is not a time, the same as for settings."""
 _DIGITS = 400
 """Python refuses to read many more."""
 _Value = TypeVar("_Value", int, float, Path)

@@ -92,7 +92,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget the conversation so far."""
         self._messages = []
 
     def answer(self, text: str) -> None:
@@ -138,7 +138,7 @@ class Printer:
     def __init__(self, tokenizer: object) -> None:
         self._tokenizer = tokenizer
         self.text = ""
-        """What was printed."""
+        """The text printed so far."""
 
     def show(self, token_ids: Sequence[int]) -> None:
         """Print what is new, unless it ends in the middle of a character."""

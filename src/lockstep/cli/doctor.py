@@ -218,7 +218,7 @@ def axis(kind: str, *, device: str) -> list[Finding]:
 
 
 def proofs(name: str) -> list[Finding]:
-    """How far each way to compute this model's logprobs is from transformers' own."""
+    """Compare each way to compute this model's logprobs with transformers' own."""
     from lockstep.config.model import ModelConfig
     from lockstep.engine.admission import EMBEDDED, decoding_proof
     from lockstep.models.admission import check_proof, forward_gaps

@@ -140,7 +140,8 @@ def _view(model: type[BaseModel], value: BaseModel | None) -> tuple[dict[str, An
 
 
 def _leaf(field: FieldInfo, current: Any, *, many: bool) -> tuple[Any, Any]:
-    """What tyro reads a setting as, and its default. Tables and rewards are read as words: `_overrides`."""
+    """The type that tyro reads a setting as, and its default. Tables and rewards are read as words:
+    `_overrides`."""
     if _is_dict(field) or many:
         return tuple[str, ...], ()
     return _plain(field.annotation), current

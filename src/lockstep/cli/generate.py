@@ -77,7 +77,7 @@ class General(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     config: GenerateConfig
     out: Path | None
@@ -90,7 +90,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Where the weights are, found before anything is loaded."""
+    """The folder of the weights, found before anything is loaded."""
 
     model: ModelConfig
     checkpoint: Path | None
@@ -296,7 +296,7 @@ def find(config: GenerateConfig, checkpoint: str | None) -> Weights:
 
 
 def sample_work(config: GenerateConfig, maker: PromptMaker) -> SampleWork:
-    """What is sampled of each prompt."""
+    """The sampling settings of each prompt."""
     from lockstep.rollout.batch import ALL_PROMPTS_STEP, SampleWork
     from lockstep.rollout.sampler import sampling_params
 
@@ -317,7 +317,7 @@ def sample_work(config: GenerateConfig, maker: PromptMaker) -> SampleWork:
 
 
 def identity(config: GenerateConfig, weights: Weights, batches: list[list[Prompt]]) -> dict[str, Any]:
-    """What decides every row: an earlier file's must be the same."""
+    """The settings that decide every row: an earlier file's must be the same."""
     import torch
 
     from lockstep.models.dtypes import resolve_dtype

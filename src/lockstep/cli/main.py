@@ -3,7 +3,7 @@
 Exit status: 0 when what was asked for holds, 1 when it does not or the run failed, 2 for a wrong setting or
 argument, 130 for Ctrl-C, 143 for SIGTERM.
 
-What is wrong with files, settings and machines is told in one message. Any other exception is a mistake of
+Errors in files, settings and machines become one message. Any other exception is a mistake of
 ours, and keeps its traceback. Nothing of either reaches the terminal unescaped.
 """
 

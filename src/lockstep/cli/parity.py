@@ -376,7 +376,7 @@ def _check_read(args: argparse.Namespace) -> None:
 
 
 def console() -> PlainConsole:
-    """As wide as the terminal, or as a page."""
+    """A console as wide as the terminal, or as a page."""
     from lockstep.lab.train_parity.report import WIDTH
     from lockstep.observe.console import PlainConsole
 

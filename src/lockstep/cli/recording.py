@@ -451,7 +451,7 @@ def _edited(name: str, edited: Edited, of: str) -> Result:
 
 
 def _as_argument(flag: str, parse: Callable[[str], Any], text: str) -> Any:
-    """What `read`, a type of argparse's, makes of the flag's text. Raises ConfigError."""
+    """Parse a flag's text with `parse`, a type of argparse's. Raises ConfigError."""
     try:
         return parse(text)
     except (argparse.ArgumentTypeError, ValueError) as error:  # the latter: thousands of digits

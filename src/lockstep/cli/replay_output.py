@@ -1,4 +1,4 @@
-"""What `lockstep replay` shows while it runs, and at its end."""
+"""The display of `lockstep replay` while it runs, and at its end."""
 
 from __future__ import annotations
 

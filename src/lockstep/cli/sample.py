@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_model_flags(model: str, *, seed: int, sampling: Mapping[str, Any]) -> None:
-    """What is wrong whatever the model is, before it is loaded. Raises ConfigError."""
+    """Check the flags that do not depend on the model, before it is loaded. Raises ConfigError."""
     check({"name": model, "seed": seed}, ModelConfig, origin="the model's name and --seed")
     override(SamplingConfig(), sampling)
 

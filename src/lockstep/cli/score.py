@@ -65,7 +65,7 @@ class General(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     config: ScoreConfig
     data: Path | None
@@ -216,7 +216,8 @@ def _judges(config: ScoreConfig, data: Path) -> Judges:
 
 
 def identity(config: ScoreConfig, data: Path) -> dict[str, Any]:
-    """What decides every row, but for a reward function's code: an earlier file's must be the same."""
+    """The settings that decide every row, except a reward function's code: an earlier file's must be the
+    same."""
     weights = None
     if config.reward_model is not None:
         from lockstep.models.exported import weights_fingerprint

@@ -83,7 +83,7 @@ class General(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """What a command line asks for."""
+    """A parsed command line."""
 
     run: RunConfig
     resume: Path | None
@@ -198,7 +198,7 @@ def _check_heads(run: RunConfig) -> None:
 
 
 def _is_finished(command: TrainCommand) -> bool:
-    """Whether nothing is left to do. Raises ConfigError, DataError, ModelError: it cannot start."""
+    """Whether the run is finished already. Raises ConfigError, DataError, ModelError if it cannot start."""
     from lockstep.loop.preflight import preflight
 
     finished = preflight(command.run, resume=command.resume, checkpoint=command.checkpoint)
@@ -216,7 +216,7 @@ def _check_launcher(command: TrainCommand) -> None:
 
 
 def start(command: TrainCommand) -> Mapping[str, Any]:
-    """Run it; the run's summary. What is wrong for sure is told before torch is imported."""
+    """Run it; return the run's summary. Errors that need no torch are raised before torch is imported."""
     from lockstep.loop.interrupt import Interrupted
     from lockstep.loop.preflight import preflight
 

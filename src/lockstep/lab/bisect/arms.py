@@ -179,7 +179,8 @@ def gradient_parts(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> dict[str
 def differs(
     a: Arm, b: Arm, batch: PackedBatch, difference: InputDifference, *, tolerance: float | None
 ) -> bool:
-    """Whether an input is beyond tolerance. Documents are reordered only where a floor is exceeded."""
+    """Whether an input is beyond tolerance. The noise of reordered documents is measured only if a floor is
+    exceeded."""
     nats, _, gradient = floors(a, b, tolerance)
     if difference.logprob <= nats and difference.gradient <= gradient:
         return False

@@ -1,4 +1,4 @@
-"""What every module of a policy computes for the real tokens of a batch, forward and backward.
+"""Capture what every module of a policy computes for the real tokens of a batch, forward and backward.
 
 A Capture is a context around one forward (and backward) of a module. It sees, in the order of execution,
 
@@ -7,7 +7,7 @@ A Capture is a context around one forward (and backward) of a module. It sees, i
 
 as `[tokens, ...]`: rows of real documents, in the order of the documents, whatever the layout was. By default
 only a sketch of each tensor is kept (16 random projections per token), from which the norm of a difference of
-two captures can be told to some percent; `whole` names the tensors that are kept as they are, and `calls` the
+two captures can be estimated to a few percent; `whole` names the tensors that are kept as they are, and `calls` the
 modules whose arguments are kept.
 
 Nothing inside a compiled block can be captured: a hook there would be traced and would break or change the

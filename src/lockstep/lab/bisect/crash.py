@@ -46,9 +46,9 @@ class CrashFinding:
     index: int
     """Index of the input that it was cut from."""
     documents: int
-    """Of that input."""
+    """Documents of that input."""
     tokens: int
-    """Of that input."""
+    """Tokens of that input."""
     num_layers: int
     """Layers of the whole model."""
     shrunk: Shrunk

@@ -331,7 +331,7 @@ def _save_kernel(context: _Context, base: _Saved) -> _Saved | None:
 def _kernel_facts(
     kernel: str, arguments: Mapping[str, Any], *, compiled: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor | None]] | None:
-    """How the kernel was called, and the tensors that say which token sees which."""
+    """Describe the kernel's call, and the tensors that say which token attends to which."""
     window = arguments.get("sliding_window")
     masks = arguments.get("masks") or {}
     mask = masks.get(window or 0)

@@ -69,7 +69,7 @@ class TrialRunner:
         self._log, self._seconds = log, seconds
         self._process: subprocess.Popen[str] | None = None
         self._answers: int = -1
-        self._said = 0
+        self._log_start = 0
         self._pending = b""
         self.starts = 0
         """Number of workers started."""
@@ -91,7 +91,7 @@ class TrialRunner:
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
-        self._said = self._log.stat().st_size
+        self._log_start = self._log.stat().st_size
         request = {"index": self.index, "parts": trial.parts, "num_layers": trial.num_layers}
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -171,9 +171,9 @@ class TrialRunner:
         return self._printed()
 
     def _printed(self) -> str:
-        """What the worker printed since the trial began; faulthandler's stack is in it."""
+        """The worker's output since the trial began, with faulthandler's stack."""
         with self._log.open("rb") as log:
-            log.seek(self._said)
+            log.seek(self._log_start)
             return log.read(1 << 16).decode("utf-8", "replace")
 
     def _end(self) -> None:

@@ -1,4 +1,4 @@
-"""How completions of two engines, or of one engine and the trainer, compare: numbers in, numbers out.
+"""Compare completions of two engines, or of one engine and the trainer: numbers in, numbers out.
 
 Every logprob is in nats. A *surprise* is a logprob with its sign turned: what it took to draw the token.
 """
@@ -64,7 +64,7 @@ def gap(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> Gap | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """Where a greedy completion first differs from the reference's."""
+    """The first difference of a greedy completion from the reference's."""
 
     prompt: int
     position: int

@@ -125,7 +125,7 @@ class Pass(_Record):
     tokens: int
     """Tokens of completions."""
     prompt_tokens: int
-    """As the engine counts them: each sample's."""
+    """Prompt tokens of each sample, as the engine counts them."""
     cached_tokens: int
 
 

@@ -38,7 +38,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an engine may deviate by."""
+    """The limits within which an engine may deviate."""
 
     mean: float
     """Largest mean gap, nats."""

@@ -1,4 +1,4 @@
-"""Where an engine outside the trainer finds the model of a parity job."""
+"""The model of a parity job, for an engine outside the trainer."""
 
 from __future__ import annotations
 

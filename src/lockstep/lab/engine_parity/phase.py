@@ -1,4 +1,4 @@
-"""What one engine did under one version of the weights, in numbers: the rows of a phase, summed up."""
+"""The figures of one engine under one version of the weights: the rows of a phase, summarised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a cell's outputs are from the reference cell's: logprobs in nats, gradients relative to their norm.
+"""Compare a cell's outputs with the reference cell's: logprobs in nats, gradients relative to their norm.
 
 Both sides are the outputs.safetensors that `lockstep replay --keep-outputs` writes: "logprobs/INDEX" [trained
 tokens] float32 per input, "gradients/NAME" the sampled entries of a parameter's gradient, summed over inputs.

@@ -1,7 +1,7 @@
 """Two matrices against each other: two torch versions, two commits, two machines.
 
 Cells are matched by their axis values. What is worse in the second is a regression: a cell that worked and
-does not, or agreed with its reference and does not. Times and differences that changed are told only.
+does not, or agreed with its reference and does not. Changed times and differences are only reported.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Measures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellResult:
-    """How one cell went."""
+    """The result of one cell."""
 
     name: str
     values: Mapping[str, str]

@@ -92,7 +92,7 @@ def run_matrix(
 
     Args:
         recording: as Recording.open takes it; None: the shipped one.
-        progress: is told of every cell that is done.
+        progress: called with every cell that is done.
 
     Raises:
         ConfigError: an axis, value or setting is wrong, or `out` holds another matrix.

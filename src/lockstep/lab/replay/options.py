@@ -1,4 +1,4 @@
-"""What to replay, and how."""
+"""The options of a replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.lab.replay.outputs import GRADIENT_ENTRIES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """What to replay, and how."""
+    """The inputs to replay, the cell, and how to replay."""
 
     cell: Cell
     loss: LossName = "recorded"

@@ -1,4 +1,4 @@
-"""What a replay computed, kept for a comparison with another one: OUT/outputs.safetensors."""
+"""The outputs of a replay, kept for a comparison with another one: OUT/outputs.safetensors."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class RankBackend(_Wrapped):
         self.delivered = self.dropped = self._peer_missing = False
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """As the backend's; gradients are those of all ranks."""
+        """Run as the backend does; gradients are those of all ranks."""
         self._enter(batches)
         with self._keep_desync(), self._explained(f"forward and backward of {self._what()}"):
             try:
@@ -119,7 +119,7 @@ class RankBackend(_Wrapped):
         return stats
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """As the backend's, which at ZeRO stage 3 gathers weights from all ranks."""
+        """Run as the backend does, which at ZeRO stage 3 gathers weights from all ranks."""
         self._enter(batches)
         with self._keep_desync(), self._explained(f"forward of {self._what()}"):
             return self._logprobs(batches, model)
@@ -262,7 +262,7 @@ class RankBackend(_Wrapped):
             return self.inner.gradients()
 
     def drop_gradients(self) -> None:
-        """As the backend's."""
+        """Drop the backend's gradients."""
         self.inner.drop_gradients()
 
 
@@ -313,7 +313,7 @@ class SimulatedBackend(_Wrapped):
         self.inner.drop_gradients()
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """As the backend's; gradients are added to those of the step."""
+        """Run as the backend does; gradients are added to those of the step."""
         stats = self.inner.forward_backward(batches, loss)
         if self.failed:
             self.inner.drop_gradients()
@@ -325,7 +325,7 @@ class SimulatedBackend(_Wrapped):
         return stats
 
     def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """As the backend's."""
+        """Run as the backend does."""
         return self.inner.logprobs(batches, model=model)
 
     def live_gradients(self) -> dict[str, Tensor]:

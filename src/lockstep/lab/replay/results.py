@@ -247,7 +247,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return dict.fromkeys((*names, "mean"))
     ordered = sorted(values)
-    found: dict[str, float | None] = {
+    result: dict[str, float | None] = {
         name: ordered[max(0, math.ceil(share * len(ordered)) - 1)] for name, share in names.items()
     }
-    return found | {"mean": statistics.fmean(values)}
+    return result | {"mean": statistics.fmean(values)}

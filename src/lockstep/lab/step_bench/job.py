@@ -67,7 +67,7 @@ class StepTimes(Record):
     train: float
     """Forward and backward of all micro-batches and what is between them."""
     forward: float
-    """Of it, the forward passes, the loss among them."""
+    """The part of it in forward passes, the loss included."""
     backward: float
     optimizer: float
     weights: float
@@ -81,7 +81,7 @@ class Ready(Record):
     first_step_seconds: float
     """The warm-up steps, with everything that is compiled."""
     compile_seconds: float
-    """Of torch.compile, until now."""
+    """Seconds of torch.compile so far."""
     graphs: int
 
 
@@ -94,7 +94,7 @@ class BenchOutcome(Record):
     """Graphs that were compiled after the warm-up."""
     graph_breaks: int = 0
     peak_memory_bytes: int = 0
-    """Of the rank that needed most: allocated on a GPU, resident on a CPU, since the warm-up."""
+    """Peak of the rank that needed most: allocated on a GPU, resident on a CPU, since the warm-up."""
     memory_kind: str = ""
     micro_batches: tuple[int, ...] = ()
     """Token slots of each."""
@@ -104,7 +104,7 @@ class BenchOutcome(Record):
     """Completions of one step."""
     training_flops: float = 0.0
     peak_flops: float | None = None
-    """Of all GPUs; None: not known."""
+    """Peak FLOP/s of all GPUs; None: not known."""
     logprob_gap: float | None = Field(default=None, allow_inf_nan=True)
     """Largest |trainer - engine| over the tokens of one more generation behind the last step, nats; NaN where
     one of them is."""

@@ -17,7 +17,7 @@ TIMED = ("step", "generate", "train", "forward", "backward", "optimizer", "weigh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Of one phase over the measured steps, seconds."""
+    """Seconds of one phase over the measured steps."""
 
     median: float
     least: float

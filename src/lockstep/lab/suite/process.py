@@ -36,10 +36,10 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitStatus:
-    """How a process ended."""
+    """The end of a process."""
 
     returncode: int | None
-    """As subprocess has it: negative for a signal. None: it was killed at its deadline or by Ctrl-C."""
+    """As subprocess reports it: negative for a signal. None: killed at its deadline or by Ctrl-C."""
     timed_out: bool
     seconds: float
 

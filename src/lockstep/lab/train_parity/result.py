@@ -1,4 +1,4 @@
-"""What a parity run found: a row per stack, its two verdicts, parity.json.
+"""The results of a parity run: a row per stack, its two verdicts, parity.json.
 
 Agreement: the stacks take the steps of the reference. Learning: the loss falls. Stacks may agree on a
 loss that does not fall.

@@ -65,7 +65,7 @@ class Stack:
 
     @property
     def log_stem(self) -> str:
-        """Of NAME_test.log: `deepspeed` (ZeRO 2, as such suites have it), `fsdp2_tp2_ring2`, ..."""
+        """The stem of NAME_test.log: `deepspeed` (ZeRO 2, as such suites have it), `fsdp2_tp2_ring2`, ..."""
         plain = self.name.replace(":zero2", ":", 1) if self.backend == "deepspeed" else self.name
         return re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
 

@@ -167,11 +167,11 @@ class _Run:
                 tokens_per_second=tokens / seconds,
                 peak_memory_bytes=self._peak_memory(),
             )
-            self._told(row, batches, stats)
+            self._report_step(row, batches, stats)
         if self.job.save is not None:
             self.backend.save(self.job.save)()
 
-    def _told(self, row: StepRow, batches: Sequence[PackedBatch], stats: StepStats) -> None:
+    def _report_step(self, row: StepRow, batches: Sequence[PackedBatch], stats: StepStats) -> None:
         self.rows.append(row)
         if not self._first:
             return
