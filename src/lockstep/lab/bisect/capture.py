@@ -7,8 +7,8 @@ A Capture is a context around one forward (and backward) of a module. It sees, i
 
 as `[tokens, ...]`: rows of real documents, in the order of the documents, whatever the layout was. By default
 only a sketch of each tensor is kept (16 random projections per token), from which the norm of a difference of
-two captures can be estimated to a few percent; `whole` names the tensors that are kept as they are, and `calls` the
-modules whose arguments are kept.
+two captures can be estimated to a few percent; `whole` names the tensors that are kept as they are, and
+`calls` the modules whose arguments are kept.
 
 Nothing inside a compiled block can be captured: a hook there would be traced and would break or change the
 graph. There the block is the grain, and its call is wrapped from outside.
