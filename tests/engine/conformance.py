@@ -37,6 +37,7 @@ from conformance_parts import (
 )
 from conformance_parts import conformance_model as conformance_model  # for those who import this
 
+from lockstep.engine.members import require_engine
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import UpdateSession
@@ -329,6 +330,10 @@ def test_every_sample_is_reported_once_as_it_finishes(subject):
     )
 
 
+def test_every_declared_member_is_there(subject):
+    assert require_engine(subject.engine, name="of this suite") is subject.engine
+
+
 def test_no_requests_are_no_work(subject):
     assert subject.generate() == []
 
@@ -435,7 +440,7 @@ def test_an_update_is_seen_at_once_also_by_prompts_that_were_cached(subject):
 
 
 def test_half_an_update_is_refused_until_a_whole_one(subject):
-    if not hasattr(subject.engine, "begin_update"):
+    if not subject.engine.external:
         pytest.skip("the engine shares the trainer's weights")
     session = UpdateSession(policy_version=9, run_id="test", deadline=time.monotonic() + 60)
     subject.engine.begin_update(session)
@@ -458,7 +463,7 @@ def test_an_engine_that_sleeps_refuses_and_wakes_as_it_was(subject):
     with pytest.raises(EngineError, match="sleep"):
         subject.generate(request(prompt(4), temperature=0.0))
     subject.engine.wake()
-    if getattr(subject.engine, "dirty", False):
+    if subject.engine.external and subject.engine.dirty:
         subject.version += 1
         subject.push(subject.version)
     ((completion,),) = subject.generate(request(prompt(LONG), temperature=0.0))

@@ -28,6 +28,8 @@ def request(ids, seeds=(0,), max_tokens=10, **sampling):
 class Scripted:
     """An engine that answers with its own number, once `go` is set."""
 
+    external = True
+
     def __init__(self, number, *, fails=None, held=False, transports=("ipc", "collective", "disk")):
         self.number, self.fails, self.transports = number, fails, transports
         self.go, self.stopped = threading.Event(), threading.Event()
@@ -102,6 +104,12 @@ class Scripted:
 
     def read_back(self, names):
         return {name: self.values[name] for name in names}
+
+    def memory(self):
+        return {"weights": 10.0 + self.number}
+
+    def describe(self):
+        return {"version": "1", "pid": self.number}
 
     def stats(self):
         return EngineStats(
@@ -397,12 +405,7 @@ def test_reading_back_compares_the_replicas():
 
 
 def test_memory_and_description_are_of_each_replica():
-    engines = scripted(2)
-    own = DispatcherOfOwnWeights(engines)
-    assert own.memory() == {} and own.describe() == {"replicas": [{}, {}]}
-    for engine in engines:
-        engine.memory = lambda engine=engine: {"weights": 10.0 + engine.number}
-        engine.describe = lambda engine=engine: {"version": "1", "pid": engine.number}
+    own = DispatcherOfOwnWeights(scripted(2))
     assert own.memory() == {"replica 0, weights": 10.0, "replica 1, weights": 11.0}
     assert own.describe() == {
         "version": "1",

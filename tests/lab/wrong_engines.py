@@ -24,6 +24,8 @@ from lockstep.train.local import LocalBackend
 class Right:
     """hf itself, with two places where something can be done wrong."""
 
+    external, contract = False, None
+
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
         self.model = model
         self.inner = HFEngine(config, model=model)

@@ -186,6 +186,6 @@ def test_contracts_that_differ_are_refused_by_field():
     with pytest.raises(ConfigError, match=r"in 2 fields: compile: .inductor. here, .eager. there; "):
         shared_contract(ours, other, engine_name="native")
     with pytest.raises(ConfigError, match=r"engine.name = .my:Engine. has no kernel contract"):
-        shared_contract(ours, SimpleNamespace(), engine_name="my:Engine")
+        shared_contract(ours, SimpleNamespace(contract=None), engine_name="my:Engine")
     with pytest.raises(ConfigError, match="SimpleNamespace has no kernel contract"):
         shared_contract(SimpleNamespace(contract=None), same, engine_name="native")

@@ -33,7 +33,7 @@ class ExternalHF(HFEngine):
         super().__init__(config, model=random_model(spec))
         self.spec, self.faults = spec, set(faults)
         self.transports = ("memory", "disk")
-        self.dirty, self.recover, self.session = True, None, None
+        self.dirty, self.recover, self.session, self.receivers = True, None, None, 1
         self.log: list[str] = []
         self.finished = 0
         self._received: dict[str, torch.Tensor] = {}

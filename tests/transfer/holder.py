@@ -92,6 +92,9 @@ class Holder:
             restarts=self.restarts,
         )
 
+    def memory(self):
+        return {}
+
     def begin_update(self, session):
         self.log.append("begin")
         self.dirty, self.session, self.held = True, session, {}

@@ -16,16 +16,18 @@ CPU = torch.device("cpu")
 
 
 def test_a_memory_report_has_both_processes() -> None:
-    engine = SimpleNamespace(memory=lambda: {"kv_cache": 2.5 * GIB})
+    engine = SimpleNamespace(external=True, memory=lambda: {"kv_cache": 2.5 * GIB})
     found = take_memory_report(engine, device=CPU)
     assert found.engine == {"kv_cache": 2.5 * GIB} and found.trainer["rss_peak"] > 1e6
     assert "engine kv_cache 2.50 GiB" in str(found)
-    assert take_memory_report(SimpleNamespace(), device=CPU).engine is None
+    assert take_memory_report(SimpleNamespace(external=False), device=CPU).engine is None
 
     def dead():
         raise EngineError("gone")
 
-    assert "engine not reported" in str(take_memory_report(SimpleNamespace(memory=dead), device=CPU))
+    assert "engine not reported" in str(
+        take_memory_report(SimpleNamespace(external=True, memory=dead), device=CPU)
+    )
 
 
 def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
@@ -50,7 +52,7 @@ def test_the_side_and_the_memory_reports_around_the_last_update_are_named(side, 
         before=MemoryReport(trainer={"allocated": GIB}, engine={"weights": GIB}),
         after=MemoryReport(trainer={"allocated": 2 * GIB}, engine=None),
     )
-    engine = SimpleNamespace(memory=lambda: {"weights": 3 * GIB})
+    engine = SimpleNamespace(external=True, memory=lambda: {"weights": 3 * GIB})
     with (
         pytest.raises(kind) as caught,
         explain_out_of_memory(side, engine=engine, transfer=transfer, device="cpu"),
@@ -69,7 +71,9 @@ def test_other_errors_are_left_as_they_are(error) -> None:
     transfer = SimpleNamespace(before=None, after=None)
     with (
         pytest.raises(type(error)) as caught,
-        explain_out_of_memory("engine", engine=SimpleNamespace(), transfer=transfer, device="cpu"),
+        explain_out_of_memory(
+            "engine", engine=SimpleNamespace(external=False), transfer=transfer, device="cpu"
+        ),
     ):
         raise error
     assert caught.value is error

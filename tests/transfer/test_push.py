@@ -262,7 +262,7 @@ def test_buffers_are_as_large_as_needed_and_used_again() -> None:
 
 def test_what_is_chosen() -> None:
     def engine(*ways: str) -> Any:
-        return SimpleNamespace(transports=ways, begin_update=None)
+        return SimpleNamespace(transports=ways, external=True)
 
     def transport(config: EngineConfig, *ways: str) -> str:
         return make_transfer(config, engine(*ways), device="cpu").transport

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine import ENGINES
 from lockstep.engine.admission import admit_decoding
+from lockstep.engine.members import load_engine_class, require_engine
 from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
@@ -19,7 +19,7 @@ from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWe
 
 def is_external(name: str) -> bool:
     """Whether the engine has weights of its own, which must be sent to it."""
-    return bool(getattr(ENGINES.load(name), "external", False))
+    return bool(load_engine_class(name).external)
 
 
 def make_engine(
@@ -36,12 +36,16 @@ def make_engine(
         EngineError: an engine did not start; those that did are closed.
         ModelError: its decoding of this model fails the proof of lockstep.engine.admission.
     """
-    factory = ENGINES.load(config.name)
-    if not getattr(factory, "external", False):
+    factory = load_engine_class(config.name)
+
+    def make(index: int, **inputs: LoadedModel | EngineSpec) -> InferenceEngine:
+        return require_engine(factory(one_of(config, index), **inputs), name=config.name)
+
+    if not factory.external:
         if model is None:
             raise ConfigError(f"engine {config.name!r} samples with the trainer's modules and got no model")
         admit_decoding(config.name, model)
-        return _together(config, lambda _: factory(one_of(config, 0), model=model), external=False)
+        return _together(config, lambda _: make(0, model=model), external=False)
     if spec is None:
         raise ConfigError(f"engine {config.name!r} has weights of its own and got no EngineSpec of the model")
     if config.max_model_len is not None:
@@ -49,7 +53,7 @@ def make_engine(
     _check_devices(config, spec)
     return _together(
         config,
-        lambda i: factory(one_of(config, i), spec=spec_of(config, spec, i)),
+        lambda i: make(i, spec=spec_of(config, spec, i)),
         external=True,
     )
 

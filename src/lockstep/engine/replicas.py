@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from lockstep.protocols.engine import (
     ReceivesWeights,
     SharesWeights,
 )
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
 
@@ -242,6 +243,9 @@ class _Replicas(Generic[E]):
 class Dispatcher(_Replicas[SharesWeights]):
     """Replicas over the trainer's modules, or over modules in this process."""
 
+    external = False
+    contract: KernelContract | None = None
+
     def update_weights(self, update: WeightUpdate) -> None:
         """See SharesWeights; one replica after the other, since `update.tensors` may only be read in this
         thread."""
@@ -304,7 +308,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         self._all(lambda _, engine: engine.fail_update(reason))
 
     def _receivers(self) -> list[int]:
-        return [int(getattr(engine, "receivers", 1)) for engine in self.engines]
+        return [engine.receivers for engine in self.engines]
 
     def _bucket_of(self, bucket: WeightBucket, replica: int) -> WeightBucket:
         """`bucket` for one replica: in a collective its workers have ranks of their own."""
@@ -320,7 +324,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
             EngineError: two replicas hold different values.
         """
         first: dict[str, Tensor] | None
-        first, *others = self._all(lambda _, engine: _read_back(engine, names))
+        first, *others = self._all(lambda _, engine: engine.read_back(names))
         if first is None or any(other is None for other in others):
             return None
         for replica, other in enumerate(others, start=1):
@@ -331,7 +335,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
 
     def memory(self) -> dict[str, float]:
         """Memory in bytes that each replica reports, under "replica N, NAME"."""
-        memories = self._all(lambda _, engine: getattr(engine, "memory", dict)())
+        memories = self._all(lambda _, engine: engine.memory())
         return {
             f"replica {i}, {name}": value
             for i, memory in enumerate(memories)
@@ -340,7 +344,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
 
     def describe(self) -> dict[str, Any]:
         """The description of the first replica, and those of all replicas under "replicas"."""
-        descriptions = [dict(getattr(engine, "describe", dict)()) for engine in self.engines]
+        descriptions = [dict(engine.describe()) for engine in self.engines]
         return {**descriptions[0], "replicas": descriptions}
 
     @property
@@ -359,12 +363,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
                 with self._one_recovery:
                     push(engine)
 
-            cast(Any, engine).recover = None if push is None else push_to_one
-
-
-def _read_back(engine: Any, names: Sequence[str]) -> dict[str, Tensor] | None:
-    read = getattr(engine, "read_back", None)
-    return None if read is None else read(names)
+            engine.recover = None if push is None else push_to_one
 
 
 def _in_thread(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError, TrainError
-from lockstep.protocols import InferenceEngine, TrainBackend
+from lockstep.protocols import SharesWeights, TrainBackend
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import RolloutGroup
@@ -25,14 +25,14 @@ Logprobs = Callable[[Sequence[PackedBatch]], list[Tensor]]
 """A forward of the policy: [T] float32 per micro-batch."""
 
 
-def shared_contract(backend: TrainBackend, engine: InferenceEngine, *, engine_name: str) -> KernelContract:
+def shared_contract(backend: TrainBackend, engine: SharesWeights, *, engine_name: str) -> KernelContract:
     """Return the contract that both keep under train.batch_invariant = true.
 
     Raises:
         ConfigError: they differ, field by field, or one of them has none.
     """
     ours = backend.contract
-    theirs: KernelContract | None = getattr(engine, "contract", None)
+    theirs = engine.contract
     for side, found in ((f"{type(backend).__name__}", ours), (f"engine.name = {engine_name!r}", theirs)):
         if found is None:
             raise ConfigError(

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.protocols import Algorithm, InferenceEngine, TrainBackend, WeightTransfer
+from lockstep.protocols import Algorithm, InferenceEngine, SharesWeights, TrainBackend, WeightTransfer
 from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import NoRecorder, Recorder
 from lockstep.registry import require_members
@@ -237,7 +237,7 @@ def _bitwise_check(
     try:
         with ranks.together("comparing kernel contracts"):
             if axes.batch_invariant and not external:
-                contract = shared_contract(backend, engine, engine_name=run.engine.name)
+                contract = shared_contract(backend, cast(SharesWeights, engine), engine_name=run.engine.name)
             if contract is None and reuse:
                 raise ConfigError(
                     f"train.reuse_rollout_logprobs = true with engine.name = {run.engine.name!r} and "

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from lockstep.errors import EngineError, LockstepError, TrainError
-from lockstep.protocols.engine import EngineStats, InferenceEngine
+from lockstep.protocols.engine import EngineStats, InferenceEngine, receives_weights
 from lockstep.protocols.transfer import WeightTransfer
 from lockstep.ranks.context import RankContext
 from lockstep.transfer import memory_report
@@ -18,7 +18,7 @@ from lockstep.transfer import memory_report
 def engine_report(engine: InferenceEngine, transfer: WeightTransfer) -> dict[str, Any]:
     """Return the manifest's fields: the weight transport and, for an external engine, its version, command
     and environment."""
-    described: Mapping[str, Any] = getattr(engine, "describe", dict)()
+    described = engine.describe() if receives_weights(engine) else {}
     return {"transport": getattr(transfer, "transport", "shared"), **described}
 
 
@@ -55,7 +55,7 @@ class EngineMeter:
         values = _rates(everyone)
         if any(stats.kv_cache_use is not None for _, stats in everyone):
             values["engine/kv_cache_use"] = max(stats.kv_cache_use or 0.0 for _, stats in everyone)
-        if hasattr(self._engine, "begin_update"):
+        if self._engine.external:
             values["engine/restarts"] = float(sum(stats.restarts for _, stats in everyone))
         return values
 

@@ -52,6 +52,10 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
     _check_model(run.model.name)
     if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in (*ENGINES, "auto"):
         raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]))
+    if isinstance(run, GRPORun) and ":" in run.engine.name:
+        from lockstep.engine.members import load_engine_class  # needs torch, as their engine does
+
+        load_engine_class(run.engine.name)
     if ":" in run.train.backend:
         what = f"train.backend = {run.train.backend!r}"
         require_members(load_object(run.train.backend, what=what), BACKEND_CLASS_MEMBERS, what=what)

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
+from torch import Tensor
+
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
 
@@ -45,8 +48,15 @@ class EngineStats:
 class InferenceEngine(Protocol):
     """Token ids in, token ids and logprobs out.
 
-    It gets weights by one of the two protocols below; lockstep.transfer knows both.
+    It gets weights by one of the two protocols below; lockstep.transfer knows both. `external` says which,
+    and how lockstep.engine.build.make_engine makes it:
+
+        Engine(config, model=LoadedModel)    external = False, SharesWeights
+        Engine(config, spec=EngineSpec)      external = True, ReceivesWeights
     """
+
+    external: bool
+    """Of the class: it has weights of its own, which are sent to it."""
 
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
@@ -72,6 +82,9 @@ class InferenceEngine(Protocol):
 class SharesWeights(InferenceEngine, Protocol):
     """An engine over the trainer's modules, or over modules in the same process."""
 
+    contract: KernelContract | None
+    """The kernels that it computes with, if they are batch-invariant; None: it promises no bits."""
+
     def update_weights(self, update: WeightUpdate) -> None:
         """Take this version of the weights and drop every cache made with an older one. Raises EngineError
         before anything was changed."""
@@ -85,9 +98,25 @@ class ReceivesWeights(InferenceEngine, Protocol):
     dirty engine refuses to generate, and only a whole session makes it clean.
     """
 
-    transports: tuple[Transport, ...]
-    """The transports that it can receive by here, best first."""
-    dirty: bool
+    recover: Callable[..., None] | None
+    """Set by the sender of the weights. An engine that restarts its server calls it without arguments: it
+    sends the current weights in a session of its own. One that never restarts keeps it and calls nothing."""
+
+    @property  # as the next two: a plain attribute serves as well
+    def transports(self) -> tuple[Transport, ...]:
+        """The transports that it can receive by here, best first."""
+        ...
+
+    @property
+    def dirty(self) -> bool:
+        """Whether it refuses to generate until the next whole session."""
+        ...
+
+    @property
+    def receivers(self) -> int:
+        """Processes that each receive every bucket: ranks of a collective besides the trainer's. In
+        process: 1."""
+        ...
 
     def begin_update(self, session: UpdateSession) -> None:
         """Refuse new requests, wait for running ones, open a session. Raises EngineError when samples are
@@ -105,3 +134,21 @@ class ReceivesWeights(InferenceEngine, Protocol):
     def fail_update(self, reason: str) -> None:
         """End the session early: keep what is half loaded, stay dirty. Does not raise."""
         ...
+
+    def read_back(self, names: Sequence[str]) -> Mapping[str, Tensor] | None:
+        """Return the first 64 values of each weight as it holds them, flat, by Hugging Face name; without
+        those that it cannot tell. None: it can tell of none."""
+        ...
+
+    def memory(self) -> Mapping[str, float]:
+        """Return bytes by what they are for; for messages when memory runs out. Raises EngineError."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return what the manifest of a run says of it (version, command, ...), as plain JSON."""
+        ...
+
+
+def receives_weights(engine: InferenceEngine) -> TypeGuard[ReceivesWeights]:
+    """Whether the engine implements ReceivesWeights; otherwise it implements SharesWeights."""
+    return engine.external

@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class BucketTransfer:
         if receiver.dirty:  # new, or started again: it knows nothing of what was shared with it before
             self._carrier.reset()
         self._last = (source, target, policy_version)
-        cast(Any, target).recover = self._recover
+        receiver.recover = self._recover
         self._send(source, receiver, policy_version=policy_version)
         self.after = take_memory_report(target, device=self._device)
 
@@ -80,20 +80,19 @@ class BucketTransfer:
         Raises:
             EngineError: it holds other values; it is dirty now.
         """
-        if not hasattr(target, "read_back"):
-            return False
         if not self._heads:
             return False
         sent: dict[str, Tensor] = {}
         for specs, values in self._heads:
             sent |= split_heads(values.cpu(), specs)
-        held = cast(Any, target).read_back(list(sent))
+        receiver = cast(ReceivesWeights, target)
+        held = receiver.read_back(list(sent))
         if not held:
             return False
         complaint = compare_heads(sent, held)
         if complaint is not None:
             text = f"after the weight update the engine does not hold the trainer's weights: {complaint}"
-            cast(ReceivesWeights, target).fail_update(text)
+            receiver.fail_update(text)
             raise EngineError(text)
         self._keep_heads = self._config.verify == "always"
         return True

@@ -180,16 +180,14 @@ class CollectiveCarrier:
 
     Args:
         backend: "nccl" or "gloo".
-        receivers: worker processes of the engine, if it has no attribute `receivers`.
         address: address of this machine for the engine's workers.
     """
 
     transport: Transport = "collective"
     packs_on_host = False
 
-    def __init__(self, *, backend: str, receivers: int, address: str = "127.0.0.1") -> None:
+    def __init__(self, *, backend: str, address: str = "127.0.0.1") -> None:
         self.backend, self.address = backend, address
-        self._receivers = receivers
         self._store: Any = None
         self._group: Group | None = None
         self._name, self._world_size, self._target = "", 0, 0
@@ -252,7 +250,7 @@ class CollectiveCarrier:
             if self._store is None:
                 self._store = host_store(self.address)
             self._name = f"lockstep-{uuid.uuid4().hex[:12]}"
-            self._world_size = 1 + int(getattr(target, "receivers", self._receivers))
+            self._world_size = 1 + target.receivers
 
     def _blame(self, index: int, failed: EngineError | None, half: _Broadcast) -> EngineError:
         """Say which side is missing, with the errors of both."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.errors import EngineError
-from lockstep.protocols.engine import InferenceEngine
+from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, receives_weights
 from lockstep.protocols.transfer import WeightTransfer
 from lockstep.schema.weights import Transport
 from lockstep.transfer.buckets import BucketTransfer
@@ -56,21 +55,15 @@ def make_transfer(
     else:
         carrier = CollectiveCarrier(
             backend="nccl" if device.type == "cuda" else "gloo",
-            receivers=config.tp * config.replicas,
             address=own_address(config.url),
         )
     return BucketTransfer(config, carrier, device=device)
 
 
-def receives_weights(engine: InferenceEngine) -> bool:
-    """Whether the engine implements ReceivesWeights; otherwise it implements SharesWeights."""
-    return hasattr(engine, "begin_update")
-
-
-def choose(config: EngineConfig, engine: Any, *, device: torch.device) -> Transport:
+def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.device) -> Transport:
     """Choose the best transport that trainer and engine support, or the configured one. Raises
     EngineError."""
-    offered: tuple[Transport, ...] = tuple(engine.transports)
+    offered: tuple[Transport, ...] = engine.transports
     possible = [way for way in offered if way != "ipc" or device.type == "cuda"]
     if config.transfer == "auto":
         if not possible:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lockstep.errors import EngineError
 from lockstep.observe.memory import GIB, is_out_of_memory, peak_rss_bytes
+from lockstep.protocols.engine import InferenceEngine, receives_weights
 
 Bytes = Mapping[str, float]
 
@@ -27,16 +27,15 @@ class MemoryReport:
         return f"trainer {_in_gib(self.trainer)}; engine {_in_gib(self.engine)}"
 
 
-def take_memory_report(engine: Any, *, device: torch.device) -> MemoryReport:
+def take_memory_report(engine: InferenceEngine, *, device: torch.device) -> MemoryReport:
     """Report what trainer and engine hold now.
 
     Args:
-        engine: reports its memory if it has a method `memory`.
+        engine: one with weights of its own reports its memory; another one's is the trainer's.
         device: of the trainer.
     """
-    memory = getattr(engine, "memory", None)
     try:
-        theirs = None if memory is None else memory()
+        theirs = engine.memory() if receives_weights(engine) else None
     except EngineError:  # it has died, perhaps of the error that this report explains
         theirs = None
     return MemoryReport(trainer=trainer_memory(device), engine=theirs)

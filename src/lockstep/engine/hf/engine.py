@@ -25,6 +25,7 @@ from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
 
@@ -32,11 +33,14 @@ NAME = "hf"
 
 
 class HFEngine:
-    """Implements lockstep.protocols.InferenceEngine over the module of `model`, whose Parameters it shares.
+    """Implements lockstep.protocols.SharesWeights over the module of `model`, whose Parameters it shares.
 
     A sample depends on its batch only through rounding: in float32 on CPU tokens are equal alone and in a
     batch. `generate` runs in the calling thread; only `abort` may be called from another one.
     """
+
+    external = False
+    contract: KernelContract | None = None
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
         self._config = config

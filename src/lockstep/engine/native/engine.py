@@ -34,6 +34,7 @@ from lockstep.models.contract import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
 
@@ -46,6 +47,8 @@ class NativeEngine:
     `generate` runs in the calling thread; only `abort` may be called from another one.
     """
 
+    external = False
+
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
         device = next(model.module.parameters()).device
         _check_device(device, model.dtype)
@@ -55,7 +58,7 @@ class NativeEngine:
         compiled = not config.eager and as_trainer
         self._layers = Layers(model.module, dtype=model.dtype, compiled=compiled)
         self._compiled, self._graphs = compiled, device.type == "cuda" and not config.eager
-        self.contract = kernel_contract(
+        self.contract: KernelContract | None = kernel_contract(
             self._layers.module,
             attention="varlen",
             execution=model.execution if compiled else "eager",

@@ -73,7 +73,7 @@ class RemoteEngine:
         self.name = driver.name
         self.transports = driver.transports
         self.dirty = spec.weights == "pushed"
-        self.recover: Callable[[], None] | None = None
+        self.recover: Callable[..., None] | None = None
         """Sends the current weights to a restarted server; set by the sender of the weights."""
         self._config, self._spec = config, spec
         self._client, self._driver, self._server = client, driver, server

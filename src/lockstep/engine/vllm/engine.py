@@ -69,6 +69,8 @@ class VLLMEngine:
         self._seconds = 0.0
         self._queued = 0
         self.transports: tuple[Transport, ...] = ("memory", "disk")
+        self.receivers = 1
+        self.recover: Callable[..., None] | None = None
         self.dirty = spec.weights == "pushed"
         """Whether the weights are not a complete update: the engine then refuses to generate."""
         self._thread = OwnThread(f"engine {NAME}")

@@ -230,8 +230,10 @@ class _Run:
 
     def _describe(self) -> None:
         """Keep what an external engine reports about itself, without its environment."""
-        describe = getattr(self.engine, "describe", None)
-        description = describe() if callable(describe) else {}
+        from lockstep.protocols.engine import receives_weights
+
+        assert self.engine is not None
+        description = self.engine.describe() if receives_weights(self.engine) else {}
         plain = {k: v for k, v in description.items() if isinstance(v, str | int | float | bool)}
         self.facts["engine"] = {name: str(value) for name, value in plain.items()}
 
