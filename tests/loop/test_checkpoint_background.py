@@ -13,7 +13,7 @@ FILE = "lockstep.train.state.files:_HashingFile.write"
 COPY = "lockstep.train.state.save_load:_RankFiles.put"
 POLL = "lockstep.loop.checkpoint:CheckpointManager.poll"
 COMMIT = "lockstep.loop.checkpoint:CheckpointManager._commit"
-PUT = "lockstep.loop.checkpoint:CheckpointManager._put"
+PUT = "lockstep.loop.checkpoint:CheckpointManager._publish"
 OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
 FLAGS = ("--checkpoint.background", "--checkpoint.every", "1")
 
