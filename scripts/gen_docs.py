@@ -196,7 +196,7 @@ def support_page() -> str:
             [
                 "# What may be combined",
                 NOTE,
-                "The first row that matches a combination decides; one that no row matches is refused. "
+                "The first row that matches a combination decides. "
                 "*supported* means that a parity test covers it, *untested* that it may be used, "
                 "*unsupported* that a run with it is refused, with the reason. `lockstep support` prints the "
                 "same table, and answers for one combination.",

@@ -32,6 +32,20 @@ class PlainBackend:
 
     shards_weights = False
     contract = None
+    support = (
+        {
+            "status": "unsupported",
+            "dtype": ["bfloat16"],
+            "reason": "it has no float32 master weights",
+            "instead": "model.dtype = 'float32'",
+        },
+        {
+            "status": "unsupported",
+            "execution": ["compile", "joint", "deepcompile"],
+            "reason": "it compiles nothing",
+            "instead": "train.execution = 'eager'",
+        },
+    )
 
     def __init__(
         self,
@@ -42,8 +56,6 @@ class PlainBackend:
         temperature: float = 1.0,
         ref: bool = False,
     ) -> None:
-        if model.dtype != torch.float32 or config.execution != "eager":
-            raise ConfigError("PlainBackend has model.dtype = 'float32' and train.execution = 'eager' only")
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
         self.device = next(self.module.parameters()).device

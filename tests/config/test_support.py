@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.declarations import own_rows, read_declarations, rows_in_order
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import (
     AXES,
@@ -13,8 +14,10 @@ from lockstep.config.support import (
     lookup,
     support_rows,
 )
+from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+OWN = {"status": "unsupported", "dtype": ["bfloat16"], "reason": "mine", "instead": "model.dtype"}
 
 
 def test_supported_means_that_its_test_exists_and_unsupported_has_a_reason():
@@ -150,3 +153,50 @@ def test_the_default_path_on_a_gpu_is_tested():
     cell = {"backend": "local", "engine": "native", "attention": "varlen", "layout": "packed"}
     entry = lookup(cell | {"execution": "eager", "device": "cuda", "dtype": "bfloat16"})
     assert entry.status == "supported" and entry.on.startswith("2026-11-22, NVIDIA H100")
+
+
+def test_rows_are_tried_unsupported_first_and_the_last_covers_everything():
+    order = [("unsupported", "supported", "untested").index(entry.status) for entry in TABLE]
+    assert order == sorted(order) and TABLE[-1].matches({}) and len(set(TABLE)) == len(TABLE)
+
+
+def test_a_file_beside_an_implementation_is_all_that_the_table_needs(tmp_path):
+    for name in ("train", "engine/vllm", "attention", "config"):
+        (tmp_path / name).mkdir(parents=True)
+    row = '\n[[support]]\nstatus = "untested"\nreason = "new"\n'
+    (tmp_path / "config" / "support.toml").write_text(row)
+    with pytest.raises(ConfigError, match="lacks its data files"):
+        read_declarations(tmp_path)
+    (tmp_path / "train" / "one_support.toml").write_text(
+        'axis = "execution"\nname = "one"\nplace = 2\n' + row
+    )
+    (tmp_path / "train" / "two_support.toml").write_text(
+        'axis = "execution"\nname = "two"\nplace = 1\n' + row
+    )
+    refused = row.replace("untested", "unsupported") + 'instead = "other"\nlayout = ["padded"]\n'
+    (tmp_path / "engine" / "vllm" / "support.toml").write_text('axis = "attention"\nname = "e"\n' + refused)
+    found = read_declarations(tmp_path)
+    first, both, rest = rows_in_order(found, "support", axes=("execution", "attention", None))
+    assert (first.status, first.attention, first.layout) == ("unsupported", ("e",), ("padded",))
+    assert both.execution == ("two", "one"), "rows alike but for the file's own value become one"
+    assert rest.matches({})
+    (tmp_path / "train" / "three_support.toml").write_text('axis = "execution"\nname = "one"\n')
+    with pytest.raises(ConfigError, match=r"one_support.toml and .*three.* are both of execution one"):
+        read_declarations(tmp_path)
+    (tmp_path / "train" / "three_support.toml").write_text('axis = "execution"\nname = "x"\n[[support]]\n')
+    with pytest.raises(ConfigError, match=r"three_support.toml: .*\nsupport.0.status"):
+        read_declarations(tmp_path)
+
+
+def test_rows_of_a_part_of_the_users_are_tried_with_ours():
+    rows = own_rows([OWN, OWN | {"status": "supported", "tested": "mine.py"}], axis="backend", name="m:C")
+    cell = {"backend": "m:C", "engine": "hf", "attention": "sdpa", "execution": "eager", "layout": "packed"}
+    here = cell | {"device": "cpu", "dtype": "bfloat16"}
+    assert lookup(here).status == "untested" and lookup(here, own=rows) is rows[0]
+    assert lookup(here, own=rows[1:]) is rows[1]
+    assert lookup(here | {"backend": "local"}, own=rows).status == "supported", "not about ours"
+    ours = lookup(here | {"dtype": "float16"}, own=rows[1:])
+    assert (ours.status, ours.dtype) == ("unsupported", ("float16",)), "and it does not outvote a refusal"
+    for wrong in ([OWN | {"dtpye": []}], [{"status": "unsupported", "reason": "why"}], 3, ["x"]):
+        with pytest.raises(ConfigError, match=r"'m:C': its attribute `support` is no list of rows"):
+            own_rows(wrong, axis="backend", name="m:C")

@@ -127,6 +127,15 @@ def test_a_backend_takes_locals_steps(tmp_path: Path) -> None:
     assert max(row["kl_ref"] for row in ours) > 1e-4, "the policy moved"
 
 
+def test_what_a_backend_declares_as_unsupported_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*PLAIN, "--train.execution", "compile", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "grpo", "--recipe", "tiny", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "train.execution = 'compile' is not supported: it compiles nothing; set train.execution" in said
+
+
 @pytest.mark.slow
 def test_a_backends_run_goes_on_exactly_after_a_kill(tmp_path: Path) -> None:
     words = ["--checkpoint.every", "2", *PLAIN]

@@ -13,6 +13,7 @@ from lockstep.config.run import GRPORun, RunConfig
 from lockstep.config.support import check_device_support, check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
+from lockstep.loop.own_parts import own_support
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.ranks.context import RankContext
 
@@ -59,7 +60,12 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
             run, attention=attention, device=device, dtype=dtype
         )
     entry = check_device_support(
-        run, attention=attention, device=device, dtype=dtype, batch_invariant=invariant
+        run,
+        attention=attention,
+        device=device,
+        dtype=dtype,
+        batch_invariant=invariant,
+        own=own_support(run, attention=attention),
     )
     static = train.static_capacity
     return Axes(

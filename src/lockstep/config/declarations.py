@@ -1,0 +1,183 @@
+"""What backends, engines, kernels and execution modes declare beside their code, so that no central table
+names one of them.
+
+A declaration is a TOML file, `support.toml` in an implementation's package or `NAME_support.toml` beside its
+module, in train/, engine/, attention/ or execution/. It says which axis and value it is of (`axis`, `name`,
+and `place` among the axis's values) and holds rows of the support table: a row that does not restrict the
+file's own axis is about the file's own value. `support.toml` beside this module has the rows that belong to
+none.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError, model_validator
+
+from lockstep.config.base import Record
+from lockstep.errors import ConfigError
+
+Status = Literal["supported", "untested", "unsupported"]
+AXIS_NAMES = ("backend", "engine", "attention", "execution", "layout", "device", "dtype")
+
+_PACKAGES = ("train", "engine", "attention", "execution")
+_SRC = Path(__file__).parents[1]
+
+
+class Entry(Record):
+    """One row of the table. An empty tuple matches every value of its axis."""
+
+    status: Status
+    backend: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    execution: tuple[str, ...] = ()
+    layout: tuple[str, ...] = ()
+    device: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    reason: str = ""
+    """Why not, or what to know."""
+    instead: str = ""
+    """The nearest setting that works."""
+    tested: str = ""
+    """`ci-cpu:TEST` or `gpu:RESULT_FILE`; empty unless supported."""
+    on: str = ""
+    """Of a GPU test: date, machine and versions, as in its result file."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Entry:
+        if self.status != "supported" and not self.reason:
+            raise ValueError(f"a row that is {self.status} gives a reason")
+        if self.status == "unsupported" and not self.instead:
+            raise ValueError("a row that is unsupported says what to set instead")
+        if (self.status == "supported") != bool(self.tested):
+            raise ValueError("a row that is supported, and no other, says where it was tested")
+        return self
+
+    def matches(self, cell: Mapping[str, str]) -> bool:
+        """Return whether the entry covers `cell`; an axis that is missing in the cell is matched only by an
+        empty tuple."""
+        return all(_one_of(cell.get(axis), getattr(self, axis)) for axis in AXIS_NAMES)
+
+
+class Declaration(Record):
+    """One file."""
+
+    axis: Literal["backend", "engine", "attention", "execution"] | None = None
+    """None: of the rows that belong to no implementation."""
+    name: str = ""
+    """The value of the axis."""
+    place: int = 0
+    """Where the value stands among those of its axis, in help texts and tables."""
+    support: tuple[Entry, ...] = ()
+    batch_invariant: tuple[Entry, ...] = ()
+    """What train.batch_invariant = true cannot be combined with."""
+
+
+@functools.cache
+def declarations() -> tuple[Declaration, ...]:
+    """Lockstep's own, read once. Raises ConfigError."""
+    return read_declarations(_SRC)
+
+
+def read_declarations(root: Path) -> tuple[Declaration, ...]:
+    """Read every declaration below a folder that is laid out as src/lockstep is.
+
+    Returns:
+        The declarations, in the order of `place`.
+
+    Raises:
+        ConfigError: a file is wrong, two are of one value, or there is none: they are missing in this
+            installation.
+    """
+    paths = [path for package in _PACKAGES for path in sorted(_files(root / package))]
+    if not paths:
+        raise ConfigError(f"{root} holds no support.toml; this installation of lockstep lacks its data files")
+    of: dict[tuple[str | None, str], Path] = {}
+    found = []
+    for path in [*paths, root / "config" / "support.toml"]:
+        declaration = _read(path)
+        value = declaration.axis, declaration.name
+        if value in of:
+            raise ConfigError(f"{of[value]} and {path} are both of {' '.join(map(str, value))}; keep one")
+        of[value] = path
+        found.append(declaration)
+    return tuple(sorted(found, key=lambda declaration: declaration.place))
+
+
+def names(axis: str) -> tuple[str, ...]:
+    """The declared values of an axis, in the order of `place`."""
+    return tuple(declaration.name for declaration in declarations() if declaration.axis == axis)
+
+
+def rows_in_order(
+    found: Iterable[Declaration],
+    kind: Literal["support", "batch_invariant"],
+    *,
+    axes: Sequence[str | None],
+) -> list[Entry]:
+    """The rows of declarations, in the order in which they are tried.
+
+    First by status, unsupported before supported before untested; then by the axis of the file that has the
+    row, in the order of `axes` (None: of no implementation); then by `place`. Rows that several files of one
+    axis have, alike but for the value of that axis, become one.
+    """
+    rows: dict[tuple[str | None, Entry], Entry] = {}
+    for declaration in sorted(found, key=lambda declaration: axes.index(declaration.axis)):
+        axis = declaration.axis
+        for row in getattr(declaration, kind):
+            if axis is None or getattr(row, axis):
+                rows[declaration.name, row] = row
+                continue
+            before = rows.get((axis, row))
+            values = (*(getattr(before, axis) if before else ()), declaration.name)
+            rows[axis, row] = row.model_copy(update={axis: values})
+    return by_status(rows.values())
+
+
+def by_status(rows: Iterable[Entry]) -> list[Entry]:
+    """`rows`, unsupported before supported before untested, else in their order."""
+    return sorted(rows, key=lambda row: ("unsupported", "supported", "untested").index(row.status))
+
+
+def own_rows(rows: Any, *, axis: str, name: str) -> list[Entry]:
+    """The rows that an implementation of the user's declares in its attribute `support`: mappings with the
+    keys of a row in our files.
+
+    Args:
+        axis, name: whose value of which axis they are about.
+
+    Raises:
+        ConfigError: a row is wrong.
+    """
+    try:
+        own = [Entry.model_validate(row) for row in rows]
+    except (ValidationError, TypeError) as error:
+        raise ConfigError(f"{name!r}: its attribute `support` is no list of rows: {error}") from error
+    return [row.model_copy(update={axis: (name,)}) for row in own]
+
+
+def _files(package: Path) -> Iterator[Path]:
+    yield from package.glob("*support.toml")
+    yield from package.glob("*/*support.toml")
+
+
+def _read(path: Path) -> Declaration:
+    """Raises ConfigError."""
+    try:
+        return Declaration.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _one_of(value: str | None, allowed: tuple[str, ...]) -> bool:
+    if not allowed:
+        return True
+    if value is None:
+        return False
+    stands_for = "hf:NAME" if value.startswith("hf:") else "module:function" if ":" in value else value
+    return value in allowed or stands_for in allowed

@@ -1,0 +1,32 @@
+"""What parts of the user's, named as `module:attribute`, declare about themselves."""
+
+from __future__ import annotations
+
+from lockstep.config.declarations import Entry, own_rows
+from lockstep.config.run import RunConfig
+from lockstep.config.support import SETTINGS
+from lockstep.registry import load_object
+
+
+def own_support(run: RunConfig, *, attention: str) -> list[Entry]:
+    """The rows of the support table in the attribute `support` of the run's backend, engine and kernel; none
+    of a part that has no such attribute, and none of ours.
+
+    Args:
+        attention: what train.attention resolved to.
+
+    Raises:
+        ConfigError: there is no such part, or its attribute holds no rows.
+    """
+    engine = getattr(run, "engine", None)
+    chosen = {
+        "backend": run.train.backend,
+        "engine": "" if engine is None else engine.name,
+        "attention": "" if attention.startswith("hf:") else attention,
+    }
+    rows = []
+    for axis, name in chosen.items():
+        if ":" in name:
+            part = load_object(name, what=f"{SETTINGS[axis]} = {name!r}")
+            rows += own_rows(getattr(part, "support", ()), axis=axis, name=name)
+    return rows
