@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.declarations import own_rows, read_declarations, rows_in_order
+from lockstep.config.declarations import backends, engines, own_rows, read_declarations, rows_in_order
+from lockstep.config.engine import EngineConfig
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import (
     AXES,
@@ -14,6 +15,7 @@ from lockstep.config.support import (
     lookup,
     support_rows,
 )
+from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -200,3 +202,18 @@ def test_rows_of_a_part_of_the_users_are_tried_with_ours():
     for wrong in ([OWN | {"dtpye": []}], [{"status": "unsupported", "reason": "why"}], 3, ["x"]):
         with pytest.raises(ConfigError, match=r"'m:C': its attribute `support` is no list of rows"):
             own_rows(wrong, axis="backend", name="m:C")
+
+
+def test_declared_settings_exist():
+    train = {*TrainConfig.model_fields, "lora"}
+    for backend in backends().values():
+        conditions = [{} if isinstance(backend.shards_weights, bool) else backend.shards_weights]
+        conditions += [refusal.when for refusal in backend.refuses]
+        assert set(backend.reads).union(*conditions) <= train, backend.name
+        for refusal in backend.refuses:
+            assert refusal.error.format_map(dict(TrainConfig()) | {"lora": True})
+    for engine in engines().values():
+        places = {"in process", "started", "at a url"} if engine.external else {"embedded"}
+        assert set(engine.settings) <= places, engine.name
+        for known in engine.settings.values():
+            assert set(known) <= set(EngineConfig.model_fields), engine.name

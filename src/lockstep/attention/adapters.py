@@ -9,15 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from lockstep.attention import flex, sdpa, varlen
+from lockstep.attention import sdpa
 from lockstep.attention.ring import Ring, ring_attention
+from lockstep.config.declarations import kernels, names
 from lockstep.errors import ConfigError, ModelError, unknown_name
 from lockstep.registry import load_object
 
 KERNELS: dict[str, Callable[..., Tensor]] = {
-    "sdpa": sdpa.attention,
-    "varlen": varlen.attention,
-    "flex": flex.attention,
+    name: load_object(kernel.object, what=f"attention kernel {name!r}") for name, kernel in kernels().items()
+}
+_MASKS: dict[str, Callable[..., Tensor | BlockMask | None]] = {
+    name: load_object(kernel.mask, what=f"the mask of attention kernel {name!r}")
+    for name, kernel in kernels().items()
+    if kernel.mask
 }
 PREFIX = "lockstep_"
 
@@ -32,7 +36,7 @@ def implementation(kernel: str) -> str:
     if kernel.startswith("hf:") and len(kernel) > 3:
         return kernel.removeprefix("hf:")
     if kernel not in KERNELS and ":" not in kernel:
-        raise ConfigError(unknown_name("attention kernel", kernel, [*KERNELS, "hf:NAME", "module:function"]))
+        raise ConfigError(unknown_name("attention kernel", kernel, names("attention")))
     _register(kernel)
     return PREFIX + kernel
 
@@ -69,11 +73,8 @@ def build_mask(
 ) -> Tensor | BlockMask | None:
     """Build the mask that the layers of one forward share for one window; None for a kernel that needs only
     cu_seqlens."""
-    if kernel == "flex":
-        return flex.build_mask(cu_seqlens, num_slots=num_slots, window=window)
-    if kernel == "sdpa":
-        return sdpa.build_mask(cu_seqlens, num_slots=num_slots, window=window)
-    return None
+    build = _MASKS.get(kernel)
+    return None if build is None else build(cu_seqlens, num_slots=num_slots, window=window)
 
 
 def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:

@@ -7,27 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.config.train import TrainConfig
 
-_ONLY: dict[str, tuple[object, tuple[str, ...], str]] = {
-    "tp": (1, ("fsdp2",), "only fsdp2's mesh splits matrices"),
-    "ring": (1, ("fsdp2",), "ring attention shards packs over ranks of fsdp2's mesh"),
-    "tp_plan": ("auto", ("fsdp2",), "it names who splits the matrices of train.tp"),
-    "zero_stage": (2, ("deepspeed",), "ZeRO stages are DeepSpeed's"),
-    "reshard_after_forward": (True, ("fsdp2",), "only fsdp2 gathers weights block by block"),
-    "parameter_device": ("model", ("fsdp2", "deepspeed"), "the others keep whole weights where they compute"),
-    "accumulate": ("pack", ("local",), "ranks would have unequal numbers of samples to meet for"),
-    "cuda_graph": (False, ("local",), "it replays the joint graphs of one process"),
-}
-"""Setting -> its default, which backends read it, and why no other does."""
-
 
 def shards_weights(train: TrainConfig) -> bool:
     """Return whether weights are sharded between steps, so that no rank has whole ones."""
-    return train.backend == "fsdp2" or (train.backend == "deepspeed" and train.zero_stage == 3)
+    backend = backends().get(train.backend)
+    if backend is None or isinstance(backend.shards_weights, bool):
+        return backend is not None and bool(backend.shards_weights)
+    return all(getattr(train, name) in values for name, values in backend.shards_weights.items())
 
 
 def check_backend(train: TrainConfig, *, lora: bool) -> None:
@@ -39,13 +31,7 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
     Raises:
         ConfigError: what, why, and what to set.
     """
-    for name, (default, backends, why) in _ONLY.items():
-        value = getattr(train, name)
-        if value != default and train.backend not in backends:
-            raise ConfigError(
-                f"train.{name} = {value!r} has no effect with train.backend = {train.backend!r}: {why}; set "
-                f"train.backend = {' or '.join(map(repr, backends))}, or leave train.{name} at {default!r}"
-            )
+    _check_reads(train)
     if train.tp_plan != "auto" and train.tp == 1:
         raise ConfigError(
             f"train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, or leave "
@@ -60,10 +46,47 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
     _check_batch_invariant(train)
     if train.ring > 1:
         _check_ring(train)
-    if train.backend != "local":
-        _check_spanning(train, lora=lora)
-    if train.backend == "deepspeed":
-        _check_deepspeed(train)
+    _check_own(train, lora=lora)
+
+
+def _check_reads(train: TrainConfig) -> None:
+    """Raises ConfigError: a setting that other backends read."""
+    for name, field in type(train).model_fields.items():
+        readers = [backend for backend in backends().values() if name in backend.reads]
+        value, default = getattr(train, name), field.default
+        if readers and value != default and train.backend not in {backend.name for backend in readers}:
+            names = " or ".join(repr(backend.name) for backend in readers)
+            raise ConfigError(
+                f"train.{name} = {value!r} has no effect with train.backend = {train.backend!r}: "
+                f"{readers[0].reads[name]}; set train.backend = {names}, or leave train.{name} at {default!r}"
+            )
+
+
+def _check_own(train: TrainConfig, *, lora: bool) -> None:
+    """Raises ConfigError: what no backend of several ranks can do, and what the backend declares as
+    refused."""
+    backend = backends().get(train.backend)
+    if backend is None or backend.spans_ranks:
+        _check_spanning(train)
+    values = {**dict(train), "lora": lora}
+    for refusal in backend.refuses if backend is not None else ():
+        if refusal.applies(values):
+            raise ConfigError(refusal.error.format_map(values))
+
+
+def _check_spanning(train: TrainConfig) -> None:
+    if train.optimizer == "adamw8bit":
+        raise ConfigError(
+            f"train.optimizer = 'adamw8bit' is not available with train.backend = {train.backend!r}: its "
+            "blocks of 8-bit codes would lie across the ranks' shards; set train.optimizer = 'adamw', and "
+            "train.optimizer_device = 'cpu' for memory"
+        )
+    if train.device.startswith("cuda:"):
+        raise ConfigError(
+            f"train.device = {train.device!r} names one GPU, and train.backend = {train.backend!r} gives "
+            "each rank one: local rank r takes cuda:r. Set train.device = 'cuda', and CUDA_VISIBLE_DEVICES "
+            "for fewer"
+        )
 
 
 def check_capacity(train: TrainConfig) -> None:
@@ -110,49 +133,4 @@ def _check_ring(train: TrainConfig) -> None:
         raise ConfigError(
             f"{ring}: ring attention runs the kernels of 'varlen', not of train.attention = "
             f"{train.attention!r}; set train.attention = 'varlen', or train.ring = 1"
-        )
-
-
-def _check_spanning(train: TrainConfig, *, lora: bool) -> None:
-    backend = train.backend
-    if train.optimizer == "adamw8bit":
-        raise ConfigError(
-            f"train.optimizer = 'adamw8bit' is not available with train.backend = {backend!r}: its blocks of "
-            "8-bit codes would lie across the ranks' shards; set train.optimizer = 'adamw', and "
-            "train.optimizer_device = 'cpu' for memory"
-        )
-    if lora and backend == "fsdp2":
-        raise ConfigError(
-            "model.lora is not available with train.backend = 'fsdp2'; set train.backend = 'local' or "
-            "'deepspeed', or train all weights"
-        )
-    if train.device.startswith("cuda:"):
-        raise ConfigError(
-            f"train.device = {train.device!r} names one GPU, and train.backend = {backend!r} gives each rank "
-            "one: local rank r takes cuda:r. Set train.device = 'cuda', and CUDA_VISIBLE_DEVICES for fewer"
-        )
-
-
-def _check_deepspeed(train: TrainConfig) -> None:
-    stage = train.zero_stage
-    if train.optimizer_device == "cpu" and stage == 0:
-        raise ConfigError(
-            "train.optimizer_device = 'cpu' needs train.zero_stage = 1, 2 or 3: at stage 0 DeepSpeed has no "
-            "partition that it could put into host memory"
-        )
-    if train.parameter_device == "cpu" and stage != 3:
-        raise ConfigError(
-            f"train.parameter_device = 'cpu' needs train.zero_stage = 3, not {stage}: at the others every "
-            "rank computes with whole weights where they are"
-        )
-    if train.execution == "joint" and stage == 3:
-        raise ConfigError(
-            "train.execution = 'joint' works with train.zero_stage = 0, 1 and 2 only: at stage 3 weights are "
-            "gathered by hooks of modules, and none runs inside of the graph; set one of them, or "
-            "train.execution = 'compile'"
-        )
-    if train.execution == "deepcompile" and stage == 0:
-        raise ConfigError(
-            "train.execution = 'deepcompile' works with train.zero_stage = 1, 2 and 3 only; set one of them, "
-            "or train.execution = 'compile'"
         )

@@ -5,7 +5,7 @@ A declaration is a TOML file, `support.toml` in an implementation's package or `
 module, in train/, engine/, attention/ or execution/. It says which axis and value it is of (`axis`, `name`,
 and `place` among the axis's values) and holds rows of the support table: a row that does not restrict the
 file's own axis is about the file's own value. `support.toml` beside this module has the rows that belong to
-none.
+none. The fields of the classes below are the keys of a file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config.base import Record
 from lockstep.errors import ConfigError
@@ -78,6 +78,61 @@ class Declaration(Record):
     """What train.batch_invariant = true cannot be combined with."""
 
 
+class Refusal(Record):
+    """Settings of a train backend that exclude each other."""
+
+    when: dict[str, tuple[bool | int | str, ...]]
+    """Setting of TrainConfig, or "lora" -> the values that are refused, all of them together."""
+    error: str
+    """What, why, and what to set; `{NAME}` stands for the value of a setting."""
+
+    def applies(self, values: Mapping[str, Any]) -> bool:
+        """Whether these settings are refused."""
+        return all(values[name] in refused for name, refused in self.when.items())
+
+
+class BackendDeclaration(Declaration):
+    """A train backend's file."""
+
+    axis: Literal["backend"]
+    object: str
+    """`module:Class`."""
+    spans_ranks: bool
+    """False: it is one process on one device."""
+    shards_weights: bool | dict[str, tuple[bool | int | str, ...]] = False
+    """Whether no rank has whole weights between steps: always, never, or with these values of settings."""
+    reads: dict[str, str] = Field(default_factory=dict)
+    """Setting of TrainConfig that not every backend reads -> why the others have no use for it."""
+    refuses: tuple[Refusal, ...] = ()
+    needs: dict[str, str] = Field(default_factory=dict)
+    """Package that it cannot do without -> the command that installs it."""
+
+
+class EngineDeclaration(Declaration):
+    """An inference engine's file."""
+
+    axis: Literal["engine"]
+    object: str
+    """`module:Class`, whose attribute `external` says the same as the one here."""
+    external: bool
+    """It has weights of its own, which are sent to it; not: it is embedded in the trainer's process."""
+    keeps_bits: bool = False
+    """Its logprobs can be the trainer's own, to the bit."""
+    settings: dict[str, tuple[str, ...]]
+    """Where it may run ("embedded"; or "in process", "started", "at a url") -> settings of EngineConfig that
+    have an effect there."""
+
+
+class KernelDeclaration(Declaration):
+    """An attention kernel's file."""
+
+    axis: Literal["attention"]
+    object: str = ""
+    """`module:function`; empty for a name that stands for many."""
+    mask: str = ""
+    """`module:function` that makes the mask which layers share; empty: it needs none."""
+
+
 @functools.cache
 def declarations() -> tuple[Declaration, ...]:
     """Lockstep's own, read once. Raises ConfigError."""
@@ -112,6 +167,21 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
 def names(axis: str) -> tuple[str, ...]:
     """The declared values of an axis, in the order of `place`."""
     return tuple(declaration.name for declaration in declarations() if declaration.axis == axis)
+
+
+def backends() -> dict[str, BackendDeclaration]:
+    """Lockstep's own train backends by name."""
+    return {d.name: d for d in declarations() if isinstance(d, BackendDeclaration)}
+
+
+def engines() -> dict[str, EngineDeclaration]:
+    """Lockstep's own inference engines by name."""
+    return {d.name: d for d in declarations() if isinstance(d, EngineDeclaration)}
+
+
+def kernels() -> dict[str, KernelDeclaration]:
+    """Lockstep's own attention kernels by name."""
+    return {d.name: d for d in declarations() if isinstance(d, KernelDeclaration) and d.object}
 
 
 def rows_in_order(
@@ -161,6 +231,13 @@ def own_rows(rows: Any, *, axis: str, name: str) -> list[Entry]:
     return [row.model_copy(update={axis: (name,)}) for row in own]
 
 
+_KINDS: Mapping[str, type[Declaration]] = {
+    "backend": BackendDeclaration,
+    "engine": EngineDeclaration,
+    "attention": KernelDeclaration,
+}
+
+
 def _files(package: Path) -> Iterator[Path]:
     yield from package.glob("*support.toml")
     yield from package.glob("*/*support.toml")
@@ -169,7 +246,8 @@ def _files(package: Path) -> Iterator[Path]:
 def _read(path: Path) -> Declaration:
     """Raises ConfigError."""
     try:
-        return Declaration.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _KINDS.get(str(data.get("axis")), Declaration).model_validate(data)
     except (OSError, tomllib.TOMLDecodeError, ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from error
 

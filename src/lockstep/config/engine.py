@@ -8,46 +8,56 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seconds
+from lockstep.config.declarations import engines
 from lockstep.errors import ConfigError
 
-_OWN_WEIGHTS = ("vllm, in process", "vllm, started", "vllm, at a url", "sglang, started", "sglang, at a url")
-_MADE_HERE = ("vllm, in process", "vllm, started", "sglang, started")
-_EMBEDDED = ("native", "hf")
-"""The engines that "auto" can resolve to."""
-_STARTED = ("vllm, started", "sglang, started")
+_WHY = {
+    "replicas": "a process can hold one of vLLM's engines, and a url names one server",
+    "cuda_devices": "only a server that Lockstep starts can be given GPUs",
+    "tp": "only a server that Lockstep starts is split over GPUs",
+    "max_model_len": "the trainer's own modules take what the model takes",
+    "kv_cache_tokens": "it has a size of its own for its KV cache",
+    "prefill_chunk": "how prompts are cut up is its own affair",
+    "memory_fraction": "nothing is set aside for this engine here",
+    "prefix_caching": "there is no cache here that could be turned off",
+    "eager": "there are no CUDA graphs here that could be turned off",
+    "batch_invariant": "an embedded engine runs the trainer's modules, which train.batch_invariant = true "
+    "makes invariant (with engine.name = 'native'), and of a running vLLM it cannot be seen whether the mode "
+    "is on",
+    "unseeded": "every sample has its seed there",
+    "sleep": "a server that Lockstep did not start keeps its memory",
+    "bucket_mb": "weights are not sent",
+    "start_seconds": "nothing is started or waited for",
+    "request_seconds": "it runs in the trainer's own thread",
+    "update_seconds": "weights are not sent",
+    "max_restarts": "only a server that Lockstep started is started again",
+    "options": "there is no constructor that would take them",
+    "env": "only a server that Lockstep starts has an environment of its own",
+    "python": "it starts a server with another interpreter",
+    "token_env": "a server that Lockstep starts gets a token by itself",
+    "url": "it names a vLLM or SGLang server",
+}
+"""Setting that does not have an effect everywhere -> why it has none elsewhere. Where it has one, each engine
+declares (`settings` in its support.toml)."""
+
+
+def _places() -> dict[str, tuple[str, ...]]:
+    """Where an engine may run, as `kind` says it -> the settings that have an effect there."""
+    return {
+        name if place == "embedded" else f"{name}, {place}": known
+        for name, engine in engines().items()
+        for place, known in engine.settings.items()
+    }
+
 
 HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
-    "replicas": (("hf", *_STARTED), "a process can hold one of vLLM's engines, and a url names one server"),
-    "cuda_devices": (_STARTED, "only a server that Lockstep starts can be given GPUs"),
-    "tp": (_STARTED, "only a server that Lockstep starts is split over GPUs"),
-    "max_model_len": (_OWN_WEIGHTS, "the trainer's own modules take what the model takes"),
-    "kv_cache_tokens": (("native",), "it has a size of its own for its KV cache"),
-    "prefill_chunk": (("native",), "how prompts are cut up is its own affair"),
-    "memory_fraction": (("native", *_MADE_HERE), "nothing is set aside for this engine here"),
-    "prefix_caching": (_MADE_HERE, "there is no cache here that could be turned off"),
-    "eager": (("native", *_MADE_HERE), "there are no CUDA graphs here that could be turned off"),
-    "batch_invariant": (
-        (*_MADE_HERE, "sglang, at a url"),
-        "an embedded engine runs the trainer's modules, which train.batch_invariant = true makes invariant "
-        "(with engine.name = 'native'), and of a running vLLM it cannot be seen whether the mode is on",
-    ),
-    "unseeded": (("sglang, started", "sglang, at a url"), "every sample has its seed there"),
-    "sleep": (("native", "hf", *_MADE_HERE), "a server that Lockstep did not start keeps its memory"),
-    "bucket_mb": (_OWN_WEIGHTS, "weights are not sent"),
-    "start_seconds": (_OWN_WEIGHTS, "nothing is started or waited for"),
-    "request_seconds": (_OWN_WEIGHTS, "it runs in the trainer's own thread"),
-    "update_seconds": (_OWN_WEIGHTS, "weights are not sent"),
-    "max_restarts": (_STARTED, "only a server that Lockstep started is started again"),
-    "options": (_MADE_HERE, "there is no constructor that would take them"),
-    "env": (_STARTED, "only a server that Lockstep starts has an environment of its own"),
-    "python": (_STARTED, "it starts a server with another interpreter"),
-    "token_env": (
-        ("vllm, at a url", "sglang, at a url"),
-        "a server that Lockstep starts gets a token by itself",
-    ),
-    "url": (("vllm, at a url", "sglang, at a url"), "it names a vLLM or SGLang server"),
+    name: (tuple(place for place, known in _places().items() if name in known), why)
+    for name, why in _WHY.items()
 }
 """Setting -> where it has an effect, and why it has none elsewhere. The others always have one."""
+
+_EMBEDDED = tuple(name for name, engine in engines().items() if not engine.external)
+"""The engines that "auto" can resolve to."""
 
 
 class EngineConfig(Config):
@@ -134,13 +144,13 @@ def resolved(config: EngineConfig, *, native: bool) -> EngineConfig:
 
 def kind(config: EngineConfig) -> str:
     """Return the engine and where it runs: "native", "hf", "vllm, in process", "sglang, at a url", ..."""
-    if config.name not in ("vllm", "sglang"):
+    engine = engines().get(config.name)
+    if engine is None or not engine.external:
         return config.name
     if config.url is not None:
         return f"{config.name}, at a url"
-    if config.python is None and config.name == "vllm":
-        return "vllm, in process"
-    return f"{config.name}, started"
+    here = config.python is None and "in process" in engine.settings
+    return f"{config.name}, {'in process' if here else 'started'}"
 
 
 def check_engine(config: EngineConfig) -> None:
@@ -151,7 +161,7 @@ def check_engine(config: EngineConfig) -> None:
     Raises:
         ConfigError: what, why, and what to set.
     """
-    if config.name not in (*_EMBEDDED, "auto", "vllm", "sglang"):
+    if config.name != "auto" and config.name not in engines():
         return
     if config.python is not None and config.url is not None:
         raise ConfigError(
@@ -183,7 +193,7 @@ def _check_embedded(config: EngineConfig) -> None:
 
 def _check_own_weights(config: EngineConfig) -> None:
     here = kind(config)
-    if here != "vllm, in process" and config.transfer == "memory":
+    if not here.endswith(", in process") and config.transfer == "memory":
         raise ConfigError(
             "engine.transfer = 'memory' needs the engine in the trainer's process, and this one is a server; "
             "set 'auto', 'ipc', 'collective' or 'disk'"
@@ -199,11 +209,11 @@ def _check_own_weights(config: EngineConfig) -> None:
             "http://127.0.0.1:8000"
         )
     _check_devices(config)
-    if config.name == "sglang" and not config.batch_invariant and not config.unseeded:
+    if here in HAS_EFFECT["unseeded"][0] and not config.batch_invariant and not config.unseeded:
         raise ConfigError(
-            "engine.name = 'sglang' reads seeds only in its deterministic mode, and would draw every sample "
-            "from one stream of noise; set engine.batch_invariant = true (a run can be repeated then), or "
-            "engine.unseeded = true to accept it"
+            f"engine.name = {config.name!r} reads seeds only in its deterministic mode, and would draw every "
+            "sample from one stream of noise; set engine.batch_invariant = true (a run can be repeated "
+            "then), or engine.unseeded = true to accept it"
         )
     if config.unseeded and config.batch_invariant:
         raise ConfigError(
@@ -243,10 +253,8 @@ def _shown(value: object) -> str:
 
 
 def _where(config: EngineConfig) -> str:
-    if config.name not in ("vllm", "sglang"):
-        return ""
     where = kind(config).partition(", ")[2]
-    return {"in process": " in the trainer's process", "started": "", "at a url": " at engine.url"}[where]
+    return {"in process": " in the trainer's process", "at a url": " at engine.url"}.get(where, "")
 
 
 def _listed(places: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
 from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed
 from lockstep.config.data import DataConfig
+from lockstep.config.declarations import backends, engines
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig
@@ -98,10 +99,12 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
     train = run.train
     if not 1 <= ranks <= MAX_RANKS:
         raise ConfigError(f"--ranks {ranks} is not between 1 and {MAX_RANKS}")
-    if train.backend == "local" and ranks > 1:
+    known = backends()
+    if ranks > 1 and train.backend in known and not known[train.backend].spans_ranks:
+        spanning = " or ".join(name for name, backend in known.items() if backend.spans_ranks)
         raise ConfigError(
-            f"train.backend = 'local' is one process on one device, but there are {ranks} ranks: each would "
-            "train a copy of its own. Set --train.backend fsdp2 or deepspeed, or start one process"
+            f"train.backend = {train.backend!r} is one process on one device, but there are {ranks} ranks: "
+            f"each would train a copy of its own. Set --train.backend {spanning}, or start one process"
         )
     if ranks > 1 and isinstance(run, GRPORun) and run.engine.cuda_devices:
         raise ConfigError(
@@ -228,14 +231,15 @@ class GRPORun(RunConfig):
                 f"train.minibatches = {self.train.minibatches} does not divide the {samples} rollouts of a "
                 "step (rollout.prompts_per_step * rollout.group_size)"
             )
-        external = self.engine.name in ("vllm", "sglang")
+        engine = engines().get(self.engine.name)
+        external = engine is not None and engine.external
         if self.train.deterministic and external and not self.engine.batch_invariant:
             raise ValueError(
                 f"train.deterministic = true with engine.name = {self.engine.name!r}: what it decodes "
                 "together is a matter of timing, and its samples change with it; set "
                 "engine.batch_invariant = true, or engine.name = 'native' or 'hf'"
             )
-        if self.train.reuse_rollout_logprobs and self.engine.name in ("hf", "vllm", "sglang"):
+        if self.train.reuse_rollout_logprobs and engine is not None and not engine.keeps_bits:
             raise ValueError(
                 f"train.reuse_rollout_logprobs = true with engine.name = {self.engine.name!r}: nothing "
                 "promises that its logprobs are the trainer's; leave it out, or set engine.name = 'native' "

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
 from lockstep.config.base import Config, Name, NonNegativeInt, OneOf, PositiveInt, Temperature
+from lockstep.config.declarations import names
 
-Backend = Annotated[str, AfterValidator(OneOf("train backend", ("local", "fsdp2", "deepspeed")))]
+Backend = Annotated[str, AfterValidator(OneOf("train backend", names("backend")))]
 Layout = Literal["packed", "padded"]
 Execution = Literal["eager", "compile", "joint", "deepcompile"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)

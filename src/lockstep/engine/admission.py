@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from lockstep.config.declarations import engines
 from lockstep.config.engine import EngineConfig
 from lockstep.engine import ENGINES
 from lockstep.models.admission import PROVEN, Gap, check_proof, eager_logprobs, largest_gap
@@ -14,7 +15,7 @@ from lockstep.models.load import LoadedModel, attention_implementation
 from lockstep.models.miniature import documents, random_miniature
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
-EMBEDDED = ("hf", "native")
+EMBEDDED = tuple(name for name, engine in engines().items() if not engine.external)
 _COMPLETION = 8  # the shortest document stays within the lengths that the miniature names
 _SEEDS = (1, 2)
 

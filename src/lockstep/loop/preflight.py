@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig
+from lockstep.config.declarations import backends
 from lockstep.config.rollout import BUILTIN_REWARDS
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.data.generated import IdRows, reasoning_gym_dataset
@@ -81,12 +82,10 @@ def _check_packages(run: RunConfig) -> None:
     needed = {
         "peft": ("model.lora", run.model.lora is not None, "pip install lockstep-rl[lora]"),
         "torchao": ("train.optimizer = 'adamw8bit'", train.optimizer == "adamw8bit", "pip install torchao"),
-        "deepspeed": (
-            "train.backend = 'deepspeed'",
-            train.backend == "deepspeed",
-            "pip install --no-build-isolation deepspeed",
-        ),
     }
+    if train.backend in backends():
+        for package, fix in backends()[train.backend].needs.items():
+            needed[package] = (f"train.backend = {train.backend!r}", True, fix)
     for package, (setting, used, fix) in needed.items():
         if used and importlib.util.find_spec(package) is None:
             raise ConfigError(f"{setting} needs the package {package}, which is not installed: {fix}")

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.config.backends import shards_weights
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
@@ -187,8 +188,7 @@ def train_parts(
 
 def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
     """Return the parts of memory that sampling one rollout batch holds beside the weights."""
-    train = run.train
-    apart = train.backend == "fsdp2" or (train.backend == "deepspeed" and train.zero_stage == 3)
+    apart = shards_weights(run.train)
     batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts. Native keeps its cache, and its CUDA graphs, between rollouts.

@@ -1,13 +1,7 @@
 """Train backends: each owns the policy's Parameters, their float32 master, the optimizer and the schedule."""
 
+from lockstep.config.declarations import backends
 from lockstep.registry import Registry
 
-BACKENDS = Registry(
-    "train backend",
-    {
-        "local": "lockstep.train.local:LocalBackend",
-        "fsdp2": "lockstep.train.fsdp2.backend:FSDP2Backend",
-        "deepspeed": "lockstep.train.deepspeed.backend:DeepSpeedBackend",
-    },
-)
+BACKENDS = Registry("train backend", {name: backend.object for name, backend in backends().items()})
 """The classes behind `train.backend`: Backend(config, model=, total_steps=, temperature=, ref=)."""
