@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from lockstep.config.support import (
     lookup,
     support_rows,
 )
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import Execution, Layout, TrainConfig
 from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -202,6 +203,10 @@ def test_rows_of_a_part_of_the_users_are_tried_with_ours():
     for wrong in ([OWN | {"dtpye": []}], [{"status": "unsupported", "reason": "why"}], 3, ["x"]):
         with pytest.raises(ConfigError, match=r"'m:C': its attribute `support` is no list of rows"):
             own_rows(wrong, axis="backend", name="m:C")
+
+
+def test_declared_modes_are_those_that_the_setting_takes():
+    assert AXES["execution"] == get_args(Execution) and AXES["layout"] == get_args(Layout)
 
 
 def test_declared_settings_exist():

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from lockstep.config.declarations import DoctorLine, doctor_lines
 from lockstep.config.support import AXES, TABLE
 from lockstep.errors import ModelError
 from lockstep.observe.text import echo, printable
@@ -35,15 +36,12 @@ _STYLES = {"ok": "green", "note": "", "unavailable": "dim", "warning": "yellow",
 _GIB = 1024**3
 
 _AXES = {
-    "train backend": ("backend", {"local": (), "fsdp2": (), "deepspeed": ("deepspeed",)}),
-    "inference engine": ("engine", {"hf": (), "native": (), "vllm": ("vllm",), "sglang": ("sglang",)}),
-    "attention kernel": (
-        "attention",
-        {"sdpa": (), "varlen": (), "flex": (), "hf:flash_attention_2": ("flash_attn",)},
-    ),
-    "execution mode": ("execution", {"eager": (), "compile": (), "joint": (), "deepcompile": ("deepspeed",)}),
+    "train backend": "backend",
+    "inference engine": "engine",
+    "attention kernel": "attention",
+    "execution mode": "execution",
 }
-"""Kind -> (axis of the support table, {value: packages it needs})."""
+"""Kind -> axis of the support table."""
 _PACKAGES = {
     "numpy": ("numpy", "core"),
     "safetensors": ("safetensors", "core"),
@@ -199,12 +197,12 @@ def device_type() -> str:
 
 def axis(kind: str, *, device: str) -> list[Finding]:
     """Each choice of one axis: usable on `device`, or why not. The support table speaks first."""
-    name, values = _AXES[kind]
+    name = _AXES[kind]
     findings = []
-    for value, needs in values.items():
-        versions = {package: _version(package) for package in needs}
+    for value, line in doctor_lines(name).items():
+        versions = {package: _version(package) for package in line.packages}
         missing = [package for package, version in versions.items() if version is None]
-        reason = _refusal(name, value, device) or _cannot(value, device)
+        reason = _refusal(name, value, device) or _cannot(line, device)
         have = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
         if reason:
             status, detail = "unavailable", reason + (f" ({have} is installed)" if have else "")
@@ -212,7 +210,7 @@ def axis(kind: str, *, device: str) -> list[Finding]:
             elsewhere = "; engine.python may name an environment that has it" if name == "engine" else ""
             status, detail = "unavailable", f"{', '.join(missing)} is not installed{elsewhere}"
         else:
-            status, detail = "ok", have or _usable(value, device)
+            status, detail = "ok", have or _usable(line, device)
         findings.append(Finding(group=kind, name=value, status=status, detail=detail))  # type: ignore[arg-type]
     return findings
 
@@ -350,22 +348,23 @@ def _refused(cell: dict[str, str]) -> str:
     return next((entry.reason for entry in entries), "")
 
 
-def _cannot(value: str, device: str) -> str:
+def _cannot(line: DoctorLine, device: str) -> str:
     """What the machine lacks for it besides packages; empty: nothing."""
-    if value == "compile" and device == "cpu" and _cxx() is None:
-        return "torch.compile on a CPU needs a C++ compiler: install g++ or set CXX"
-    if value in ("compile", "flex") and device == "cuda" and _version("triton") is None:
-        return "triton is not installed"
-    return ""
+    lacks = {
+        "cxx": "torch.compile on a CPU needs a C++ compiler: install g++ or set CXX",
+        "triton": "triton is not installed",
+    }
+    tools = _tools()
+    needs = line.cpu_needs if device == "cpu" else line.cuda_needs
+    return next((lacks[name] for name in needs if tools[name] is None), "")
 
 
-def _usable(value: str, device: str) -> str:
-    if value == "varlen":
-        cpu = "cpu reference kernels: timings are not comparable"
-        return cpu if device == "cpu" else "flash kernels of torch; bfloat16 and float16 only"
-    if value == "compile":
-        return f"torch inductor with {_cxx()}" if device == "cpu" else f"triton {_version('triton')}"
-    return "built in"
+def _usable(line: DoctorLine, device: str) -> str:
+    return (line.cpu if device == "cpu" else line.cuda).format_map(_tools())
+
+
+def _tools() -> dict[str, str | None]:
+    return {"cxx": _cxx(), "triton": _version("triton")}
 
 
 def _cxx() -> str | None:

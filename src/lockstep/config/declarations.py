@@ -64,6 +64,23 @@ class Entry(Record):
         return all(_one_of(cell.get(axis), getattr(self, axis)) for axis in AXIS_NAMES)
 
 
+class DoctorLine(Record):
+    """What `lockstep doctor` says of an implementation."""
+
+    value: str = ""
+    """The value that the line is about; empty: the file's own."""
+    packages: tuple[str, ...] = ()
+    """Distributions that it needs."""
+    cpu_needs: tuple[Literal["cxx", "triton"], ...] = ()
+    """Tools that it needs on a CPU: a C++ compiler, triton."""
+    cuda_needs: tuple[Literal["cxx", "triton"], ...] = ()
+    """On a GPU."""
+    cpu: str = "built in"
+    """The detail where it can be used, on a CPU; `{cxx}` and `{triton}` stand for what was found."""
+    cuda: str = "built in"
+    """On a GPU."""
+
+
 class Declaration(Record):
     """One file."""
 
@@ -76,6 +93,7 @@ class Declaration(Record):
     support: tuple[Entry, ...] = ()
     batch_invariant: tuple[Entry, ...] = ()
     """What train.batch_invariant = true cannot be combined with."""
+    doctor: DoctorLine = DoctorLine()
 
 
 class Refusal(Record):
@@ -167,6 +185,13 @@ def read_declarations(root: Path) -> tuple[Declaration, ...]:
 def names(axis: str) -> tuple[str, ...]:
     """The declared values of an axis, in the order of `place`."""
     return tuple(declaration.name for declaration in declarations() if declaration.axis == axis)
+
+
+def doctor_lines(axis: str) -> dict[str, DoctorLine]:
+    """The values of an axis that `lockstep doctor` reports on. A name that stands for many is none of them,
+    unless its line names one."""
+    of = {d.name: d.doctor for d in declarations() if d.axis == axis}
+    return {line.value or name: line for name, line in of.items() if line.value or ":" not in name}
 
 
 def backends() -> dict[str, BackendDeclaration]:

@@ -31,7 +31,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "backend": names("backend"),
     "engine": names("engine"),
     "attention": names("attention"),
-    "execution": ("eager", "compile", "joint", "deepcompile"),
+    "execution": names("execution"),
     "layout": ("packed", "padded"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "bfloat16", "float16"),
