@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.step_bench.cells import AXES, AXIS_OF, BenchCell, parse_cells, product
 from lockstep.observe.files import check_writable, write_json
@@ -193,11 +194,12 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     from lockstep.loop.axes import resolve_attention
 
     cells = _cells(args)
-    if (args.ranks or 1) > 1 and all(cell.backend == "local" for cell in cells):
+    spanning = [name for name, backend in backends().items() if backend.spans_ranks]
+    if (args.ranks or 1) > 1 and not any(cell.backend in spanning for cell in cells):
         names = ", ".join(cell.name for cell in cells)
         raise ConfigError(
-            f"--ranks {args.ranks} has no effect with {names}: backend local "
-            "is one process; add a cell of fsdp2 or deepspeed, or leave --ranks out"
+            f"--ranks {args.ranks} has no effect with {names}: backend {cells[0].backend} is one process; "
+            f"add a cell of {' or '.join(spanning)}, or leave --ranks out"
         )
     device, gpus = device_of(args.device)
     work = _work(args)

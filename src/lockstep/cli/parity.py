@@ -9,6 +9,7 @@ lockstep parity engines --engines hf,vllm --python vllm=.venv-vllm/bin/python
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import shlex
@@ -17,8 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
-from lockstep.lab.train_parity.stacks import DEFAULT_STACKS, OPTIONS, parse_skip, parse_stack, parse_stacks
+from lockstep.lab.train_parity.stacks import (
+    DEFAULT_STACKS,
+    OPTIONS,
+    SKIP_WORDS,
+    parse_skip,
+    parse_stack,
+    parse_stacks,
+)
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
@@ -74,8 +83,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep parity train",
         description="Train each stack in processes of its own, from the same weights, data order and seed, "
-        "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], NAME local, "
-        f"fsdp2 or deepspeed:\n{options}",
+        "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], NAME "
+        f"{', '.join(backends())}:\n{options}",
         epilog="Read from the environment where no flag is given: "
         + ", ".join((*ENVIRONMENT, "TP_SIZE", "RING_SIZE"))
         + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs, or its "
@@ -91,9 +100,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _stack_flags(group: Any) -> None:
     group.add_argument("--stacks", metavar="LIST", help=f"joined by commas ({','.join(DEFAULT_STACKS)})")
-    group.add_argument(
-        "--skip", metavar="LIST", help="deepspeed, fsdp2, tp, ring, tp_ring or names of stacks"
-    )
+    group.add_argument("--skip", metavar="LIST", help=f"{', '.join(SKIP_WORDS)} or names of stacks")
     group.add_argument("--reference", default="local", metavar="STACK", help="to compare with (local)")
     group.add_argument(
         "--gpus",
@@ -204,8 +211,10 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     device, gpus = device_of(args.device)
     reference = parse_stack(args.reference)
     skip = parse_skip(args.skip) if isinstance(args.skip, str) else args.skip
-    if args.skip and reference.backend == "local" and "local" in skip:
-        raise ConfigError("local is skipped, but it is the reference; name another with --reference")
+    if args.skip and reference.backend in skip and not backends()[reference.backend].spans_ranks:
+        raise ConfigError(
+            f"{reference.backend} is skipped, but it is the reference; name another with --reference"
+        )
     dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if args.dtype == "auto" else args.dtype
     model = args.model or "bundled:smollm2-135m"
     settings = {"name": model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
@@ -276,11 +285,11 @@ def take_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> li
 
 def _usual_stacks(*, tp: int, ring: int) -> str:
     """The stacks of the usual suite, with these sizes; size 1 leaves the axis out."""
-    axes = [f"tp{tp}"] if tp > 1 else []
-    other = [f"ring{ring}"] if ring > 1 else []
-    combined = [f"fsdp2:{axes[0]}+{other[0]}"] if axes and other else []
-    singles = [f"fsdp2:{word}" for word in (*axes, *other)]
-    return ",".join(["deepspeed:zero2", "fsdp2", *singles, *combined])
+    sized = (
+        dataclasses.replace(s, tp=tp if s.tp > 1 else 1, ring=ring if s.ring > 1 else 1)
+        for s in map(parse_stack, DEFAULT_STACKS)
+    )
+    return ",".join(dict.fromkeys(stack.name for stack in sized))
 
 
 def _size(name: str, text: str) -> int:
@@ -292,7 +301,9 @@ def _size(name: str, text: str) -> int:
 
 def _skip_word(name: str) -> str:
     """SKIP_FSDP2_TP -> tp; SKIP_TP_RING, SKIP_FSDP2_TP_RING, SKIP_COMBINED -> tp_ring; SKIP_RING -> ring."""
-    word = name.removeprefix(_SKIP).lower().removeprefix("fsdp2_") or "?"
+    word = name.removeprefix(_SKIP).lower() or "?"
+    for backend in backends():
+        word = word.removeprefix(f"{backend}_")
     return {"combined": "tp_ring", "ring_tp": "tp_ring", "autotp": "tp"}.get(word, word)
 
 

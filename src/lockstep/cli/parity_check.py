@@ -11,14 +11,14 @@ from lockstep.cli import arguments
 from lockstep.cli.parity import console
 from lockstep.config.load import check
 from lockstep.config.model import ModelConfig
-from lockstep.lab.train_parity.stacks import DEFAULT_STACKS, parse_stacks
+from lockstep.lab.train_parity.stacks import CHECKED_STACKS, DEFAULT_STACKS, parse_stacks
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.train_parity.check import Finding
 
-USUAL = ("local", *DEFAULT_STACKS, "deepspeed:zero3", "deepspeed:zero3+deepcompile")
+USUAL = ("local", *DEFAULT_STACKS, *CHECKED_STACKS)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -109,6 +109,23 @@ class Refusal(Record):
         return all(values[name] in refused for name, refused in self.when.items())
 
 
+class Stacks(Record):
+    """What a backend is called in `lockstep parity train`: see lab/train_parity/stacks.py."""
+
+    options: tuple[Literal["tp", "ring", "zero", "deepcompile"], ...] = ()
+    """The options that not every backend has."""
+    usual: tuple[str, ...] = ()
+    """The backend's stacks in the usual suite, by their options; "": without one."""
+    place: int = 0
+    """Where they stand in it."""
+    checked: tuple[str, ...] = ()
+    """More stacks that `lockstep parity check` looks at."""
+    plain: str = ""
+    """An option that names of log files leave out."""
+    skip: Literal["all", "plain"] = "all"
+    """Which stacks the backend's name leaves out as a word of --skip: all, or the one without options."""
+
+
 class BackendDeclaration(Declaration):
     """A train backend's file."""
 
@@ -124,6 +141,9 @@ class BackendDeclaration(Declaration):
     refuses: tuple[Refusal, ...] = ()
     needs: dict[str, str] = Field(default_factory=dict)
     """Package that it cannot do without -> the command that installs it."""
+    stacks: Stacks = Stacks()
+    replay: dict[str, int] | None = None
+    """Fields of a replay cell that the axis `backend` of `lockstep matrix` sets; None: it cannot replay."""
 
 
 class EngineDeclaration(Declaration):

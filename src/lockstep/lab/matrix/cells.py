@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.config.declarations import backends
 from lockstep.config.support import AXES as SUPPORT_AXES
 from lockstep.config.support import is_kernel
 from lockstep.errors import ConfigError, unknown_name
@@ -122,12 +123,14 @@ def _device(value: str) -> tuple[str, dict[str, Any]]:
     return value, {"device": value}
 
 
+_REPLAYS = {name: backend.replay for name, backend in backends().items() if backend.replay is not None}
+"""Backend that replays -> the fields of Cell that it sets."""
+
+
 def _backend(value: str) -> tuple[str, dict[str, Any]]:
-    if value == "local":
-        return value, {"zero_stage": None}
-    if value == "deepspeed":  # stage 1: what the frameworks around it begin with
-        return value, {"zero_stage": 1}
-    raise ValueError(f"{unknown_name('replay backend', value, ('local', 'deepspeed'))}")
+    if value not in _REPLAYS:
+        raise ValueError(unknown_name("replay backend", value, _REPLAYS))
+    return value, {"zero_stage": None, **_REPLAYS[value]}
 
 
 def _zero_stage(value: str) -> tuple[str, dict[str, Any]]:
@@ -196,8 +199,11 @@ KINDS: dict[str, _Kind] = {
     "backend": _Kind(
         fields=("zero_stage",),
         parse=_backend,
-        usual=("local", "deepspeed"),
-        help="local; deepspeed (ZeRO stage 1)",
+        usual=tuple(_REPLAYS),
+        help="; ".join(
+            name + "".join(f" ({field} {value})" for field, value in fields.items())
+            for name, fields in _REPLAYS.items()
+        ).replace("_", " "),
     ),
     "zero-stage": _Kind(
         fields=("zero_stage",),

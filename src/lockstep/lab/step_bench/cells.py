@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.declarations import backends, engines
 from lockstep.errors import ConfigError, unknown_name
 
 AXES: Mapping[str, tuple[str, ...]] = {
-    "backend": ("local", "fsdp2", "deepspeed"),
+    "backend": tuple(backends()),
     "execution": ("eager", "compile", "joint"),
-    "engine": ("hf", "native"),
+    "engine": tuple(name for name, engine in engines().items() if not engine.external),
     "invariant": ("off", "on"),
 }
 """Axis -> values; the first is the default."""

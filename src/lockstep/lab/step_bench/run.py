@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config.declarations import backends
 from lockstep.config.load import override
 from lockstep.config.run import GRPORun, check_ranks
 from lockstep.errors import ConfigError, LockstepError
@@ -338,7 +339,7 @@ def run_bench(options: BenchOptions, *, progress: Callable[[str], None] = lambda
 
 def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
     """Make the cell's job, or say why its settings are refused."""
-    ranks = 1 if cell.backend == "local" else options.ranks
+    ranks = options.ranks if backends()[cell.backend].spans_ranks else 1
     try:
         run = override(options.run, {**options.overrides, **cell.settings()}, origin=cell.name)
         assert isinstance(run, GRPORun)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.config.backends import check_backend
+from lockstep.config.declarations import backends
 from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
@@ -31,8 +32,13 @@ Kind = Literal["import", "interface", "model", "stack"]
 Status = Literal["ok", "missing", "problem", "refused"]
 
 REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "tensorboard", "rich")
+_NEEDED = {
+    package: f"stacks of {name}: {fix}"
+    for name, backend in backends().items()
+    for package, fix in backend.needs.items()
+}
 OPTIONAL = {
-    "deepspeed": "stacks of deepspeed: pip install 'lockstep-rl[deepspeed]'",
+    **_NEEDED,
     "reasoning_gym": "the documents that sft is fed without --dataset",
     "matplotlib": "parity.png in matplotlib's style; without it Pillow draws",
     "PIL": "parity.png without matplotlib",
@@ -77,7 +83,7 @@ def check_all(
 
 
 def check_imports() -> list[Finding]:
-    """Import the required packages and deepspeed; look for the other optional ones."""
+    """Import the required packages and those of backends; look for the other optional ones."""
     findings = []
     for name in REQUIRED:
         try:
@@ -90,7 +96,7 @@ def check_imports() -> list[Finding]:
         there = importlib.util.find_spec(name) is not None
         status: Status = "ok" if there else "missing"
         detail = _version(name) if there else use
-        if name == "deepspeed" and there and (failure := import_failure(name)):
+        if name in _NEEDED and there and (failure := import_failure(name)):
             status, detail = "problem", failure
         findings.append(Finding(kind="import", name=name, status=status, detail=detail))
     return findings
@@ -237,10 +243,11 @@ def check_stack(
     try:
         ranks = stack.ranks_for(gpus, default=device_count or 2)
         _check_settings(stack, model, device="cuda" if device_count else "cpu")
-        if stack.backend == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-            raise ConfigError(f"the package deepspeed is missing; {OPTIONAL['deepspeed']}")
-        if stack.backend == "deepspeed" and (failure := import_failure("deepspeed")):
-            raise ConfigError(failure)
+        for package in backends()[stack.backend].needs:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(f"the package {package} is missing; {OPTIONAL[package]}")
+            if failure := import_failure(package):
+                raise ConfigError(failure)
         if stack.tp > 1 and text is not None:
             from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
 

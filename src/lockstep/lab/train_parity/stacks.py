@@ -10,24 +10,39 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
 
-BACKENDS = ("local", "fsdp2", "deepspeed")
+
+def _of(option: str) -> str:
+    """The backends that have an option."""
+    return " or ".join(name for name, backend in backends().items() if option in backend.stacks.options)
+
+
 OPTIONS: Mapping[str, str] = {
-    "tpN": "N ranks share each matrix (fsdp2)",
-    "ringN": "N ranks share the tokens of each pack (fsdp2)",
-    "zeroN": "ZeRO stage N, 0 to 3 (deepspeed; 2)",
+    "tpN": f"N ranks share each matrix ({_of('tp')})",
+    "ringN": f"N ranks share the tokens of each pack ({_of('ring')})",
+    "zeroN": f"ZeRO stage N, 0 to 3 ({_of('zero')}; 2)",
     "offload": "optimizer states in host memory",
     "compile": "each block by torch.compile",
     "joint": "forward and backward of the decoder as one graph (not zero3)",
-    "deepcompile": "DeepSpeed's compiler (deepspeed, on a GPU)",
+    "deepcompile": f"DeepSpeed's compiler ({_of('deepcompile')}, on a GPU)",
     "ranksN": "N ranks, whatever --gpus says",
 }
-DEFAULT_STACKS = ("deepspeed:zero2", "fsdp2", "fsdp2:tp2", "fsdp2:ring2", "fsdp2:tp2+ring2")
+DEFAULT_STACKS = tuple(
+    f"{backend.name}:{options}".removesuffix(":")
+    for backend in sorted(backends().values(), key=lambda backend: backend.stacks.place)
+    for options in backend.stacks.usual
+)
+CHECKED_STACKS = tuple(f"{name}:{more}" for name, b in backends().items() for more in b.stacks.checked)
+"""What `lockstep parity check` looks at besides."""
 SKIP_WORDS: Mapping[str, str] = {
-    "local": "the stack `local`",
-    "deepspeed": "all stacks of deepspeed",
-    "fsdp2": "the stack `fsdp2`, without options",
+    **{
+        name: f"all stacks of {name}"
+        if backend.stacks.skip == "all"
+        else f"the stack `{name}`, without options"
+        for name, backend in backends().items()
+    },
     "tp": "stacks with tensor parallel",
     "ring": "stacks with ring attention",
     "tp_ring": "stacks with both",
@@ -37,6 +52,8 @@ SKIP_WORDS: Mapping[str, str] = {
 _NUMBERED = re.compile(r"(tp|ring|zero|ranks)(\d+)")
 _SWITCHES = ("offload", "compile", "joint", "deepcompile")
 _EXECUTIONS = ("compile", "joint", "deepcompile")
+_WORDS = {"ring": "ring attention", "zero": "zeroN", "deepcompile": "deepcompile"}
+"""The options that a backend may lack. Tensor parallel has reasons of its own, where settings are checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +83,8 @@ class Stack:
     @property
     def log_stem(self) -> str:
         """The stem of NAME_test.log: `deepspeed` (ZeRO 2, as such suites have it), `fsdp2_tp2_ring2`, ..."""
-        plain = self.name.replace(":zero2", ":", 1) if self.backend == "deepspeed" else self.name
+        plain = backends()[self.backend].stacks.plain
+        plain = self.name.replace(f":{plain}", ":", 1) if plain else self.name
         return re.sub(r"[^a-z0-9]+", "_", plain).strip("_")
 
     @property
@@ -96,7 +114,7 @@ class Stack:
         Raises:
             ConfigError: tp * ring does not divide the requested number.
         """
-        if self.backend == "local":
+        if not backends()[self.backend].spans_ranks:
             return 1
         share, ranks = self.tp * self.ring, self.ranks if self.ranks is not None else gpus
         if ranks is None:
@@ -121,8 +139,8 @@ def parse_stack(text: str) -> Stack:
         'fsdp2:tp2+ring2'
     """
     backend, colon, rest = text.strip().partition(":")
-    if backend not in BACKENDS:
-        raise ConfigError(f"stack {text!r}: {unknown_name('train backend', backend, BACKENDS)}")
+    if backend not in backends():
+        raise ConfigError(f"stack {text!r}: {unknown_name('train backend', backend, backends())}")
     options: dict[str, Any] = {}
     for word in rest.split("+") if colon else []:
         name, value = _option(word, text)
@@ -149,9 +167,7 @@ def parse_stacks(text: str) -> list[Stack]:
 def skipped(stack: Stack, words: Iterable[str]) -> str | None:
     """The word of --skip that leaves this stack out; None: it runs."""
     applies = {
-        "local": stack.backend == "local",
-        "deepspeed": stack.backend == "deepspeed",
-        "fsdp2": stack.name == "fsdp2",
+        stack.backend: backends()[stack.backend].stacks.skip == "all" or stack.name == stack.backend,
         "tp": stack.tp > 1,
         "ring": stack.ring > 1,
         "tp_ring": stack.tp > 1 and stack.ring > 1,
@@ -188,23 +204,27 @@ def _option(word: str, text: str) -> tuple[str, Any]:
 
 
 def _check(stack: Stack, text: str) -> None:
-    if stack.backend == "local":
+    backend, plain = backends()[stack.backend], Stack(backend=stack.backend)
+    if not backend.spans_ranks:
         options = [w for w in ("tp", "ring", "ranks") if getattr(stack, w) not in (1, None)]
         if options:
-            raise ConfigError(f"stack {text!r}: local is one process, so it has no {options[0]}; use fsdp2")
-    if stack.zero is not None and stack.backend != "deepspeed":
-        raise ConfigError(f"stack {text!r}: zeroN is of deepspeed; leave it out, or use deepspeed")
+            others = _of(options[0]) or " or ".join(n for n, other in backends().items() if other.spans_ranks)
+            raise ConfigError(
+                f"stack {text!r}: {stack.backend} is one process, so it has no {options[0]}; use {others}"
+            )
+    for option, what in _WORDS.items():
+        given = getattr(stack, option) != getattr(plain, option)
+        if given and option not in backend.stacks.options:
+            raise ConfigError(
+                f"stack {text!r}: {what} is of {_of(option)}; leave it out, or use {_of(option)}"
+            )
     if stack.zero is not None and stack.zero > 3:
         raise ConfigError(f"stack {text!r}: there is no ZeRO stage {stack.zero}; use zero0 to zero3")
-    if stack.deepcompile and stack.backend != "deepspeed":
-        raise ConfigError(f"stack {text!r}: deepcompile is of deepspeed; use compile")
     modes = [mode for mode in _EXECUTIONS if getattr(stack, mode)]
     if len(modes) > 1:
         raise ConfigError(f"stack {text!r}: {' and '.join(modes)} exclude each other; choose one")
     if stack.joint and stack.zero == 3:
         raise ConfigError(f"stack {text!r}: joint needs whole weights; use zero2, or compile")
-    if stack.ring > 1 and stack.backend != "fsdp2":
-        raise ConfigError(f"stack {text!r}: ring attention is of fsdp2; use fsdp2:ring{stack.ring}")
 
 
 def _nearest(ranks: int, share: int) -> str:
