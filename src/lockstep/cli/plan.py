@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
-    from lockstep.models.memory import MemoryPlan
+    from lockstep.loop.memory_plan import MemoryPlan
 
 USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
        lockstep plan grpo|sft|dpo [OPTIONS]
@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     check_ranks(run, ranks)
     import torch
 
-    from lockstep.models.memory import GIB, available_bytes, plan_memory
+    from lockstep.loop.memory_plan import plan_memory
+    from lockstep.models.memory import GIB, available_bytes
 
     if run.train.tp > 1:
         _check_heads(run)

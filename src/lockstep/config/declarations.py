@@ -141,6 +141,8 @@ class BackendDeclaration(Declaration):
     refuses: tuple[Refusal, ...] = ()
     needs: dict[str, str] = Field(default_factory=dict)
     """Package that it cannot do without -> the command that installs it."""
+    memory: str
+    """`module:function` that counts the memory of one rank: see lockstep.train.memory."""
     stacks: Stacks = Stacks()
     replay: dict[str, int] | None = None
     """Fields of a replay cell that the axis `backend` of `lockstep matrix` sets; None: it cannot replay."""
@@ -156,6 +158,8 @@ class EngineDeclaration(Declaration):
     """It has weights of its own, which are sent to it; not: it is embedded in the trainer's process."""
     keeps_bits: bool = False
     """Its logprobs can be the trainer's own, to the bit."""
+    keeps_cache: bool = False
+    """Its KV cache, and its CUDA graphs, stay between rollouts."""
     settings: dict[str, tuple[str, ...]]
     """Where it may run ("embedded"; or "in process", "started", "at a url") -> settings of EngineConfig that
     have an effect there."""

@@ -20,7 +20,6 @@ from lockstep.models.forward import hidden_states
 from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
-from lockstep.models.memory import advice
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
@@ -32,6 +31,7 @@ from lockstep.train import step_errors
 from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of, counting
 from lockstep.train.gradients import GradientStore, global_norm
+from lockstep.train.local_memory import advice
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.optimizer import MasterOptimizer, trained_parameters
 from lockstep.train.rows import Rows, head_rows, part, scatter

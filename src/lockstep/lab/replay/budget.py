@@ -13,8 +13,8 @@ import torch
 
 from lockstep.errors import RecordingError
 from lockstep.lab.replay.cell import Cell, train_config
-from lockstep.models.memory import ModelShape, gib, total_bytes
-from lockstep.models.memory_shape import forward_sizes
+from lockstep.models.memory import gib, total_bytes
+from lockstep.models.memory_shape import ModelShape, forward_sizes
 from lockstep.recording.storage.format import MAX_DOCUMENT_SLOTS
 
 _SLOT_BYTES = 64

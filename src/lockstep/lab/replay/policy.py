@@ -22,7 +22,8 @@ from lockstep.lab.replay.cell import train_config
 from lockstep.models.causal_lm import text_config
 from lockstep.models.dtypes import DTYPES
 from lockstep.models.load import LoadedModel, load_model, meta_module
-from lockstep.models.memory import ModelShape, module_shape
+from lockstep.models.memory import module_shape
+from lockstep.models.memory_shape import ModelShape
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_axes, recorded_model

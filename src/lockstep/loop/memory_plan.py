@@ -1,0 +1,182 @@
+"""How much memory a run needs, part by part, before anything is loaded, and which setting lowers each part.
+
+Training's parts are the backend's own (`memory` in its support.toml, or the attribute `memory_parts` of a
+class of the user's); sampling's and what a process needs anyway are counted here. It is an estimate: a
+process's peak is within a factor of 1.5 (tests/loop/test_memory_plan.py measures it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.config.backends import shards_weights
+from lockstep.config.declarations import backends, engines
+from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
+from lockstep.models.dtypes import resolve_dtype
+from lockstep.models.memory import GIB, phase_totals, planned_shape
+from lockstep.models.memory_shape import MemoryPart, ModelShape, either
+from lockstep.registry import load_object
+from lockstep.train.memory import Parallelism, StepSize
+
+_RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """The memory that a run needs."""
+
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+    parts: tuple[MemoryPart, ...]
+    tokens_per_micro_batch: int
+    """Token slots of the fullest micro-batch."""
+    micro_batches: int
+    """In one optimizer step, when every document has its greatest length."""
+    documents_per_step: int
+    """Per optimizer step."""
+    longest_document: int
+    """Tokens."""
+    ranks: int
+    """Ranks in all; the parts are those of one rank."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes on the device: what is always there plus the largest phase."""
+        totals = phase_totals(self.parts)
+        return totals["always"] + max(totals["generate"], totals["train"], totals["update"])
+
+    @property
+    def peak_phase(self) -> str:
+        """generate, train or update."""
+        totals = phase_totals(self.parts)
+        return max(("generate", "train", "update"), key=lambda phase: totals[phase])
+
+
+def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> MemoryPlan:
+    """Plan the memory of a run; builds the model on the meta device, so it allocates next to nothing.
+
+    Args:
+        ranks: processes that train together; `config.run.check_ranks` has passed them.
+
+    Raises:
+        ModelError: the model's config is not on this machine (the hub is not asked), or is not supported.
+    """
+    dtype = resolve_dtype(run.model.dtype, device)
+    shape = planned_shape(run.model, dtype=dtype)
+    documents, longest = _documents(run)
+    per_pack = max(1, run.train.token_budget // longest)
+    micro_batches = math.ceil(documents / per_pack)
+    tokens = min(run.train.token_budget, min(per_pack, documents) * longest)
+    if _is_static(run.train):
+        tokens = run.train.token_budget
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    parts = [
+        MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
+        *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
+        *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
+    ]
+    return MemoryPlan(
+        shape=shape,
+        dtype=dtype,
+        device=device,
+        parts=tuple(part for part in parts if part.bytes),
+        tokens_per_micro_batch=tokens,
+        micro_batches=micro_batches,
+        documents_per_step=documents,
+        longest_document=longest,
+        ranks=ranks,
+    )
+
+
+def _train_parts(
+    shape: ModelShape, run: RunConfig, *, step: tuple[int, int], device: str, ranks: int
+) -> list[MemoryPart]:
+    """As the run's backend holds them.
+
+    Args:
+        step: token slots of the largest micro-batch, and micro-batches of one optimizer step over all ranks.
+    """
+    train = run.train
+    size = StepSize(
+        tokens=step[0],
+        micro_batches=step[1],
+        device=device,
+        parallelism=Parallelism(ranks=ranks, ring=train.ring, tp=train.tp),
+        ref=_has_ref(run),
+    )
+    return memory_parts_of(train.backend)(shape, train, size)
+
+
+def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize], list[MemoryPart]]:
+    """The function that counts what a train backend holds.
+
+    Raises:
+        ConfigError: it is a class of the user's that has none.
+    """
+    what = f"train.backend = {backend!r}"
+    found: Callable[[ModelShape, TrainConfig, StepSize], list[MemoryPart]] | None
+    if backend in backends():
+        found = load_object(backends()[backend].memory, what=what)
+    else:
+        found = getattr(load_object(backend, what=what), "memory_parts", None)
+    if found is None:
+        raise ConfigError(
+            f"{what} has no attribute memory_parts, which says what training holds; add one "
+            "(docs/how-to/extend.md)"
+        )
+    return found
+
+
+def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
+    """Return the parts of memory that sampling one rollout batch holds beside the weights."""
+    apart = shards_weights(run.train)
+    batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
+    length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    # What auto means where the run starts.
+    name = run.engine.name if run.engine.name != "auto" else "native" if device == "cuda" else "hf"
+    keeps = name in engines() and engines()[name].keeps_cache
+    sizes = "data.max_prompt_tokens or rollout.sampling.max_tokens"
+    return [
+        MemoryPart(
+            name="weights of the engine, whole",
+            bytes=shape.parameters * shape.dtype_bytes * apart,
+            phase="always",
+            setting="model.name",
+        ),
+        MemoryPart(
+            name="KV cache",
+            bytes=shape.kv_bytes_per_token * (run.engine.kv_cache_tokens or batch * length),
+            phase="always" if keeps and not run.engine.sleep else "generate",
+            setting=either(keeps and "engine.sleep = true", f"engine.max_batch, {sizes}"),
+        ),
+        MemoryPart(
+            name="logits of one decoding step",
+            bytes=3 * 4 * batch * shape.vocab,
+            phase="generate",
+            setting="engine.max_batch",
+        ),
+    ]
+
+
+def _documents(run: RunConfig) -> tuple[int, int]:
+    """Documents of one optimizer step and the tokens of the longest."""
+    if isinstance(run, GRPORun):
+        samples = run.rollout.prompts_per_step * run.rollout.group_size
+        return samples // run.train.minibatches, run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
+    assert isinstance(run, OfflineRun)
+    return run.documents_per_update, run.data.max_length
+
+
+def _has_ref(run: RunConfig) -> bool:
+    return isinstance(run, DPORun) or (isinstance(run, GRPORun) and run.algorithm.kl.coef > 0)
+
+
+def _is_static(train: TrainConfig) -> bool:
+    return train.execution != "eager" if train.static_capacity is None else train.static_capacity

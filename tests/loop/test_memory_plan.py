@@ -1,0 +1,149 @@
+import json
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config.engine import EngineConfig
+from lockstep.config.model import ModelConfig
+from lockstep.config.run import GRPORun, SFTRun
+from lockstep.config.train import TrainConfig
+from lockstep.errors import ConfigError
+from lockstep.loop.memory_plan import plan_memory
+from lockstep.models.memory import GIB, planned_shape
+from lockstep.models.memory_shape import MemoryPart
+
+CPU = torch.device("cpu")
+
+
+def test_the_engine_has_weights_of_its_own_where_the_trainers_are_shards() -> None:
+    def whole(**train: object) -> int:
+        run = GRPORun(model=ModelConfig(name="shape:tiny-llama", dtype="float32"), train=TrainConfig(**train))  # type: ignore[arg-type]
+        plan = plan_memory(run, device=CPU, ranks=2)
+        assert plan.ranks == 2
+        return sum(part.bytes for part in plan.parts if part.name == "weights of the engine, whole")
+
+    count = planned_shape(ModelConfig(name="shape:tiny-llama"), dtype=torch.float32).parameters
+    assert whole(backend="fsdp2") == whole(backend="deepspeed", zero_stage=3) == 4 * count
+    assert whole(backend="deepspeed") == 0
+
+
+def test_micro_batches_of_a_step() -> None:
+    run = GRPORun(model=ModelConfig(name="shape:tiny-llama"))
+    plan = plan_memory(run, device=CPU)
+    # 8 prompts * 8 samples; 1024 + 128 tokens; 3 of them in 4096
+    assert (plan.documents_per_step, plan.longest_document) == (64, 1152)
+    assert (plan.micro_batches, plan.tokens_per_micro_batch) == (22, 3 * 1152)
+    sft = plan_memory(SFTRun(model=ModelConfig(name="shape:tiny-llama"), batch_size=5), device=CPU)
+    assert (sft.documents_per_step, sft.micro_batches, sft.tokens_per_micro_batch) == (5, 3, 4096)
+    assert not any(part.name == "KV cache" for part in sft.parts)
+
+
+def test_the_peak_is_the_largest_phase() -> None:
+    plan = plan_memory(GRPORun(model=ModelConfig(name="shape:tiny-llama")), device=CPU)
+    by_name = {part.name: part.bytes for part in plan.parts}
+    # float32 or bfloat16, as the CPU decides; 2 layers, 2 key/value heads of 16, 64 samples of 1152 tokens
+    assert by_name["KV cache"] == 2 * 2 * 2 * 16 * plan.shape.dtype_bytes * 64 * 1152
+    assert plan.peak_bytes < sum(by_name.values())
+
+
+def test_what_native_keeps_between_rollouts() -> None:
+    def cache(*, device: torch.device, **engine: Any) -> MemoryPart:
+        model = ModelConfig(name="shape:tiny-llama", dtype="bfloat16")
+        run = GRPORun(model=model, engine=EngineConfig(**engine))
+        (found,) = (part for part in plan_memory(run, device=device).parts if part.name == "KV cache")
+        return found
+
+    cuda = torch.device("cuda")
+    assert cache(device=CPU).phase == cache(device=CPU, name="hf").phase == "generate"
+    assert cache(device=CPU, name="native").phase == cache(device=cuda).phase == "always"
+    assert cache(device=cuda, name="native", sleep=True).phase == "generate"
+    # 2 layers, keys and values, 2 heads of 16, 2 bytes
+    assert cache(device=cuda, name="native", kv_cache_tokens=4000).bytes == 2 * 2 * 2 * 16 * 2 * 4000
+
+
+def test_cuda_graphs_have_gradients_of_their_own() -> None:
+    train = TrainConfig(device="cuda", execution="joint", cuda_graph=True)
+    run = GRPORun(model=ModelConfig(name="shape:tiny-llama", dtype="bfloat16"), train=train)
+    plan = plan_memory(run, device=torch.device("cuda"))
+    (found,) = (part for part in plan.parts if part.name.startswith("gradients of CUDA graphs"))
+    assert (found.bytes, found.phase) == (4 * 2 * plan.shape.trained, "always")
+
+
+def test_a_backend_of_the_users_counts_its_own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SFTRun(
+        model=ModelConfig(name="shape:tiny-llama"), train=TrainConfig(backend="their_backend:Theirs")
+    )
+    theirs = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "their_backend", types.SimpleNamespace(Theirs=theirs))
+    with pytest.raises(ConfigError, match="'their_backend:Theirs' has no attribute memory_parts"):
+        plan_memory(run, device=CPU)
+    theirs.memory_parts = lambda shape, train, step: [
+        MemoryPart(name="mine", bytes=step.micro_batches * shape.trained, phase="train", setting="model.name")
+    ]
+    plan = plan_memory(run, device=CPU)
+    assert [part.name for part in plan.parts] == ["Python, torch, libraries", "mine"]
+    assert plan.parts[1].bytes == plan.micro_batches * plan.shape.trained
+
+
+MEASURE = """
+import json, sys, torch
+from lockstep.config.run import SFTRun
+from lockstep.config.model import ModelConfig
+from lockstep.config.train import TrainConfig
+from lockstep.models.load import load_model
+from lockstep.loop.memory_plan import plan_memory
+from lockstep.observe.memory import peak_rss_bytes
+from lockstep.packing import pack
+from lockstep.schema.batch import TrainSample
+from lockstep.train.local import LocalBackend
+
+class Loss:
+    separable, entropy_grad = True, False
+    def __call__(self, logprobs, entropy, batch, rows):
+        return -(logprobs * batch.loss_weights[rows]).sum()
+
+name, dtype, length, count, budget = json.loads(sys.argv[1])
+run = SFTRun(model=ModelConfig(name=name, dtype=dtype), batch_size=count,
+             train=TrainConfig(token_budget=budget, attention="sdpa"),
+             data={"max_length": length, "source": "x.jsonl"})
+device = torch.device("cpu")
+model = load_model(run.model, attention="sdpa", device=device)
+backend = LocalBackend(run.train, model=model, total_steps=1)
+mask = torch.arange(length) < length - 1
+per = budget // length
+samples = [TrainSample(token_ids=torch.randint(3, 200, (length,)), loss_mask=mask) for _ in range(per)]
+batch = pack(samples, [torch.ones(length) / length] * per, bucket=None)
+for _ in range(2):
+    backend.forward_backward([batch] * (count // per), Loss())
+    backend.optimizer_step()
+print(json.dumps([peak_rss_bytes(), plan_memory(run, device=device).peak_bytes]))
+"""
+
+
+def measured(*arguments: object) -> tuple[int, int]:
+    """(peak resident bytes, planned) of a process that trains two steps."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, json.dumps(arguments)], capture_output=True, text=True, check=True
+    )
+    peak, planned = json.loads(done.stdout.splitlines()[-1])
+    return peak, planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_of_a_tiny_model_with_a_large_budget(dtype: str) -> None:
+    peak, planned = measured("shape:tiny-llama", dtype, 512, 64, 16384)
+    print(f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f} GiB")
+    assert planned / 1.5 < peak < planned * 1.5
+
+
+@pytest.mark.slow
+def test_the_peak_of_the_bundled_model() -> None:
+    pytest.importorskip("gguf")
+    peak, planned = measured("bundled:smollm2-135m", "bfloat16", 256, 4, 512)
+    print(f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f} GiB")
+    assert planned / 1.5 < peak < planned * 1.5
