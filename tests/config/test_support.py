@@ -1,11 +1,9 @@
 import json
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from lockstep.config.declarations import backends, engines, own_rows, read_declarations, rows_in_order
-from lockstep.config.engine import EngineConfig
+from lockstep.config.declarations import own_rows
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import (
     AXES,
@@ -16,7 +14,6 @@ from lockstep.config.support import (
     lookup,
     support_rows,
 )
-from lockstep.config.train import Execution, Layout, TrainConfig
 from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -163,34 +160,6 @@ def test_rows_are_tried_unsupported_first_and_the_last_covers_everything():
     assert order == sorted(order) and TABLE[-1].matches({}) and len(set(TABLE)) == len(TABLE)
 
 
-def test_a_file_beside_an_implementation_is_all_that_the_table_needs(tmp_path):
-    for name in ("train", "engine/vllm", "attention", "config"):
-        (tmp_path / name).mkdir(parents=True)
-    row = '\n[[support]]\nstatus = "untested"\nreason = "new"\n'
-    (tmp_path / "config" / "support.toml").write_text(row)
-    with pytest.raises(ConfigError, match="lacks its data files"):
-        read_declarations(tmp_path)
-    (tmp_path / "train" / "one_support.toml").write_text(
-        'axis = "execution"\nname = "one"\nplace = 2\n' + row
-    )
-    (tmp_path / "train" / "two_support.toml").write_text(
-        'axis = "execution"\nname = "two"\nplace = 1\n' + row
-    )
-    refused = row.replace("untested", "unsupported") + 'instead = "other"\nlayout = ["padded"]\n'
-    (tmp_path / "engine" / "vllm" / "support.toml").write_text('axis = "attention"\nname = "e"\n' + refused)
-    found = read_declarations(tmp_path)
-    first, both, rest = rows_in_order(found, "support", axes=("execution", "attention", None))
-    assert (first.status, first.attention, first.layout) == ("unsupported", ("e",), ("padded",))
-    assert both.execution == ("two", "one"), "rows alike but for the file's own value become one"
-    assert rest.matches({})
-    (tmp_path / "train" / "three_support.toml").write_text('axis = "execution"\nname = "one"\n')
-    with pytest.raises(ConfigError, match=r"one_support.toml and .*three.* are both of execution one"):
-        read_declarations(tmp_path)
-    (tmp_path / "train" / "three_support.toml").write_text('axis = "execution"\nname = "x"\n[[support]]\n')
-    with pytest.raises(ConfigError, match=r"three_support.toml: .*\nsupport.0.status"):
-        read_declarations(tmp_path)
-
-
 def test_rows_of_a_part_of_the_users_are_tried_with_ours():
     rows = own_rows([OWN, OWN | {"status": "supported", "tested": "mine.py"}], axis="backend", name="m:C")
     cell = {"backend": "m:C", "engine": "hf", "attention": "sdpa", "execution": "eager", "layout": "packed"}
@@ -203,22 +172,3 @@ def test_rows_of_a_part_of_the_users_are_tried_with_ours():
     for wrong in ([OWN | {"dtpye": []}], [{"status": "unsupported", "reason": "why"}], 3, ["x"]):
         with pytest.raises(ConfigError, match=r"'m:C': its attribute `support` is no list of rows"):
             own_rows(wrong, axis="backend", name="m:C")
-
-
-def test_declared_modes_are_those_that_the_setting_takes():
-    assert AXES["execution"] == get_args(Execution) and AXES["layout"] == get_args(Layout)
-
-
-def test_declared_settings_exist():
-    train = {*TrainConfig.model_fields, "lora"}
-    for backend in backends().values():
-        conditions = [{} if isinstance(backend.shards_weights, bool) else backend.shards_weights]
-        conditions += [refusal.when for refusal in backend.refuses]
-        assert set(backend.reads).union(*conditions) <= train, backend.name
-        for refusal in backend.refuses:
-            assert refusal.error.format_map(dict(TrainConfig()) | {"lora": True})
-    for engine in engines().values():
-        places = {"in process", "started", "at a url"} if engine.external else {"embedded"}
-        assert set(engine.settings) <= places, engine.name
-        for known in engine.settings.values():
-            assert set(known) <= set(EngineConfig.model_fields), engine.name

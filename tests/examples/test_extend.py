@@ -130,10 +130,17 @@ def test_a_backend_takes_locals_steps(tmp_path: Path) -> None:
 def test_what_a_backend_declares_as_unsupported_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [*PLAIN, "--train.execution", "compile", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", "grpo", "--recipe", "tiny", *flags]) == 2
-    said = capsys.readouterr().err
-    assert "train.execution = 'compile' is not supported: it compiles nothing; set train.execution" in said
+    for setting, value, says in (
+        ("execution", "compile", "is not supported: it compiles nothing; set train.execution = 'eager'"),
+        (
+            "accumulate",
+            "sample",
+            "train.accumulate = 'sample' has no effect with train.backend = 'plain_backend:PlainBackend'",
+        ),
+    ):
+        flags = [*PLAIN, f"--train.{setting}", value, "--run-dir", str(tmp_path / "run")]
+        assert main(["train", "grpo", "--recipe", "tiny", *flags]) == 2
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow

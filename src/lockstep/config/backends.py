@@ -5,10 +5,11 @@ What depends on the model's sizes, the device or the number of ranks is refused 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
-from lockstep.config.declarations import backends
-from lockstep.errors import ConfigError
+from lockstep.config.declarations import Refusal, backends
+from lockstep.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from lockstep.config.train import TrainConfig
@@ -23,7 +24,8 @@ def shards_weights(train: TrainConfig) -> bool:
 
 
 def check_backend(train: TrainConfig, *, lora: bool) -> None:
-    """Raise ConfigError unless `train.backend` supports the other settings.
+    """Raise ConfigError unless `train.backend` supports the other settings. What a `module:Class` reads and
+    refuses is its own matter: see check_own_settings.
 
     Args:
         lora: whether the policy has LoRA layers.
@@ -31,7 +33,9 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
     Raises:
         ConfigError: what, why, and what to set.
     """
-    _check_reads(train)
+    backend = backends().get(train.backend)
+    if backend is not None:
+        _check_reads(train, backend.reads)
     if train.tp_plan != "auto" and train.tp == 1:
         raise ConfigError(
             f"train.tp_plan = {train.tp_plan!r} splits nothing with train.tp = 1; set train.tp, or leave "
@@ -46,15 +50,44 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
     _check_batch_invariant(train)
     if train.ring > 1:
         _check_ring(train)
-    _check_own(train, lora=lora)
+    if backend is None or backend.spans_ranks:
+        _check_spanning(train)
+    _check_refused(train, backend.refuses if backend is not None else (), lora=lora)
 
 
-def _check_reads(train: TrainConfig) -> None:
+def check_own_settings(train: TrainConfig, *, lora: bool, reads: Any, refuses: Any) -> None:
+    """Check the settings of a run whose backend is a class of the user's.
+
+    Args:
+        reads: its attribute `reads`: the settings, among those that not every backend reads, that it does.
+        refuses: its attribute `refuses`: mappings with the keys of lockstep.config.declarations.Refusal.
+
+    Raises:
+        ConfigError: a setting that it does not read, or one that it refuses; or the attributes hold something
+            else.
+    """
+    what = f"train.backend = {train.backend!r}: its attributes reads and refuses"
+    values = _values(train, lora=lora)
+    try:
+        read = tuple(reads)
+        rows = [Refusal.model_validate(row) for row in refuses]
+        for row in rows:
+            row.error.format_map(values)
+    except (ValueError, TypeError, LookupError) as error:
+        raise ConfigError(f"{what} are wrong: {error}") from error
+    for name in (*read, *(name for row in rows for name in row.when)):
+        if name not in values:
+            raise ConfigError(f"{what}: {unknown_name('setting', str(name), values)}")
+    _check_reads(train, read)
+    _check_refused(train, rows, lora=lora)
+
+
+def _check_reads(train: TrainConfig, reads: Collection[str]) -> None:
     """Raises ConfigError: a setting that other backends read."""
     for name, field in type(train).model_fields.items():
         readers = [backend for backend in backends().values() if name in backend.reads]
         value, default = getattr(train, name), field.default
-        if readers and value != default and train.backend not in {backend.name for backend in readers}:
+        if readers and value != default and name not in reads:
             names = " or ".join(repr(backend.name) for backend in readers)
             raise ConfigError(
                 f"train.{name} = {value!r} has no effect with train.backend = {train.backend!r}: "
@@ -62,16 +95,17 @@ def _check_reads(train: TrainConfig) -> None:
             )
 
 
-def _check_own(train: TrainConfig, *, lora: bool) -> None:
-    """Raises ConfigError: what no backend of several ranks can do, and what the backend declares as
-    refused."""
-    backend = backends().get(train.backend)
-    if backend is None or backend.spans_ranks:
-        _check_spanning(train)
-    values = {**dict(train), "lora": lora}
-    for refusal in backend.refuses if backend is not None else ():
+def _check_refused(train: TrainConfig, refuses: Iterable[Refusal], *, lora: bool) -> None:
+    """Raises ConfigError: what the backend declares as refused."""
+    values = _values(train, lora=lora)
+    for refusal in refuses:
         if refusal.applies(values):
             raise ConfigError(refusal.error.format_map(values))
+
+
+def _values(train: TrainConfig, *, lora: bool) -> dict[str, Any]:
+    """What refusals are about."""
+    return {**dict(train), "lora": lora}
 
 
 def _check_spanning(train: TrainConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.config.backends import check_own_settings
 from lockstep.config.declarations import Entry, own_rows
 from lockstep.config.run import RunConfig
 from lockstep.config.support import SETTINGS
@@ -30,3 +31,21 @@ def own_support(run: RunConfig, *, attention: str) -> list[Entry]:
             part = load_object(name, what=f"{SETTINGS[axis]} = {name!r}")
             rows += own_rows(getattr(part, "support", ()), axis=axis, name=name)
     return rows
+
+
+def check_own_backend(run: RunConfig) -> None:
+    """Check a run's settings against the attributes `reads` and `refuses` of a backend of the user's; without
+    them it reads no setting that some backends do not read, and refuses none.
+
+    Raises:
+        ConfigError: a setting that the backend does not read, or refuses.
+    """
+    name = run.train.backend
+    if ":" in name:
+        part = load_object(name, what=f"train.backend = {name!r}")
+        check_own_settings(
+            run.train,
+            lora=run.model.lora is not None,
+            reads=getattr(part, "reads", ()),
+            refuses=getattr(part, "refuses", ()),
+        )

@@ -16,6 +16,7 @@ from lockstep.data.held_out import evaluates
 from lockstep.data.sources import FILE_SUFFIXES, check_source, load_rows
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, DataError, ModelError, unknown_name
+from lockstep.loop.own_parts import check_own_backend
 from lockstep.models.shape_table import PREFIX, SHAPES
 from lockstep.observe.metrics import check_wandb
 from lockstep.observe.run_dir import check_free, finished
@@ -60,6 +61,7 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
     if ":" in run.train.backend:
         what = f"train.backend = {run.train.backend!r}"
         require_members(load_object(run.train.backend, what=what), BACKEND_CLASS_MEMBERS, what=what)
+        check_own_backend(run)
     if isinstance(run, GRPORun):
         for field in ("name", "advantage", "objective"):
             if ":" in (name := getattr(run.algorithm, field) or ""):
