@@ -3,70 +3,70 @@
 lockstep train grpo --recipe tiny --engine.name plain_engine:PlainEngine
 """
 
-import threading
-import time
-from collections.abc import Sequence
-
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.requests import check_requests
+from lockstep.engine.requests import RequestCheck
 from lockstep.engine.sampling import Sampler, SampleState
 from lockstep.engine.stop import completion_text
+from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.load import LoadedModel, share_parameters
-from lockstep.protocols.engine import EngineStats, OnCompletion
-from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
+from lockstep.protocols.engine import EngineStats
+from lockstep.schema.rollout import Completion, FinishReason
 from lockstep.schema.weights import WeightUpdate
 
-COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "kv_cache_bytes")
+COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "kv_cache_bytes")
 
 
-class PlainEngine:
+class PlainEngine(Streaming):
     """See lockstep.protocols.SharesWeights; over the trainer's Parameters, without stop strings."""
 
     external, contract = False, None
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
-        self.model, self.vocab = model, text_config(model.module).vocab_size
+        super().__init__("plain")
+        self.model = model
+        self.check_request = RequestCheck(
+            vocab_size=text_config(model.module).vocab_size,
+            max_positions=model.max_positions,
+            tokenizer=model.tokenizer,
+        )
         self.module = causal_lm(share_parameters(model.module, attention="hf:sdpa"))
-        self.sampler, self.aborted, self.state = Sampler(), threading.Event(), "awake"
-        self.version, self.seconds, self.counts = 0, 0.0, dict.fromkeys(COUNTS, 0)
+        self.sampler, self.state = Sampler(), "awake"
+        self.version, self.counts = 0, dict.fromkeys(COUNTS, 0)
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
-    ) -> list[list[Completion]]:
+    def _require_ready(self) -> None:
         if self.state != "awake":
             raise EngineError(f"engine plain is {self.state}")
-        most = self.model.max_positions
-        check_requests(requests, vocab_size=self.vocab, max_positions=most, tokenizer=self.model.tokenizer)
-        if any(request.sampling.stop for request in requests):
-            raise EngineError("engine plain has no stop strings: leave sampling.stop out")
-        self.aborted.clear()
-        started = time.perf_counter()
-        results = [self._group(i, r, on_completion or (lambda *_: None)) for i, r in enumerate(requests)]
-        self.seconds += time.perf_counter() - started
-        self.counts["requests"] += len(requests)
-        return results
 
-    def _group(self, index: int, request: GenerationRequest, report: OnCompletion) -> list[Completion]:
-        """Samples that run have one length, so nothing is padded."""
-        p, ids = request.sampling, request.prompt_token_ids
+    def _check(self, turn: Turn) -> None:
+        self.check_request(turn.request, index=turn.index)
+        if turn.request.sampling.stop:
+            raise EngineError("engine plain has no stop strings: leave sampling.stop out")
+
+    def _advance(self) -> list[Ended]:
+        """The turn that came first. Its samples that run have one length, so nothing is padded."""
+        turn = self._inbox.popleft()
+        p, ids = turn.request.sampling, turn.request.prompt_token_ids
         ends = (() if p.ignore_eos else self.model.eos_token_ids) + p.stop_token_ids
-        states = [SampleState(params=p, seed=s, prompt_token_ids=ids, end_ids=ends) for s in request.seeds]
+        seeds = turn.request.seeds
+        states = [SampleState(params=p, seed=s, prompt_token_ids=ids, end_ids=ends) for s in seeds]
         samples: list[tuple[SampleState, list[float]]] = [(state, []) for state in states]
         done: dict[int, Completion] = {}
         while running := [i for i in range(len(samples)) if i not in done]:
-            if not (aborted := self.aborted.is_set()):
+            if not (aborted := self._abort.is_set()):
                 self._add_tokens([samples[i] for i in running])
             for i in running:
                 reason: FinishReason | None = "abort" if aborted else self._finish_reason(samples[i][0])
                 if reason is not None:
                     done[i] = self._completion(*samples[i], reason)
-                    report(index, i, done[i])
-        return [done[i] for i in range(len(samples))]
+        return [(turn, i, completion) for i, completion in done.items()]
+
+    def _end(self) -> None:
+        """Nothing is kept between turns."""
 
     @torch.no_grad()
     def _add_tokens(self, samples: list[tuple[SampleState, list[float]]]) -> None:
@@ -99,21 +99,22 @@ class PlainEngine:
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Of the trainer's own module there is nothing to copy, and nothing is cached."""
+        self._require_idle("update_weights")
         if update.shared_module is not self.model.module:
             copy_weights(self.module, update.tensors, engine="plain")
         self.version = update.policy_version
 
     def stats(self) -> EngineStats:
-        return EngineStats(policy_version=self.version, generate_seconds=self.seconds, **self.counts)
+        done = {"requests": self._requests, "generate_seconds": self._seconds, "queued": self._open}
+        return EngineStats(policy_version=self.version, **done, **self.counts)
 
     def sleep(self) -> None:
+        self._require_idle("sleep")
         self.state = "asleep"
 
     def wake(self) -> None:
         self.state = "awake"
 
-    def abort(self) -> None:
-        self.aborted.set()
-
     def close(self) -> None:
+        self._close_stream()
         self.state = "closed"

@@ -14,6 +14,7 @@ weights that the engine must hold. Nothing here compares an engine with itself a
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -39,7 +40,8 @@ from conformance_parts import conformance_model as conformance_model  # for thos
 
 from lockstep.engine.members import require_engine
 from lockstep.errors import EngineError
-from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.protocols.engine import Finished
+from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.schema.weights import UpdateSession
 
 
@@ -413,6 +415,173 @@ def test_stats_count_what_was_done(subject):
     assert after.generate_seconds > before.generate_seconds and after.queued == 0
     assert after.policy_version == subject.version
     assert 0.0 <= after.cache_hit_rate <= 1.0
+
+
+# the stream
+
+
+def settings(changed: GenerationRequest, **changes: object) -> SamplingParams:
+    return dataclasses.replace(changed.sampling, **changes)
+
+
+def test_a_sample_that_is_cut_and_continued_is_the_one_made_at_once(subject):
+    """In three parts, of 5, 1 and 6 tokens. An engine without Lockstep's noise is compared where it has
+    none."""
+    ours = not subject.engine.external
+    asked = request(prompt(20), range(3), temperature=subject.hottest() if ours else 0.0, max_tokens=12)
+    (whole,) = subject.generate(asked)
+    handle = subject.engine.submit(dataclasses.replace(asked, sampling=settings(asked, max_tokens=5)))
+    tokens: list[list[int]] = [[], [], []]
+    for done in subject.engine.finished():
+        completion, before = done.completion, tokens[done.sample]
+        assert done.handle is handle and completion.seed == asked.seeds[done.sample]
+        assert completion.prompt_token_ids == (*asked.prompt_token_ids, *before)
+        assert gaps(subject.model, completion, asked.sampling.temperature).max() <= subject.tolerance
+        before += completion.token_ids
+        if len(before) < 12:
+            more = 1 if len(before) == 5 else 6
+            subject.engine.continue_(done, sampling=settings(asked, max_tokens=more))
+    assert [len(found) for found in tokens] == [12] * 3
+    if subject.exact:
+        assert [tuple(found) for found in tokens] == [c.token_ids for c in whole]
+
+
+def test_turns_go_on_behind_what_others_wrote(subject):
+    """Three turns of each of 24 samples of unlike lengths, and a request more between two items."""
+    hot = subject.hottest()
+    asked = [
+        request(prompt(5 + 9 * i), range(4), temperature=hot, max_tokens=2 + 3 * i, ignore_eos=False)
+        for i in range(6)
+    ]
+    late = request(prompt(8, 3), temperature=hot, max_tokens=3)
+    numbers = {subject.engine.submit(one): i for i, one in enumerate(asked)}
+    expected = {(i, sample): one.prompt_token_ids for i, one in enumerate(asked) for sample in range(4)}
+    turns = dict.fromkeys(expected, 0)
+    for done in subject.engine.finished():
+        completion = done.completion
+        assert gaps(subject.model, completion, hot).max() <= subject.tolerance
+        assert completion.policy_version == subject.version
+        if not any(turns.values()):
+            numbers[subject.engine.submit(late)] = -1
+            expected[-1, 0], turns[-1, 0] = late.prompt_token_ids, 2
+        key = numbers[done.handle], done.sample
+        assert completion.prompt_token_ids == expected[key]
+        turns[key] += 1
+        if turns[key] < 3:
+            reply = prompt(3, turns[key])
+            expected[key] = (*expected[key], *completion.token_ids, *reply)
+            subject.engine.continue_(done, reply, sampling=settings(late, max_tokens=4))
+    assert set(turns.values()) == {3} and len(turns) == 25
+    assert subject.engine.stats().queued == 0
+
+
+def test_a_refused_request_or_turn_leaves_the_others_alone(subject):
+    asked = request(prompt(6), range(2), temperature=0.0, max_tokens=4)
+    handle = subject.engine.submit(asked)
+    with pytest.raises(EngineError, match="empty prompt"):
+        subject.engine.submit(request((), (0,)))
+    seen = []
+    for done in subject.engine.finished():
+        seen.append((done.handle, done.sample, len(done.completion.token_ids)))
+        with pytest.raises(EngineError, match="no room"):
+            subject.engine.continue_(done, prompt(MAX_MODEL_LEN - 10), sampling=asked.sampling)
+        with pytest.raises(EngineError, match="outside the vocabulary"):
+            subject.engine.continue_(done, (VOCAB,), sampling=asked.sampling)
+    assert sorted(seen, key=lambda one: one[1]) == [(handle, 0, 4), (handle, 1, 4)]
+    assert list(subject.engine.finished()) == []
+
+
+def test_an_abort_ends_what_was_submitted_and_it_can_be_continued(subject):
+    ours = not subject.engine.external
+    asked = request(prompt(9), range(4), temperature=subject.hottest() if ours else 0.0, max_tokens=120)
+    (whole,) = subject.generate(asked)
+    first = subject.engine.submit(request(prompt(4), temperature=0.0, max_tokens=2))
+    handle = subject.engine.submit(asked)
+    cut: dict[int, Completion] = {}
+    for done in subject.engine.finished():
+        if done.handle is first:
+            subject.engine.abort()
+        else:
+            assert done.completion.finish_reason == "abort"
+            cut[done.sample] = done.completion
+    assert sorted(cut) == list(range(4))
+    for sample, completion in cut.items():
+        left = settings(asked, max_tokens=120 - len(completion.token_ids))
+        part = Finished(handle=handle, sample=sample, completion=completion)
+        subject.engine.continue_(part, sampling=left)
+    rest = {done.sample: done.completion for done in subject.engine.finished()}
+    assert rest.keys() == cut.keys()
+    for sample, completion in rest.items():
+        assert completion.finish_reason == "length"
+        if subject.exact:
+            assert cut[sample].token_ids + completion.token_ids == whole[sample].token_ids
+
+
+def test_a_consumer_that_leaves_takes_everything_with_it(subject):
+    hot = subject.hottest()
+    for _ in range(2):
+        subject.engine.submit(request(prompt(4), range(2), max_tokens=2, temperature=hot))
+        subject.engine.submit(request(prompt(5), range(8), max_tokens=300, temperature=hot))
+        stream = subject.engine.finished()
+        assert len(next(stream).completion.token_ids) == 2
+        stream.close()
+        assert subject.engine.stats().queued == 0 and list(subject.engine.finished()) == []
+    with pytest.raises(ZeroDivisionError):
+        subject.generate(
+            request(prompt(4), max_tokens=2, temperature=hot),
+            request(prompt(5), range(8), max_tokens=300, temperature=hot),
+            on_completion=lambda *_: 1 / 0,
+        )
+    assert len(subject.generate(request(prompt(4), temperature=0.0))[0][0].token_ids) == 12
+
+
+def test_weights_and_sleep_wait_for_the_end_of_a_stream(subject):
+    engine = subject.engine
+    engine.submit(request(prompt(4), range(2), temperature=0.0))
+
+    def refused():
+        with pytest.raises(EngineError, match="generates already"):
+            engine.sleep()
+        with pytest.raises(EngineError, match="generates already"):
+            if engine.external:
+                engine.begin_update(
+                    UpdateSession(policy_version=9, run_id="test", deadline=time.monotonic() + 60)
+                )
+            else:
+                subject.push(subject.version + 1)
+        with pytest.raises(EngineError, match="generates already"):
+            engine.generate([request(prompt(4), temperature=0.0)])
+
+    refused()
+    for done in engine.finished():
+        refused()
+        assert done.completion.policy_version == subject.version
+    assert engine.stats().policy_version == subject.version
+
+
+def test_nothing_joins_a_generate(subject):
+    def listen(*_: object) -> None:
+        with pytest.raises(EngineError, match="generates already"):
+            subject.engine.submit(request(prompt(4), temperature=0.0))
+        with pytest.raises(EngineError, match="generates already"):
+            next(subject.engine.finished())
+
+    assert len(subject.generate(request(prompt(4), temperature=0.0), on_completion=listen)) == 1
+
+
+def test_another_thread_may_submit_while_samples_run(subject):
+    first = subject.engine.submit(request(prompt(5), range(4), max_tokens=90, temperature=0.0))
+    short = request(prompt(7), max_tokens=3, temperature=0.0)
+    second = []
+    thread = threading.Timer(0.05, lambda: second.append(subject.engine.submit(short)))
+    thread.start()
+    lengths = {
+        (done.handle, done.sample): len(done.completion.token_ids) for done in subject.engine.finished()
+    }
+    thread.join()
+    if len(lengths) == 4:  # it came when all had ended
+        lengths |= {(done.handle, done.sample): 3 for done in subject.engine.finished()}
+    assert lengths == {(first, i): 90 for i in range(4)} | {(second[0], 0): 3}
 
 
 # weights

@@ -9,6 +9,7 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine import replicas as dispatch
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights, assign, outstanding_tokens
+from lockstep.engine.streaming import Streaming
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
@@ -25,43 +26,55 @@ def request(ids, seeds=(0,), max_tokens=10, **sampling):
     )
 
 
-class Scripted:
+class Scripted(Streaming):
     """An engine that answers with its own number, once `go` is set."""
 
     external = True
 
     def __init__(self, number, *, fails=None, held=False, transports=("ipc", "collective", "disk")):
+        super().__init__(f"scripted {number}")
         self.number, self.fails, self.transports = number, fails, transports
-        self.go, self.stopped = threading.Event(), threading.Event()
+        self.go = threading.Event()
         if not held:
             self.go.set()
         self.calls, self.buckets, self.requests = [], [], []
         self.dirty, self.recover, self.receivers = False, None, 1
         self.values = {"w": torch.tensor([1.0])}
-        self.together = None
+        self.together = self.meeting = None
 
-    def generate(self, requests, *, on_completion=None):
-        self.requests += requests
+    def _require_ready(self):
+        pass
+
+    def _check(self, turn):
+        if turn.request.sampling.max_tokens > 1000:
+            raise EngineError("too long")
+        self.requests.append(turn.request)
+
+    def _advance(self):
+        if self.meeting is not None:
+            self.meeting.wait(5)  # breaks unless the others work at the same time
         if self.fails is not None:
             raise self.fails
         limit = time.monotonic() + 10
-        while not (self.go.is_set() or self.stopped.is_set()):
+        while not (self.go.is_set() or self._abort.is_set()):
             time.sleep(0.001)
             assert time.monotonic() < limit, "nobody let this replica go on"
-        results = []
-        for index, one in enumerate(requests):
-            results.append([self._completion(one, seed) for seed in one.seeds])
-            for sample, completion in enumerate(results[-1]):
-                if on_completion is not None:
-                    on_completion(index, sample, completion)
-        return results
+        turns = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        return [
+            (turn, i, self._completion(turn.request, seed))
+            for turn in turns
+            for i, seed in enumerate(turn.request.seeds)
+        ]
+
+    def _end(self):
+        pass
 
     def _completion(self, one, seed):
         return Completion(
             prompt_token_ids=one.prompt_token_ids,
             token_ids=(self.number,),
             logprobs=(0.0,),
-            finish_reason="abort" if self.stopped.is_set() else "length",
+            finish_reason="abort" if self._abort.is_set() else "length",
             stop_reason=None,
             text=None,
             seed=seed,
@@ -78,7 +91,7 @@ class Scripted:
 
     def abort(self):
         self.calls.append("abort")
-        self.stopped.set()
+        super().abort()
 
     def sleep(self):
         self._note("sleep")
@@ -183,17 +196,9 @@ def test_results_are_in_request_order_and_every_sample_is_reported_in_the_callin
 
 def test_replicas_work_at_the_same_time_and_the_idle_ones_are_not_called():
     engines = scripted(4)
-    for engine in engines[:3]:
-        engine.together = None
     barrier = threading.Barrier(3)
     for engine in engines:
-        run = engine.generate
-
-        def waits(requests, *, on_completion=None, run=run):
-            barrier.wait(5)
-            return run(requests, on_completion=on_completion)
-
-        engine.generate = waits
+        engine.meeting = barrier
     Dispatcher(engines).generate([request((i,)) for i in range(3)])
     assert [len(engine.requests) for engine in engines] == [1, 1, 1, 0]
     assert Dispatcher(engines).generate([]) == []
@@ -245,24 +250,24 @@ def test_a_replica_that_does_not_stop_is_named_within_the_deadline(monkeypatch):
     monkeypatch.setattr(dispatch, "ABORT_SECONDS", 0.3)
     stuck = Scripted(0, held=True)
     stuck.abort = lambda: None
+    both = Dispatcher([stuck, Scripted(1, fails=EngineError("gone"))])
     with pytest.raises(EngineError, match="replica 1 of 2") as caught:
-        Dispatcher([stuck, Scripted(1, fails=EngineError("gone"))]).generate([request((0,)), request((1,))])
+        both.generate([request((0,)), request((1,))])
+    assert caught.value.__notes__ == ["replica 0 did not stop within 0.3 s of being aborted"]
+    with pytest.raises(EngineError, match=r"replicas \[0\] of 2 did not stop .*build new engines"):
+        both.generate([])
     stuck.go.set()
-    assert caught.value.__notes__ == ["replicas [0] did not stop within 0.3 s of being aborted"]
 
 
-def test_abort_reaches_a_replica_that_had_not_begun():
-    """Engines forget an abort that comes before their generate: it is sent again."""
+def test_abort_reaches_a_replica_whose_thread_had_not_begun():
     late = Scripted(0, held=True)
-    begun = threading.Event()
-    run = late.generate
+    begun, plain = threading.Event(), late.finished
 
-    def generate(requests, *, on_completion=None):
+    def finished():
         begun.wait(5)
-        late.stopped.clear()  # what an engine does at the beginning
-        return run(requests, on_completion=on_completion)
+        yield from plain()
 
-    late.generate = generate
+    late.finished = finished
     both = Dispatcher([late, Scripted(1)])
 
     def abort(*_):
@@ -271,6 +276,52 @@ def test_abort_reaches_a_replica_that_had_not_begun():
 
     results = both.generate([request((0,)), request((1,))], on_completion=abort)
     assert results[0][0].finish_reason == "abort"
+
+
+# the stream
+
+
+def test_turns_stay_with_their_replica_and_requests_go_where_the_fewest_tokens_are():
+    engines = scripted(3)
+    together = Dispatcher(engines)
+    sizes = [100, 90, 30, 60, 50]  # 0; 1; 2; 2 (30): 90; 1 (a tie with 2)
+    handles = [together.submit(request((i,), max_tokens=size - 1)) for i, size in enumerate(sizes)]
+    homes = {}
+    for done in together.finished():
+        number = handles.index(done.handle)
+        homes.setdefault(number, []).append(done.completion.token_ids[0])
+        if len(homes[number]) < 3:
+            more = SamplingParams(max_tokens=10)
+            together.continue_(done, (7, 8), sampling=more)
+    assert homes == {0: [0] * 3, 1: [1] * 3, 2: [2] * 3, 3: [2] * 3, 4: [1] * 3}
+    assert [r.prompt_token_ids for r in engines[0].requests] == [(0,), (0, 0, 7, 8), (0, 0, 7, 8, 0, 7, 8)]
+    assert together._loads == [0, 0, 0] and together.stats().queued == 6
+
+
+def test_a_refusal_names_its_replica_and_the_others_go_on():
+    together = Dispatcher(scripted(2))
+    together.submit(request((1,)))
+    with pytest.raises(EngineError, match="replica 1 of 2: too long"):
+        together.submit(request((2,), max_tokens=2000))
+    assert [done.completion.token_ids for done in together.finished()] == [(0,)]
+
+
+def test_a_turn_reaches_a_replica_that_waits_for_another_sample():
+    """The short sample's next turn runs while the long one still does: `go` is set by its end."""
+    slow = Scripted(0)
+    fast = Scripted(1)
+    together = Dispatcher([slow, fast])
+    handles = [together.submit(request((i,))) for i in range(2)]
+    slow.go.clear()
+    turns = 0
+    for done in together.finished():
+        if done.handle is handles[1]:
+            turns += 1
+            if turns == 5:
+                slow.go.set()
+            else:
+                together.continue_(done, (3,), sampling=SamplingParams(max_tokens=2))
+    assert turns == 5
 
 
 @pytest.mark.parametrize("replicas", [2, 4])

@@ -232,6 +232,16 @@ def test_completions_stream_and_the_global_generator_is_left_alone(tiny):
     assert seen == {(r, s): c for r, group in enumerate(out) for s, c in enumerate(group)}
 
 
+def test_tokens_are_told_as_they_come(tiny):
+    engine, told = engine_of(tiny), []
+    engine.on_token = lambda number, sample, ids: told.append((number, sample, tuple(ids)))
+    ((first, second),) = engine.generate([request(tiny, 6, range(2), ignore_eos=True)])
+    for sample, completion in enumerate((first, second)):
+        wanted = [completion.token_ids[:n] for n in range(1, len(completion.token_ids) + 1)]
+        assert [ids for number, k, ids in told if (number, k) == (0, sample)] == wanted
+    assert len(told) == 40
+
+
 def test_abort_from_another_thread_ends_running_and_waiting_samples(tiny):
     engine = engine_of(tiny, max_batch=2, max_positions=100_000)
     requests = [request(tiny, 4, range(3), max_tokens=90_000, ignore_eos=True)]

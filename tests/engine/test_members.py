@@ -20,7 +20,13 @@ from lockstep.engine.sglang.engine import SGLangServer
 from lockstep.engine.vllm.engine import VLLMEngine
 from lockstep.engine.vllm.server import VLLMServer
 from lockstep.errors import ConfigError
-from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWeights, receives_weights
+from lockstep.protocols.engine import (
+    InferenceEngine,
+    ReceivesWeights,
+    SamplesTokens,
+    SharesWeights,
+    receives_weights,
+)
 
 OURS = [HFEngine, NativeEngine, Dispatcher, DispatcherOfOwnWeights, VLLMEngine, VLLMServer, SGLangServer]
 
@@ -38,7 +44,7 @@ def test_ours_are_found_by_name(name: str) -> None:
 
 
 def test_a_protocol_stays_small() -> None:
-    for protocol in (InferenceEngine, SharesWeights, ReceivesWeights):
+    for protocol in (SamplesTokens, InferenceEngine, SharesWeights, ReceivesWeights):
         own = [name for name in vars(protocol) if name in methods(protocol)]
         assert len(own) <= 8, own
     assert attributes(SharesWeights) == ["external", "contract"]
@@ -58,11 +64,9 @@ class Whole:
 
     def __init__(self, config: Any, *, model: Any) -> None: ...
 
-    def generate(self, requests: Any, *, on_completion: Any = None) -> list[Any]:
-        return []
-
     def nothing(self, *args: Any) -> None: ...
 
+    submit = continue_ = finished = generate = nothing
     sleep = wake = abort = stats = update_weights = nothing
 
     def close(self) -> None:
@@ -85,11 +89,13 @@ def test_a_class_that_lacks_methods_is_one_error(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError) as caught:
         is_external(name)
     assert str(caught.value) == (
-        "engine.name = 'their_engine:Theirs' lacks sleep, wake, abort, stats, close, begin_update, receive, "
-        "finish_update, fail_update, read_back, memory, describe; docs/how-to/extend.md has what it must have"
+        "engine.name = 'their_engine:Theirs' lacks submit, continue_, finished, abort, sleep, wake, "
+        "stats, close, begin_update, receive, finish_update, fail_update, read_back, memory, describe; "
+        "docs/how-to/extend.md has what it must have"
     )
     with pytest.raises(
-        ConfigError, match="lacks external, sleep, wake, abort, stats, close, update_weights;"
+        ConfigError,
+        match="lacks external, submit, continue_, finished, abort, sleep, wake, stats, close, update_w",
     ):
         del Half.external
         make_engine(EngineConfig(name=name), model=tiny)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.engine.remote.server import ServerProcess
+from lockstep.engine.streaming import turn_seed
 from lockstep.errors import EngineError
+from lockstep.schema.rollout import SamplingParams
 from lockstep.schema.weights import UpdateSession, WeightBucket
 
 from .servers import alive, asked, engine_in, pids, requests_of, until, write_plan
@@ -285,6 +287,52 @@ def test_an_error_of_the_listener_closes_the_connections(engines):
     with pytest.raises(KeyError):
         engine.generate(requests_of(1, 2), on_completion=listen)
     assert engine.generate(requests_of(3))[0][0].seed == 3
+
+
+# turns
+
+
+def test_a_turn_sends_the_whole_context_and_a_seed_of_its_own(engines, tmp_path):
+    """Also after a death: the fourth request is the second one, sent again to another server."""
+    engine = engines({"die_at_sample": 2}, {})
+    engine.submit(requests_of(11)[0])
+    seen = []
+    for done in engine.finished():
+        seen.append(done.completion)
+        if len(seen) < 3:
+            with pytest.raises(EngineError, match="generates already"):
+                engine.begin_update(session())
+            engine.continue_(done, (7,), sampling=SamplingParams(max_tokens=2))
+    assert {c.seed for c in seen} == {11} and engine.stats().restarts == 1
+    bodies = asked(tmp_path)
+    assert [b["sampling_params"]["seed"] for b in bodies] == [11, *[turn_seed(11, 8)] * 2, turn_seed(11, 11)]
+    second = [1, 2, 3, 11, 12, 13, 14, 7]
+    assert [b["token_ids"] for b in bodies[:3]] == [[1, 2, 3], second, second]
+    assert bodies[3]["token_ids"] == [*second, *seen[1].token_ids, 7]
+    assert [c.prompt_token_ids for c in seen] == [tuple(bodies[i]["token_ids"]) for i in (0, 1, 3)]
+    assert engine.stats().requests == 1
+
+
+def test_the_time_of_the_consumer_is_no_silence_of_the_server(engines):
+    engine = engines({"seconds": {"12": 1.4}}, config={"request_seconds": 1.0})
+    engine.submit(requests_of(11, 12)[0])
+    for done in engine.finished():
+        if done.sample == 0:
+            time.sleep(1.1)
+    assert done.sample == 1 and done.completion.finish_reason == "length"
+
+
+def test_what_was_aborted_goes_on_in_the_same_stream(engines):
+    engine = engines({"seconds": {"1": 60.0, "2": 60.0}}, config={"max_batch": 1})
+    engine.submit(requests_of(1, 2)[0])
+    threading.Timer(0.5, engine.abort).start()
+    seen = []
+    for done in engine.finished():
+        seen.append(done)
+        if len(seen) == 2:
+            for one in seen:
+                engine.continue_(one, sampling=SamplingParams(max_tokens=3))
+    assert [done.completion.finish_reason for done in seen] == ["abort"] * 2 + ["length"] * 2
 
 
 # updates

@@ -367,13 +367,8 @@ class Streams:
 )
 def test_events_without_new_tokens_are_no_progress(monkeypatch, chunk):
     clock = Clock(monkeypatch)
-    flow = _Flow(
-        Engine(counts(None)),
-        {JOB.id: JOB},
-        {JOB.id: {}},
-        lambda *_: None,
-        Streams([json.dumps(chunk).encode()]),
-    )
+    flow = _Flow(Engine(counts(None)), Streams([json.dumps(chunk).encode()]))
+    flow.add(JOB, {})
     with pytest.raises(EngineError, match="no progress for"):
         while clock.now < 100.0:
             flow.step()

@@ -15,20 +15,18 @@ from lockstep.config.train import TrainConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import LoadedModel
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.protocols.engine import OnCompletion
 from lockstep.schema.rollout import Completion, GenerationRequest
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.local import LocalBackend
 
 
-class Right:
-    """hf itself, with two places where something can be done wrong."""
-
-    external, contract = False, None
+class Right(HFEngine):
+    """hf itself, with two places where something can be done wrong in `generate`."""
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
+        super().__init__(config, model=model)
         self.model = model
-        self.inner = HFEngine(config, model=model)
 
     def asked(self, request: GenerationRequest) -> GenerationRequest:
         return request
@@ -39,29 +37,11 @@ class Right:
     def generate(
         self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
-        groups = self.inner.generate([self.asked(request) for request in requests])
+        groups = super().generate([self.asked(request) for request in requests])
         return [
             [self.answered(completion, request) for completion in group]
             for group, request in zip(groups, requests, strict=True)
         ]
-
-    def update_weights(self, update: WeightUpdate) -> None:
-        self.inner.update_weights(update)
-
-    def sleep(self) -> None:
-        self.inner.sleep()
-
-    def wake(self) -> None:
-        self.inner.wake()
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def stats(self) -> EngineStats:
-        return self.inner.stats()
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 class RawLogprobs(Right):
@@ -141,8 +121,9 @@ class _OldWeights(Right):
 
     def generate(self, requests: Sequence[GenerationRequest], **given: Any) -> list[list[Completion]]:
         def answer(request: GenerationRequest) -> list[Completion]:
-            engine = self.old if self.is_stale(request) and self.old is not None else self.inner
-            return engine.generate([request])[0]
+            if self.is_stale(request) and self.old is not None:
+                return self.old.generate([request])[0]
+            return super(_OldWeights, self).generate([request])[0]
 
         return [
             [dataclasses.replace(c, policy_version=self.version) for c in answer(request)]

@@ -249,7 +249,7 @@ def test_an_engine_that_never_answers_is_given_up_at_the_deadline(started, monke
     engine = started(request_seconds=1.0)
     held, released = threading.Event(), threading.Event()
 
-    def hang(abort):
+    def hang(abort, more):
         held.set()
         released.wait(30)
         return []

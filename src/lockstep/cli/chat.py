@@ -117,7 +117,8 @@ class Chat:
         )
         printer = Printer(self._format.tokenizer)
         try:
-            completion = self._engine.generate([request], on_token=lambda _, __, ids: printer.show(ids))[0][0]
+            self._engine.on_token = lambda _, __, ids: printer.show(ids)
+            completion = self._engine.generate([request])[0][0]
             printer.finish(completion.text or "")
         except KeyboardInterrupt:
             echo(" (stopped)", end="")

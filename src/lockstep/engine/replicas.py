@@ -1,8 +1,8 @@
 """Several engines with the whole model each, behind the interface of one.
 
 requests ──► groups of one prompt ──► the replica with the fewest outstanding tokens ──► a thread each
-                                                                                            │
-calling thread: on_completion, results in request order ◄── queue of completions ◄──────────┘
+                                              ▲ next turn: the replica of the last one          │
+calling thread: Finished, one after the other ┴──────────── queue of finished samples ◄─────────┘
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import (
     EngineStats,
+    Finished,
+    Handle,
     InferenceEngine,
-    OnCompletion,
     ReceivesWeights,
     SharesWeights,
 )
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.schema.rollout import GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
 
 ABORT_SECONDS = 60.0
 """Seconds that replicas may take to stop after one of them failed."""
 POLL_SECONDS = 0.2
+"""Between two looks for replicas that got their first request from another thread."""
 
 E = TypeVar("E", bound=InferenceEngine)
 
@@ -67,7 +70,7 @@ def outstanding_tokens(request: GenerationRequest) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """A replica's call has ended."""
+    """A replica's call, or its stream, has ended."""
 
     replica: int
     result: Any = None
@@ -75,76 +78,131 @@ class _Done:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Finished:
-    """A sample has finished."""
+class _Sample:
+    """A sample of a replica's stream."""
 
-    request: int
-    sample: int
-    completion: Completion
+    replica: int
+    finished: Finished
 
 
-class _Replicas(Generic[E]):
+Event = _Done | _Sample
+
+
+class _Replicas(Streaming, Generic[E]):
     """Base of both kinds of dispatcher: everything but the weights."""
 
     def __init__(self, engines: Sequence[E]) -> None:
+        super().__init__(f"in {len(engines)} replicas")
         self.engines: tuple[E, ...] = tuple(engines)
-        self._aborted = threading.Event()
-        self._seconds = 0.0
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._given: int | None = None
+        """The replica that gets the next request, if that is decided."""
+        self._loads = [0] * len(engines)
+        """Outstanding tokens of each replica."""
+        self._running_on: list[dict[tuple[Handle, int], tuple[Turn, int]]] = [{} for _ in engines]
+        """Of each replica, by what its stream calls a sample: the turn, and the index in its request."""
+        self._homes: dict[Handle | tuple[int, ...], int] = {}
+        """The replica of each request, and of each prompt, since the dispatcher was idle."""
+        self._threads: set[int] = set()
+        """Replicas whose stream a thread iterates."""
+        self._stuck: set[int] = set()
+        """Replicas that did not stop when they were aborted."""
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
-    ) -> list[list[Completion]]:
-        """See InferenceEngine; `on_completion` is called in this thread.
-
-        Raises:
-            EngineError: of the first replica that failed, with its number; the others are aborted.
-        """
-        shares = assign(requests, len(self.engines))
-        events: queue.SimpleQueue[_Done | _Finished] = queue.SimpleQueue()
-        self._aborted.clear()
-        started = time.perf_counter()
-        busy = {replica for replica, share in enumerate(shares) if share}
-        for replica in busy:
-            share = shares[replica]
-
-            def generate(replica: int = replica, share: list[int] = share) -> list[list[Completion]]:
-                return self.engines[replica].generate(
-                    [requests[i] for i in share],
-                    on_completion=lambda i, sample, completion: events.put(
-                        _Finished(request=share[i], sample=sample, completion=completion)
-                    ),
-                )
-
-            _in_thread(generate, replica=replica, events=events)
-        results: list[list[Completion]] = [[] for _ in requests]
+    def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Handle]:
+        """All are known, so they are spread together."""
+        handles: dict[int, Handle] = {}
         try:
-            while busy:
-                event = self._next(events, busy)
-                if isinstance(event, _Finished):
-                    if on_completion is not None:
-                        on_completion(event.request, event.sample, event.completion)
+            for replica, share in enumerate(assign(requests, len(self.engines))):
+                self._given = replica
+                handles |= {index: self._submit(requests[index]) for index in share}
+        finally:
+            self._given = None
+        return [handles[index] for index in range(len(requests))]
+
+    def _accept(self, turn: Turn) -> None:
+        """Pass a turn on: the next turn of a sample to where its context is cached, a request to where its
+        prompt is, or where the fewest tokens are outstanding."""
+        prompt = turn.request.prompt_token_ids
+        replica = self._given
+        if replica is None:
+            replica = self._homes.get(prompt if turn.after is None else turn.handle)
+        if replica is None:
+            replica = self._loads.index(min(self._loads))
+        engine, handle = self.engines[replica], turn.handle
+        try:
+            if turn.after is None:
+                handle = engine.submit(turn.request)
+            else:
+                before = turn.after.completion
+                added = prompt[len(before.prompt_token_ids) + len(before.token_ids) :]
+                engine.continue_(turn.after, added, sampling=turn.request.sampling)
+        except EngineError as error:
+            self._raise(replica, error)
+        self._homes[prompt] = self._homes[turn.handle] = replica
+        self._loads[replica] += outstanding_tokens(turn.request)
+        for index, sample in enumerate(turn.samples):
+            self._running_on[replica][handle, sample] = (turn, index)
+
+    def _advance(self) -> list[Ended]:
+        try:
+            while True:
+                for replica, running in enumerate(self._running_on):
+                    if running and replica not in self._threads:
+                        self._iterate(replica)
+                try:
+                    event = self._events.get(timeout=POLL_SECONDS)
+                except queue.Empty:  # each engine keeps its own deadline
                     continue
-                busy.discard(event.replica)
+                if isinstance(event, _Sample):
+                    return [self._back(event)]
+                self._threads.discard(event.replica)
                 if event.error is not None:
                     self._raise(event.replica, event.error)
-                for index, completions in zip(shares[event.replica], event.result, strict=True):
-                    results[index] = completions
         except BaseException as error:
-            self._stop(events, busy, error)
+            for other in self._stop():
+                error.add_note(
+                    f"replica {other.replica} did not stop within {ABORT_SECONDS:g} s of being aborted"
+                    if other.error is None
+                    else f"after that, replica {other.replica} failed too: {other.error}"
+                )
             raise
-        finally:
-            self._seconds += time.perf_counter() - started
-        return results
+
+    def _iterate(self, replica: int) -> None:
+        """Iterate a replica's stream in a thread."""
+        engine, events = self.engines[replica], self._events
+
+        def iterate() -> None:
+            for finished in engine.finished():
+                events.put(_Sample(replica=replica, finished=finished))
+
+        self._threads.add(replica)
+        _in_thread(iterate, replica=replica, events=events)
+
+    def _back(self, event: _Sample) -> Ended:
+        finished = event.finished
+        with self._turn:
+            turn, index = self._running_on[event.replica].pop((finished.handle, finished.sample))
+            one = turn.request.sampling.max_tokens + len(turn.request.prompt_token_ids)
+            self._loads[event.replica] -= one
+        return turn, index, finished.completion
+
+    def _require_ready(self) -> None:
+        if self._stuck:
+            raise EngineError(
+                f"replicas {sorted(self._stuck)} of {len(self.engines)} did not stop within "
+                f"{ABORT_SECONDS:g} s of being aborted; build new engines"
+            )
 
     def sleep(self) -> None:
+        self._require_idle("sleep")
         self._all(lambda _, engine: engine.sleep())
 
     def wake(self) -> None:
         self._all(lambda _, engine: engine.wake())
 
     def abort(self) -> None:
-        """Safe from another thread."""
-        self._aborted.set()
+        """See InferenceEngine; safe from another thread."""
+        super().abort()
         for engine in self.engines:
             engine.abort()
 
@@ -168,41 +226,40 @@ class _Replicas(Generic[E]):
 
     def close(self) -> None:
         """Close every replica, also when one of them raises."""
+        self._close_stream()
         self._all(lambda _, engine: engine.close())
 
-    def _next(self, events: queue.SimpleQueue[_Done | _Finished], busy: set[int]) -> _Done | _Finished:
-        while True:
-            try:
-                return events.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                # A replica that had not begun when abort() came would not have heard it.
-                if self._aborted.is_set():
-                    for replica in busy:
-                        self.engines[replica].abort()
+    def _end(self) -> None:
+        """Nothing is left, or the rest is dropped."""
+        dropped = any(self._running_on)
+        failed = self._stop()
+        self._homes.clear()
+        if failed and not dropped:  # else there is a reason to drop, and it is raised
+            self._raise(failed[0].replica, failed[0].error or EngineError("its stream did not end"))
 
-    def _stop(
-        self, events: queue.SimpleQueue[_Done | _Finished], busy: set[int], error: BaseException
-    ) -> None:
-        """Abort what still runs and wait for it: an engine that generates cannot be called again."""
-        deadline = time.monotonic() + ABORT_SECONDS
-        self._aborted.set()
-        for replica in busy:
-            self.engines[replica].abort()
-        while busy and time.monotonic() < deadline:
+    def _stop(self) -> list[_Done]:
+        """Abort what still runs and wait for it: an engine that generates cannot be called again. Returns
+        the replicas that failed meanwhile."""
+        for replica, running in enumerate(self._running_on):
+            if running:
+                self.engines[replica].abort()
+                if replica not in self._threads:
+                    self._iterate(replica)  # only its stream rids an engine of what was submitted
+        deadline, failed = time.monotonic() + ABORT_SECONDS, []
+        while self._threads and (left := deadline - time.monotonic()) > 0:
             try:
-                event = events.get(timeout=POLL_SECONDS)
+                event = self._events.get(timeout=left)
             except queue.Empty:
-                for replica in busy:
-                    self.engines[replica].abort()
-                continue
+                break
             if isinstance(event, _Done):
-                busy.discard(event.replica)
-                if event.error is not None:
-                    error.add_note(f"after that, replica {event.replica} failed too: {event.error}")
-        if busy:
-            error.add_note(
-                f"replicas {sorted(busy)} did not stop within {ABORT_SECONDS:g} s of being aborted"
-            )
+                self._threads.discard(event.replica)
+                failed += [event] if event.error is not None else []
+        self._stuck |= self._threads
+        failed += [_Done(replica=replica) for replica in sorted(self._threads)]
+        self._events, self._threads = queue.SimpleQueue(), set()
+        self._loads = [0] * len(self.engines)
+        self._running_on = [{} for _ in self.engines]
+        return failed
 
     def _all(self, call: Callable[[int, E], Any]) -> list[Any]:
         """Run `call` on every replica at the same time, with its number.
@@ -211,7 +268,7 @@ class _Replicas(Generic[E]):
             EngineError: the first error in replica order, after all have ended.
         """
         replicas = range(len(self.engines))
-        events: queue.SimpleQueue[_Done | _Finished] = queue.SimpleQueue()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         for replica, engine in enumerate(self.engines):
 
             def run(replica: int = replica, engine: E = engine) -> Any:
@@ -249,6 +306,7 @@ class Dispatcher(_Replicas[SharesWeights]):
     def update_weights(self, update: WeightUpdate) -> None:
         """See SharesWeights; one replica after the other, since `update.tensors` may only be read in this
         thread."""
+        self._require_idle("update_weights")
         for replica, engine in enumerate(self.engines):
             try:
                 engine.update_weights(update)
@@ -277,17 +335,14 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         """Whether any replica is dirty."""
         return any(engine.dirty for engine in self.engines)
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
-    ) -> list[list[Completion]]:
-        """See InferenceEngine; refuses while any replica is dirty."""
+    def _require_ready(self) -> None:
+        super()._require_ready()
         dirty = [replica for replica, engine in enumerate(self.engines) if engine.dirty]
-        if dirty:
+        if dirty and not self._running:  # a replica that is started again while it generates heals itself
             raise EngineError(
                 f"replicas {dirty} of {len(self.engines)} do not hold the trained weights: their last update "
                 "did not finish, or there was none; push the weights before generate"
             )
-        return super().generate(requests, on_completion=on_completion)
 
     @property
     def receivers(self) -> int:
@@ -295,6 +350,8 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         return sum(self._receivers())
 
     def begin_update(self, session: UpdateSession) -> None:
+        with self._turn:
+            self._wait_until_idle("update", deadline=session.deadline)
         self._all(lambda _, engine: engine.begin_update(session))
 
     def receive(self, bucket: WeightBucket) -> None:
@@ -366,9 +423,7 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
             engine.recover = None if push is None else push_to_one
 
 
-def _in_thread(
-    call: Callable[[], Any], *, replica: int, events: queue.SimpleQueue[_Done | _Finished]
-) -> None:
+def _in_thread(call: Callable[[], Any], *, replica: int, events: queue.SimpleQueue[Event]) -> None:
     def run() -> None:
         try:
             events.put(_Done(replica=replica, result=call()))

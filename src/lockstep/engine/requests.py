@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lockstep.engine.stop import check_stop_strings
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
+_REMEMBERED = 64
 
-def check_requests(
-    requests: Sequence[GenerationRequest], *, vocab_size: int, max_positions: int, tokenizer: Any | None
-) -> None:
-    """Raises EngineError naming the request, the value and what to change."""
-    checked: set[SamplingParams] = set()
-    for index, request in enumerate(requests):
-        _check_prompt(index, request.prompt_token_ids, vocab_size=vocab_size, max_positions=max_positions)
-        if request.sampling not in checked:
-            _check_sampling(request.sampling, vocab_size=vocab_size)
-            check_stop_strings(tokenizer, request.sampling.stop)
-            checked.add(request.sampling)
+
+class RequestCheck:
+    """Checks requests against what a model can take. May be called from any thread."""
+
+    def __init__(self, *, vocab_size: int, max_positions: int, tokenizer: Any | None) -> None:
+        self._vocab_size, self._max_positions, self._tokenizer = vocab_size, max_positions, tokenizer
+        self._good: tuple[SamplingParams, ...] = ()
+        """Settings that were checked: requests come in hundreds with the same."""
+
+    def __call__(self, request: GenerationRequest, *, index: int) -> None:
+        """Raises EngineError naming the request, the value and what to change."""
+        vocab_size, sampling = self._vocab_size, request.sampling
+        _check_prompt(
+            index, request.prompt_token_ids, vocab_size=vocab_size, max_positions=self._max_positions
+        )
+        if not any(sampling is good for good in self._good):
+            _check_sampling(sampling, vocab_size=vocab_size)
+            check_stop_strings(self._tokenizer, sampling.stop)
+            self._good = (*self._good[1 - _REMEMBERED :], sampling)
         for seed in request.seeds:
             if not 0 <= seed < 1 << 63:
                 raise EngineError(f"request {index}: seed {seed} is not a 63-bit unsigned integer")

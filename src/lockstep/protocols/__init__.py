@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.protocols.engine import EngineStats as EngineStats
+    from lockstep.protocols.engine import Finished as Finished
+    from lockstep.protocols.engine import Handle as Handle
     from lockstep.protocols.engine import InferenceEngine as InferenceEngine
     from lockstep.protocols.engine import ReceivesWeights as ReceivesWeights
+    from lockstep.protocols.engine import SamplesTokens as SamplesTokens
     from lockstep.protocols.engine import SharesWeights as SharesWeights
     from lockstep.protocols.reward import RewardFunction as RewardFunction
     from lockstep.protocols.reward import RewardInput as RewardInput
@@ -24,10 +27,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Algorithm": "train",
     "EngineStats": "engine",
+    "Finished": "engine",
+    "Handle": "engine",
     "InferenceEngine": "engine",
     "ReceivesWeights": "engine",
     "RewardFunction": "reward",
     "RewardInput": "reward",
+    "SamplesTokens": "engine",
     "SharesWeights": "engine",
     "StepStats": "train",
     "TokenLoss": "train",
@@ -38,10 +44,13 @@ _HOMES = {
 __all__ = [
     "Algorithm",
     "EngineStats",
+    "Finished",
+    "Handle",
     "InferenceEngine",
     "ReceivesWeights",
     "RewardFunction",
     "RewardInput",
+    "SamplesTokens",
     "SharesWeights",
     "StepStats",
     "TokenLoss",

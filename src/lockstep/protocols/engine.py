@@ -1,17 +1,37 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket, WeightUpdate
 
 OnCompletion = Callable[[int, int, Completion], None]
 """Called with (request index, sample index, completion) as soon as a sample finishes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Handle:
+    """A submitted request. It equals itself only, so it can be the key of a dict."""
+
+    request: GenerationRequest
+    index: int = 0
+    """Its number among those submitted since the engine was last idle: what error messages call it by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A sample whose turn has ended."""
+
+    handle: Handle
+    sample: int
+    """Index in `handle.request.seeds`."""
+    completion: Completion
+    """Of this turn: its prompt is the whole context before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +65,75 @@ class EngineStats:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-class InferenceEngine(Protocol):
+class SamplesTokens(Protocol):
     """Token ids in, token ids and logprobs out.
 
-    It gets weights by one of the two protocols below; lockstep.transfer knows both. `external` says which,
+        handles = [engine.submit(request) for request in requests]
+        for done in engine.finished():
+            reply = environment(done.completion)              # token ids, or None: the trajectory is over
+            if reply is not None:
+                engine.continue_(done, reply, sampling=next_turn)
+
+    `submit`, `continue_` and `abort` may be called from any thread, also while another one waits in
+    `finished`. lockstep.engine.streaming.Streaming has all of this for an engine that says how to run.
+    """
+
+    def submit(self, request: GenerationRequest) -> Handle:
+        """Queue a request and return at once. Raises EngineError when it is impossible, or can never fit;
+        what was submitted before goes on."""
+        ...
+
+    def continue_(
+        self, finished: Finished, token_ids: Sequence[int] = (), *, sampling: SamplingParams
+    ) -> None:
+        """Queue the next turn of a sample; its Finished has the same handle and sample index.
+
+        The prompt of the turn is the prompt and the tokens of `finished`, then `token_ids`; its seed is the
+        sample's. An engine that draws Lockstep's noise goes on as if the sample had never ended, since the
+        noise is a function of (seed, position); one that does not draws with a seed made of both.
+
+        Args:
+            finished: of this stream, an earlier one, or another engine with the same model.
+            token_ids: what the policy did not write: a tool's reply. Empty to go on with a sample that ended
+                by "length" or "abort".
+            sampling: of this turn alone. `max_tokens` is what the turn may write and not what the trajectory
+                may: whoever has a budget gives the smaller of the turn's limit and what is left. The rest of
+                a sample that was cut after k tokens is `max_tokens - k` (`min_tokens - k`, at least 0).
+                min_tokens, penalties of the output and stop strings look at the turn's own tokens.
+
+        Raises:
+            EngineError: as `submit`; a context that leaves no room for a token is one of its reasons.
+        """
+        ...
+
+    def finished(self) -> Generator[Finished, None, None]:
+        """Run what was submitted, and yield each sample as its turn ends; ends when nothing is left.
+
+        Engines in this process work while the caller waits for the next item, in the caller's thread. An
+        exception, or closing the generator early, drops everything that was not yielded.
+
+        Raises:
+            EngineError: another thread or an outer loop runs this engine, memory ran out, logits are not
+                finite, a server died for good.
+        """
+        ...
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Submit all requests and run them to their ends: one list per request, in request order, its samples
+        in seed order. Raises EngineError, also while anything else is submitted; then nothing is left of the
+        call."""
+        ...
+
+    def abort(self) -> None:
+        """End every sample that was submitted and not yielded, with finish_reason "abort" and the tokens that
+        it has. They are still yielded; until the last of them was, new ones may end in the same way."""
+        ...
+
+
+class InferenceEngine(SamplesTokens, Protocol):
+    """It gets weights by one of the two protocols below; lockstep.transfer knows both. `external` says which,
     and how lockstep.engine.build.make_engine makes it:
 
         Engine(config, model=LoadedModel)    external = False, SharesWeights
@@ -58,21 +143,12 @@ class InferenceEngine(Protocol):
     external: bool
     """Of the class: it has weights of its own, which are sent to it."""
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
-    ) -> list[list[Completion]]:
-        """Return one list per request, in request order, its samples in seed order. Raises EngineError."""
-        ...
-
     def sleep(self) -> None:
-        """Free as much memory as possible; `generate` is an error until `wake`."""
+        """Free as much memory as possible; sampling is an error until `wake`. Raises EngineError while
+        samples are running."""
         ...
 
     def wake(self) -> None: ...
-
-    def abort(self) -> None:
-        """End running samples now with finish_reason "abort". Safe to call from another thread."""
-        ...
 
     def stats(self) -> EngineStats: ...
 
@@ -87,7 +163,7 @@ class SharesWeights(InferenceEngine, Protocol):
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Take this version of the weights and drop every cache made with an older one. Raises EngineError
-        before anything was changed."""
+        before anything was changed, also while samples are running."""
         ...
 
 

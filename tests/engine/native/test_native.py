@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from native_parts import generated, policy, requests
+from native_parts import ROOMY, TIGHT, generated, policy, requests
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.build import make_engine
@@ -170,3 +170,95 @@ def test_settings_of_other_engines_are_refused():
         EngineConfig(name="hf", prefill_chunk=64)
     with pytest.raises(ValueError, match="'native' is in the trainer's process"):
         EngineConfig(name="native", transfer="disk")
+
+
+# turns
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("settings", [ROOMY, TIGHT])
+def test_a_sample_that_is_cut_anywhere_and_continued_is_the_same_to_the_bit(model, settings, ahead):
+    """Sample k of a request is cut after k + 1 tokens and once more in the middle of the rest."""
+    whole, _ = generated(model, requests(), ahead=ahead, **settings)
+    engine = engine_of(model, **settings)
+    engine.ahead = ahead
+    asked = requests()
+    handles = {engine.submit(one): i for i, one in enumerate(_cut(asked))}
+    parts = {}
+    for done in engine.finished():
+        found = parts.setdefault((handles[done.handle], done.sample), [])
+        found.append(done.completion)
+        left = 30 - sum(len(c.token_ids) for c in found)
+        if left:
+            more = (left + 1) // 2 if len(found) == 1 else left
+            sampling = dataclasses.replace(asked[0].sampling, max_tokens=more)
+            engine.continue_(done, sampling=sampling)
+    engine.close()
+    together = [parts[i, k] for i, one in enumerate(asked) for k in range(len(one.seeds))]
+    for found, one in zip(together, whole, strict=True):
+        assert len(found) == 3
+        assert [t for c in found for t in c.token_ids] == list(one.token_ids)
+        assert [x for c in found for x in c.logprobs] == list(one.logprobs)
+
+
+def _cut(asked):
+    return [
+        dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, max_tokens=3 + i))
+        for i, one in enumerate(asked)
+    ]
+
+
+@pytest.mark.parametrize("joins", [{"temperature": 1.3}, {"top_k": 3}])
+def test_a_sample_with_other_settings_joins_and_the_others_keep_their_bits(model, joins):
+    whole, _ = generated(model, requests(), **ROOMY)
+    engine = engine_of(model, **ROOMY)
+    engine.ahead = 1
+    late = dataclasses.replace(greedy(6, 9), sampling=SamplingParams(max_tokens=9, ignore_eos=True, **joins))
+    asked = requests()
+    asked[0] = dataclasses.replace(asked[0], sampling=dataclasses.replace(asked[0].sampling, max_tokens=4))
+    handles = [engine.submit(one) for one in asked]
+    found = {}
+    for done in engine.finished():
+        if not found:
+            handles.append(engine.submit(late))
+        found[handles.index(done.handle), done.sample] = done.completion
+    (((alone,),),) = [engine.generate([late])]
+    assert found.pop((4, 0)) == alone
+    before = [found[i, k] for i in range(1, 4) for k in range(len(asked[i].seeds))]
+    assert [c.logprobs for c in before] == [c.logprobs for c in whole[2:]]
+
+
+def test_a_context_beyond_the_pool_waits_until_nothing_runs_and_the_pool_grows(model):
+    engine = engine_of(model)
+    handles = [engine.submit(greedy(5, most)) for most in (3, 30)]
+    capacities = []
+    for done in engine.finished():
+        capacities.append(engine._kv_cache.capacity)
+        if len(capacities) == 1:
+            assert done.handle is handles[0]
+            sampling = dataclasses.replace(handles[0].request.sampling, max_tokens=80)
+            engine.continue_(done, (3,) * 5, sampling=sampling)
+    assert capacities == [7 + 34, 41, 5 + 3 + 5 + 80 - 1]
+    ((alone,),) = engine.generate(
+        [dataclasses.replace(greedy(5, 80), prompt_token_ids=done.completion.prompt_token_ids)]
+    )
+    assert done.completion.token_ids == alone.token_ids
+
+
+def test_a_turn_that_can_never_fit_is_refused_when_it_is_submitted(model):
+    engine = engine_of(model, kv_cache_tokens=40)
+    engine.submit(greedy(20, 5))
+    with pytest.raises(EngineError, match=r"request 1: .* can need 41 .* holds 40; raise engine\.kv"):
+        engine.submit(greedy(20, 22))
+    (done,) = engine.finished()
+    with pytest.raises(EngineError, match=r"request 0: .* can need 41 .* holds 40; raise engine\.kv"):
+        engine.continue_(done, (3,) * 10, sampling=SamplingParams(max_tokens=7))
+    engine.continue_(done, (3,) * 10, sampling=SamplingParams(max_tokens=6, ignore_eos=True))
+    assert [len(done.completion.token_ids) for done in engine.finished()] == [6]
+
+
+def test_tokens_are_told_as_they_come(model):
+    engine, told = engine_of(model), []
+    engine.on_token = lambda request, sample, ids: told.append((request, sample, list(ids)))
+    ((completion,),) = engine.generate([greedy(4, 5)])
+    assert told == [(0, 0, list(completion.token_ids[:n])) for n in range(1, 6)]

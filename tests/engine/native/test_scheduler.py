@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engine.native.generation import Counts, Generation
+from lockstep.engine.native.generation import Counts, Generation, Mode
 from lockstep.engine.native.kv_cache import KVCache, KVShape
 from lockstep.engine.native.runner import POSITION, SEED, SLOT, SOURCE, START, TOKEN, USED
 from lockstep.engine.native.scheduler import Group, Sample, Scheduler
 from lockstep.engine.sampling import SampleState
+from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
+from lockstep.protocols.engine import Handle
 from lockstep.schema.rollout import GenerationRequest, SamplingParams
 
 EOS = 5
@@ -81,38 +83,43 @@ class Done:
         return self.both
 
 
-def samples_of(requests):
+def samples_of(requests, first=0):
     for index, (prompt, seeds, max_tokens) in enumerate(requests):
         sampling = SamplingParams(max_tokens=max_tokens)
-        group = Group(
-            index=index,
-            request=GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seeds=seeds),
-        )
+        request = GenerationRequest(prompt_token_ids=prompt, sampling=sampling, seeds=seeds)
+        handle = Handle(request=request, index=first + index)
+        group = Group(turn=Turn(handle=handle, request=request, samples=tuple(range(len(seeds)))))
         for i, seed in enumerate(seeds):
             state = SampleState(params=sampling, seed=seed, prompt_token_ids=prompt, end_ids=(EOS,))
             yield Sample(group=group, index=i, state=state, stops=None, end=len(prompt) + max_tokens)
 
 
 def run(requests, *, capacity, max_rows, ahead, abort=None, **how):
-    """Everything to the end. `how`: roomy, chunk, documents."""
+    """Everything to the end. `how`: roomy, chunk, documents; requests `joining` one after the other, and the
+    `mode` from then on."""
     kv_cache = KVCache(SHAPE, capacity)
     runner = HashRunner(kv_cache, chunk=how.get("chunk", 16), documents=how.get("documents", 3))
     samples = list(samples_of(requests))
     scheduler = Scheduler(samples, kv_cache=kv_cache, max_rows=max_rows, roomy=how.get("roomy", False))
-    counts, seen = Counts(), {}
-
-    def on_finish(sample, reason, stop):
-        key = sample.group.index, sample.index
-        assert key not in seen
-        seen[key] = (sample.state.token_ids, reason)
-        assert sample.state.token_ids == [] or len(sample.logprobs) == len(sample.state.token_ids)
-
-    generation = Generation(
-        runner, scheduler, ahead=ahead, temperature=1.0, counts=counts, on_finish=on_finish
-    )
-    generation.run(abort=abort or threading.Event())
+    counts, seen, abort = Counts(), {}, abort or threading.Event()
+    generation = Generation(runner, scheduler, mode=Mode(ahead=ahead, temperature=1.0), counts=counts)
+    joining = [(i, list(samples_of([one], i))) for i, one in enumerate(how.get("joining", ()), len(requests))]
+    while joining or not generation.idle:
+        if joining and (generation.idle or counts.steps >= 5 * (joining[0][0] - len(requests) + 1)):
+            more = joining.pop(0)[1]
+            samples += more
+            generation.add(more, mode=how.get("mode", generation.mode), roomy=False)
+        for sample, reason, _ in generation.abort() if abort.is_set() else generation.step(abort):
+            key = sample.group.turn.index, sample.index
+            assert key not in seen
+            seen[key] = (sample.state.token_ids, reason)
+            assert sample.state.token_ids == [] or len(sample.logprobs) == len(sample.state.token_ids)
+        if abort.is_set() and len(seen) == len(samples):
+            break
     assert len(seen) == len(samples)
-    if abort is None:
+    if not abort.is_set():
+        generation.drain()
+        counts.preemptions += scheduler.preemptions
         assert scheduler.use == 0.0 and not scheduler.waiting
     return seen, counts, runner
 
@@ -151,6 +158,28 @@ def test_every_sample_is_what_it_would_be_alone(ahead):
         assert counts.step_rows == sum(len(tokens) for tokens, _ in seen.values()) + counts.wasted_rows
     assert preemptions > 20, "the cases show nothing about preemption"
     assert (wasted > 0) == bool(ahead)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_samples_that_join_are_what_they_would_be_alone(ahead):
+    """They come every few steps, into caches that hold one of the longest samples and more; a third of the
+    times from then on without a step ahead."""
+    for case in range(40):
+        rng = random.Random(1000 + case)
+        requests, joining = random_requests(rng), random_requests(rng)
+        longest = max(len(prompt) + most for prompt, _, most in requests + joining) - 1
+        seen, counts, _ = run(
+            requests,
+            capacity=longest + rng.choice([0, 60, 400]),
+            max_rows=rng.randint(1, 12),
+            ahead=ahead,
+            joining=joining,
+            **({"mode": Mode(ahead=0, temperature=1.0)} if case % 3 == 0 else {}),
+        )
+        for index, (prompt, seeds, max_tokens) in enumerate(requests + joining):
+            for i, seed in enumerate(seeds):
+                assert seen[index, i] == expected(prompt, seed, max_tokens), case
+        assert counts.step_rows == sum(len(tokens) for tokens, _ in seen.values()) + counts.wasted_rows
 
 
 def test_with_room_for_all_nobody_is_moved_or_preempted_and_a_prompt_is_computed_once():
@@ -201,10 +230,9 @@ def test_logits_that_are_not_finite_name_the_sample():
     generation = Generation(
         runner,
         Scheduler(samples, kv_cache=kv_cache, max_rows=4, roomy=True),
-        ahead=1,
-        temperature=1.0,
+        mode=Mode(ahead=1, temperature=1.0),
         counts=Counts(),
-        on_finish=lambda *_: None,
     )
     with pytest.raises(EngineError, match=r"request 0: the logits of token 0 of sample 0 .*model\.dtype"):
-        generation.run(abort=threading.Event())
+        while not generation.idle:
+            generation.step(threading.Event())

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from lockstep.engine.sglang.engine import SGLangServer
+from lockstep.engine.streaming import turn_seed
 from lockstep.errors import ConfigError, EngineError
 from lockstep.schema.rollout import SamplingParams
 
@@ -239,6 +240,46 @@ def test_what_the_server_refuses_is_said_in_its_words(engines):
         engine.generate([request(10)])
     del engine._sglang.body
     assert engine.generate([request(10)])[0][0].token_ids == (11, 12, 13, 14)
+
+
+# turns
+
+
+def test_a_turn_sends_the_whole_context_and_a_seed_of_its_own(engines, tmp_path):
+    engine = engines(batch_invariant=True, unseeded=False)
+    engine.submit(request(10, samples=2, max_tokens=3))
+    seen = []
+    for done in engine.finished():
+        seen.append(done.completion)
+        if len(seen) <= 2:
+            engine.continue_(done, (20,), sampling=SamplingParams(max_tokens=2))
+    assert [c.token_ids for c in seen] == [(11, 12, 13)] * 2 + [(21, 22)] * 2
+    assert [c.seed for c in seen] == [0, 1, 0, 1]
+    bodies = [body for _, body in asked(tmp_path, "/generate")]
+    later = [
+        (ids, p["sampling_seed"])
+        for b in bodies[1:]
+        for ids, p in zip(b["input_ids"], b["sampling_params"], strict=True)
+    ]
+    context = [1, 2, 10, 11, 12, 13, 20]
+    assert later == [(context, turn_seed(0, 7)), (context, turn_seed(1, 7))]
+
+
+def test_what_was_aborted_goes_on_in_the_same_stream(engines):
+    engine = engines({"token_seconds": 0.02}, max_batch=2)
+    engine.submit(request(0, samples=4, max_tokens=500, ignore_eos=True))
+    threading.Timer(0.5, engine.abort).start()
+    seen = []
+    for done in engine.finished():
+        seen.append(done)
+        if len(seen) == 4:
+            for one in seen[:4]:
+                engine.continue_(one, sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+    assert [done.completion.finish_reason for done in seen] == ["abort"] * 4 + ["length"] * 4
+    for first in seen[:4]:
+        (second,) = [done for done in seen[4:] if done.sample == first.sample]
+        count = len(first.completion.token_ids)
+        assert second.completion.token_ids == (count + 1, count + 2)
 
 
 # start

@@ -7,92 +7,86 @@ requests ──► prefill (packed, once per prompt) ──► running samples �
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Sequence
-
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.hf.generation import Generation, Limits, Listeners, OnToken, Row
+from lockstep.engine.hf.generation import EndedRow, Generation, Limits
 from lockstep.engine.hf.kv_cache import SampleCache
 from lockstep.engine.hf.skeleton import Skeleton
-from lockstep.engine.requests import check_requests
+from lockstep.engine.requests import RequestCheck
 from lockstep.engine.sampling import Sampler
 from lockstep.engine.stop import completion_text
+from lockstep.engine.streaming import Ended, OnToken, Streaming, Turn
 from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.observe.memory import is_out_of_memory
-from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.protocols.engine import EngineStats
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
+from lockstep.schema.rollout import Completion
 from lockstep.schema.weights import WeightUpdate
 
 NAME = "hf"
 
 
-class HFEngine:
+class HFEngine(Streaming):
     """Implements lockstep.protocols.SharesWeights over the module of `model`, whose Parameters it shares.
 
     A sample depends on its batch only through rounding: in float32 on CPU tokens are equal alone and in a
-    batch. `generate` runs in the calling thread; only `abort` may be called from another one.
+    batch. It computes in the thread that calls `generate`, or that iterates `finished`.
     """
 
     external = False
     contract: KernelContract | None = None
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
+        super().__init__(NAME)
         self._config = config
         self._model = model
         self._skeleton = Skeleton(model.module)
-        self._cache = SampleCache()
-        self._sampler = Sampler()
-        self._abort = threading.Event()
-        self._policy_version = 0
-        self._state = "awake"
-        self._requests = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
-        self._seconds = 0.0
-        self._peak_bytes = 0
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        *,
-        on_completion: OnCompletion | None = None,
-        on_token: OnToken | None = None,
-    ) -> list[list[Completion]]:
-        """Sample every request; one list per request, in request order, its samples in seed order.
-
-        Args:
-            on_completion: called in this thread as soon as a sample finishes.
-            on_token: called in this thread after each token with (request index, sample index, token ids so
-                far).
-
-        Raises:
-            EngineError: a request is impossible, the engine sleeps or is closed, memory ran out, or logits
-                are not finite.
-        """
-        if self._state != "awake":
-            raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
-        model = self._model
-        check_requests(
-            requests,
+        self._check_request = RequestCheck(
             vocab_size=self._skeleton.vocab_size,
             max_positions=model.max_positions,
             tokenizer=model.tokenizer,
         )
-        results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
+        self.on_token: OnToken | None = None
+        """Called after each token, in the thread that computes; set it while nothing runs."""
+        self._generation: Generation | None = None
+        self._cache = SampleCache()
+        self._sampler = Sampler()
+        self._policy_version = 0
+        self._state = "awake"
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._peak_bytes = 0
 
-        def finish(row: Row, reason: FinishReason, stop: int | str | None) -> None:
-            completion = self._completion(row, reason, stop)
-            results[row.group.index][row.sample] = completion
-            if on_completion is not None:
-                on_completion(row.group.index, row.sample, completion)
+    def _check(self, turn: Turn) -> None:
+        self._check_request(turn.request, index=turn.index)
 
-        self._abort.clear()
-        started = time.perf_counter()
-        generation = Generation(
+    def _advance(self) -> list[Ended]:
+        try:
+            with torch.inference_mode():
+                if self._generation is None:
+                    self._skeleton.linears.refresh()
+                    self._generation = self._new_generation()
+                ended = self._generation.advance(self._inbox, abort=self._abort)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise EngineError(
+                f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes "
+                f"(engine.max_batch = {self._config.max_batch}); lower engine.max_batch or "
+                "sampling.max_tokens"
+            ) from error
+        return [(one.row.group.turn, one.row.sample, self._completion(one)) for one in ended]
+
+    def _end(self) -> None:
+        self._generation = None
+        self._peak_bytes = max(self._peak_bytes, self._cache.num_bytes)
+        self._cache.clear()
+
+    def _new_generation(self) -> Generation:
+        model = self._model
+        return Generation(
             self._skeleton,
             self._cache,
             sampler=self._sampler,
@@ -102,34 +96,18 @@ class HFEngine:
                 max_batch=self._config.max_batch,
             ),
             tokenizer=model.tokenizer,
-            listeners=Listeners(on_finish=finish, on_token=on_token),
+            on_token=self.on_token,
         )
-        try:
-            with torch.inference_mode():
-                self._skeleton.linears.refresh()
-                generation.run(requests, abort=self._abort)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise EngineError(
-                f"engine {NAME} ran out of memory with a KV cache of {self._cache.num_bytes} bytes "
-                f"(engine.max_batch = {self._config.max_batch}); lower engine.max_batch or "
-                "sampling.max_tokens"
-            ) from error
-        finally:
-            self._peak_bytes = max(self._peak_bytes, self._cache.num_bytes)
-            self._cache.clear()
-            self._seconds += time.perf_counter() - started
-        self._requests += len(requests)
-        return [[c for c in row if c is not None] for row in results]
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Sample from this version from now on.
 
         Raises:
-            EngineError: the update is not for this module, or its tensors do not fit; nothing was changed.
+            EngineError: samples are running, the update is not for this module, or its tensors do not fit;
+                nothing was changed.
         """
         self._require_open()
+        self._require_idle("update_weights")
         if update.shared_module is None:
             copy_weights(self._skeleton.module, update.tensors, engine=NAME)
         elif update.shared_module is not self._model.module:
@@ -144,6 +122,7 @@ class HFEngine:
     def sleep(self) -> None:
         """Free the KV cache and scratch memory. The Parameters are the trainer's and stay."""
         self._require_open()
+        self._require_idle("sleep")
         self._cache.clear()
         self._skeleton.linears.clear()
         self._sampler = Sampler()
@@ -152,10 +131,6 @@ class HFEngine:
     def wake(self) -> None:
         self._require_open()
         self._state = "awake"
-
-    def abort(self) -> None:
-        """End running samples at their next token, waiting ones without any; no effect when nothing runs."""
-        self._abort.set()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -166,10 +141,12 @@ class HFEngine:
             completion_tokens=self._completion_tokens,
             generate_seconds=self._seconds,
             kv_cache_bytes=self._peak_bytes,
+            queued=self._open,
         )
 
     def close(self) -> None:
         """Idempotent; every other call but `stats` is an error afterwards."""
+        self._close_stream()
         self._cache.clear()
         self._skeleton.linears.clear()
         self._state = "closed"
@@ -178,7 +155,12 @@ class HFEngine:
         if self._state == "closed":
             raise EngineError(f"engine {NAME} is closed; build a new one")
 
-    def _completion(self, row: Row, reason: FinishReason, stop: int | str | None) -> Completion:
+    def _require_ready(self) -> None:
+        if self._state != "awake":
+            raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
+
+    def _completion(self, ended: EndedRow) -> Completion:
+        row, stop = ended.row, ended.stop
         state, request = row.state, row.group.request
         prompt_tokens = len(request.prompt_token_ids)
         cached = 0 if row.sample == 0 else prompt_tokens
@@ -189,7 +171,7 @@ class HFEngine:
             prompt_token_ids=request.prompt_token_ids,
             token_ids=tuple(state.token_ids),
             logprobs=tuple(row.logprobs),
-            finish_reason=reason,
+            finish_reason=ended.reason,
             stop_reason=stop,
             text=completion_text(
                 self._model.tokenizer,

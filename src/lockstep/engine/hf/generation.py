@@ -1,10 +1,10 @@
-"""One call of `generate`: which samples run, wait and have finished."""
+"""Which samples run, wait and have ended, of a stream."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache
 from lockstep.engine.hf.skeleton import Skeleton
 from lockstep.engine.sampling import Sampler, SampleState
 from lockstep.engine.stop import StopStrings
+from lockstep.engine.streaming import OnToken, Turn
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import FinishReason, GenerationRequest
 
@@ -28,12 +29,15 @@ _COMPACT_SHARE = 8
 class Group:
     """A prompt in use, and its samples that wait for a row."""
 
-    index: int
-    request: GenerationRequest
+    turn: Turn
     waiting: deque[int]
     running: int = 0
     hidden: Tensor | None = None
     """[C]: the last hidden state of the prompt."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.turn.request
 
     @property
     def length(self) -> int:
@@ -62,21 +66,18 @@ class Limits:
     max_batch: int
 
 
-OnToken = Callable[[int, int, Sequence[int]], None]
-"""Called after each token with (request index, sample index, token ids so far)."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Listeners:
-    """Callbacks for progress, called in the thread that generates."""
+class EndedRow:
+    """A sample that has ended."""
 
-    on_finish: Callable[[Row, FinishReason, int | str | None], None]
-    """Called once per sample with its row, the reason, and the stop token or string that ended it."""
-    on_token: OnToken | None = None
+    row: Row
+    reason: FinishReason
+    stop: int | str | None
+    """The stop token or string that ended it."""
 
 
 class Generation:
-    """Runs a list of requests until all have ended, or an abort.
+    """Runs turns as they come until all have ended, or an abort.
 
     Rows are dense: row r of the cache is `self._rows[r]`. A finished row goes on computing, unread, until
     enough have finished for the gaps to be closed; its place is then taken by the last row.
@@ -90,14 +91,15 @@ class Generation:
         sampler: Sampler,
         limits: Limits,
         tokenizer: Any | None,
-        listeners: Listeners,
+        on_token: OnToken | None,
     ) -> None:
         self._skeleton = skeleton
         self._cache = cache
         self._sampler = sampler
         self._limits = limits
         self._tokenizer = tokenizer
-        self._listeners = listeners
+        self._on_token = on_token
+        self._ended: list[EndedRow] = []
         self._queue: deque[Group] = deque()
         self._groups: list[Group] = []
         self._rows: list[Row] = []
@@ -105,22 +107,24 @@ class Generation:
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=skeleton.device)
         self._plan: Decode | None = None
 
-    def run(self, requests: Sequence[GenerationRequest], *, abort: threading.Event) -> None:
-        """Run all requests; every sample is reported to `listeners.on_finish` once."""
-        self._queue.extend(
-            Group(index=i, request=r, waiting=deque(range(len(r.seeds))))
-            for i, r in enumerate(requests)
-            if r.seeds
-        )
-        while self._queue or self._rows:
+    def advance(self, inbox: deque[Turn], *, abort: threading.Event) -> list[EndedRow]:
+        """Run until a sample has ended, and take what comes into `inbox` meanwhile. Returns nothing when
+        nothing is left."""
+        while not self._ended:
+            while inbox:
+                turn = inbox.popleft()
+                self._queue.append(Group(turn=turn, waiting=deque(range(len(turn.samples)))))
             if abort.is_set():
                 self._abort_all()
-                return
-            if self._gaps_are_due():
+            elif self._gaps_are_due():
                 self._close_gaps()
                 self._admit()
             if self._rows:
                 self._step()
+            elif not self._queue:
+                break
+        ended, self._ended = self._ended, []
+        return ended
 
     def _gaps_are_due(self) -> bool:
         done = sum(row.done for row in self._rows)
@@ -246,16 +250,17 @@ class Generation:
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.done:
                 continue
+            turn = row.group.turn
             if logprob != logprob:
                 raise EngineError(
-                    f"request {row.group.index}: the logits of token {len(row.state.token_ids)} of sample "
-                    f"{row.sample} are not finite; the weights have diverged or the compute dtype overflows "
-                    "(model.dtype)"
+                    f"request {turn.index}: the logits of token {len(row.state.token_ids)} of sample "
+                    f"{turn.samples[row.sample]} are not finite; the weights have diverged or the compute "
+                    "dtype overflows (model.dtype)"
                 )
             row.state.token_ids.append(token)
             row.logprobs.append(logprob)
-            if self._listeners.on_token is not None:
-                self._listeners.on_token(row.group.index, row.sample, row.state.token_ids)
+            if self._on_token is not None:
+                self._on_token(turn.index, turn.samples[row.sample], row.state.token_ids)
             ended = self._finish_reason(row, token)
             if ended is not None:
                 self._finish(row, *ended)
@@ -275,7 +280,7 @@ class Generation:
     def _finish(self, row: Row, reason: FinishReason, stop: int | str | None) -> None:
         row.done = True
         row.group.running -= 1
-        self._listeners.on_finish(row, reason, stop)
+        self._ended.append(EndedRow(row=row, reason=reason, stop=stop))
 
     def _abort_all(self) -> None:
         for row in self._rows:
@@ -284,6 +289,9 @@ class Generation:
         for group in (*self._groups, *self._queue):
             for row in self._take(group, len(group.waiting)):
                 self._finish(row, "abort", None)
+        self._queue.clear()
+        self._groups, self._rows, self._counts, self._plan = [], [], [], None
+        self._last = self._last[:0].clone()
 
     # compaction
 

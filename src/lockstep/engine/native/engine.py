@@ -12,44 +12,46 @@ computes for it later: `contract` says what that rests on.
 from __future__ import annotations
 
 import heapq
-import threading
-import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.native.generation import Counts, Generation, OnFinish, OnToken
+from lockstep.engine.native.generation import Counts, EndedSample, Generation, Mode
 from lockstep.engine.native.kv_cache import KVCache, most_tokens
 from lockstep.engine.native.layers import Layers
 from lockstep.engine.native.runner import Runner
 from lockstep.engine.native.scheduler import Group, Sample, Scheduler
-from lockstep.engine.requests import check_requests
+from lockstep.engine.requests import RequestCheck
 from lockstep.engine.sampling import SampleState, is_shaped
 from lockstep.engine.stop import StopStrings, completion_text
+from lockstep.engine.streaming import Ended, OnToken, Streaming, Turn
 from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError
 from lockstep.models.contract import kernel_contract
 from lockstep.models.load import LoadedModel
 from lockstep.observe.memory import is_out_of_memory
-from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.protocols.engine import EngineStats
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
+from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest, SamplingParams
 from lockstep.schema.weights import WeightUpdate
 
 NAME = "native"
 
 
-class NativeEngine:
+class NativeEngine(Streaming):
     """Implements lockstep.protocols.SharesWeights over the module of `model`, whose Parameters it shares.
 
-    `generate` runs in the calling thread; only `abort` may be called from another one.
+    It computes in the thread that calls `generate`, or that iterates `finished`. The KV cache is sized for
+    the samples that are there when the first of them begins, and grows when nothing runs: later turns, whose
+    context is longer, may wait for room. `engine.kv_cache_tokens` says how much the last turns need.
     """
 
     external = False
 
     def __init__(self, config: EngineConfig, *, model: LoadedModel) -> None:
+        super().__init__(NAME)
         device = next(model.module.parameters()).device
         _check_device(device, model.dtype)
         self._config = config
@@ -70,75 +72,82 @@ class NativeEngine:
         """Number of steps that are launched before the previous one is read."""
         self._kv_cache: KVCache | None = None
         self._runner: Runner | None = None
-        self._scheduler: Scheduler | None = None
-        self._abort = threading.Event()
-        self._policy_version = 0
-        self._state = "awake"
-        self._requests = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
-        self._seconds = 0.0
-        self._peak_bytes = 0
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        *,
-        on_completion: OnCompletion | None = None,
-        on_token: OnToken | None = None,
-    ) -> list[list[Completion]]:
-        """Sample every request; one list per request, in request order, its samples in seed order.
-
-        Args:
-            on_completion: called in this thread as soon as a sample finishes.
-            on_token: called in this thread after each token with (request index, sample index, token ids so
-                far).
-
-        Raises:
-            EngineError: a request is impossible or does not fit into the KV cache, the engine sleeps or is
-                closed, memory ran out, or logits are not finite.
-        """
-        if self._state != "awake":
-            raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
-        model = self._model
-        check_requests(
-            requests,
+        self._check_request = RequestCheck(
             vocab_size=self._layers.vocab_size,
             max_positions=model.max_positions,
             tokenizer=model.tokenizer,
         )
-        results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
+        self.on_token: OnToken | None = None
+        """Called after each token, in the thread that computes; set it while nothing runs."""
+        self._generation: Generation | None = None
+        self._later: list[Sample] = []
+        """Samples that wait until nothing runs, so that the KV cache may grow."""
+        self._sampling: set[SamplingParams] = set()
+        """Of all samples of the generation."""
+        self._most: int | None = None
+        """Tokens of KV cache that memory allows, as of the beginning of the stream."""
+        self._policy_version = 0
+        self._state = "awake"
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        self._peak_bytes = 0
 
-        def finish(sample: Sample, reason: FinishReason, stop: int | str | None) -> None:
-            completion = self._completion(sample, reason, stop)
-            results[sample.group.index][sample.index] = completion
-            if on_completion is not None:
-                on_completion(sample.group.index, sample.index, completion)
+    # a stream
 
-        self._abort.clear()
-        started = time.perf_counter()
-        samples = [sample for i, r in enumerate(requests) for sample in self._samples(i, r)]
+    def _check(self, turn: Turn) -> None:
+        self._check_request(turn.request, index=turn.index)
+        most = self._most_keys(self._end_of(turn.request) - 1)
+        if most is not None:
+            self._refuse(turn, most)
+
+    def _advance(self) -> list[Ended]:
         try:
             with torch.no_grad():
-                if samples:
-                    generation = self._generation(samples, finish)
-                    generation.run(abort=self._abort, on_token=on_token)
+                ended = self._run()
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             self._give_back()
             raise EngineError(self._out_of_memory()) from error
-        finally:
-            self._scheduler = None
-            self._seconds += time.perf_counter() - started
-        self._requests += len(requests)
-        return [[c for c in row if c is not None] for row in results]
+        return [(one[0].group.turn, one[0].index, self._completion(*one)) for one in ended]
+
+    def _run(self) -> list[EndedSample]:
+        """Steps until one ends a sample; turns that come meanwhile join."""
+        ended: list[EndedSample] = []
+        while not ended:
+            if self._inbox:
+                self._take_inbox()
+            if self._abort.is_set():
+                running = [] if self._generation is None else self._generation.abort()
+                ended = [*running, *((sample, "abort", None) for sample in self._later)]
+                self._retire()
+                self._later = []
+                return ended
+            if self._generation is None or (self._later and self._generation.idle):
+                self._start()
+            assert self._generation is not None
+            ended = self._generation.step(self._abort)
+        return ended
+
+    def _end(self) -> None:
+        self._retire()
+        self._later, self._most = [], None
+
+    def _retire(self) -> None:
+        generation, self._generation = self._generation, None
+        if generation is not None:
+            if generation.idle:
+                generation.drain()
+            self.counts.preemptions += generation.scheduler.preemptions
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Sample from this version from now on.
 
         Raises:
-            EngineError: the update is not for this module, or its tensors do not fit; nothing was changed.
+            EngineError: samples are running, the update is not for this module, or its tensors do not fit;
+                nothing was changed.
         """
         self._require_open()
+        self._require_idle("update_weights")
         if update.shared_module is None:
             copy_weights(self._layers.module, update.tensors, engine=NAME)
         elif update.shared_module is not self._model.module:
@@ -151,6 +160,7 @@ class NativeEngine:
     def sleep(self) -> None:
         """Free KV cache, buffers and CUDA graphs. The Parameters are the trainer's and stay."""
         self._require_open()
+        self._require_idle("sleep")
         self._give_back()
         if self._layers.shape.device.type == "cuda":
             torch.cuda.empty_cache()  # what CUDA graphs held is nobody else's before
@@ -160,12 +170,8 @@ class NativeEngine:
         self._require_open()
         self._state = "awake"
 
-    def abort(self) -> None:
-        """End running samples at their next token, waiting ones without any; no effect when nothing runs."""
-        self._abort.set()
-
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        generation = self._generation
         return EngineStats(
             policy_version=self._policy_version,
             requests=self._requests,
@@ -174,12 +180,13 @@ class NativeEngine:
             completion_tokens=self._completion_tokens,
             generate_seconds=self._seconds,
             kv_cache_bytes=self._peak_bytes,
-            queued=0 if scheduler is None else len(scheduler.unfinished()),
-            kv_cache_use=0.0 if scheduler is None else scheduler.use,
+            queued=self._open,
+            kv_cache_use=0.0 if generation is None else generation.scheduler.use,
         )
 
     def close(self) -> None:
         """Idempotent; every other call but `stats` is an error afterwards."""
+        self._close_stream()
         self._give_back()
         self._state = "closed"
 
@@ -187,14 +194,34 @@ class NativeEngine:
         if self._state == "closed":
             raise EngineError(f"engine {NAME} is closed; build a new one")
 
+    def _require_ready(self) -> None:
+        if self._state != "awake":
+            raise EngineError(f"engine {NAME} is {self._state}; call wake() before generate")
+
     def _give_back(self) -> None:
         self._kv_cache = self._runner = None
 
-    # a call of generate
+    # samples
 
-    def _samples(self, index: int, request: GenerationRequest) -> list[Sample]:
-        sampling, model = request.sampling, self._model
-        group = Group(index=index, request=request)
+    def _take_inbox(self) -> None:
+        """Let the turns of the inbox run: at once, or when nothing runs if the KV cache is too small."""
+        while self._inbox:
+            self._later += self._samples(self._inbox.popleft())
+        generation = self._generation
+        if generation is None or generation.idle:
+            return
+        assert self._kv_cache is not None
+        capacity = self._kv_cache.capacity
+        joining = [sample for sample in self._later if sample.end - 1 <= capacity]
+        self._later = [sample for sample in self._later if sample.end - 1 > capacity]
+        if joining:
+            together = [*generation.scheduler.unfinished(), *joining]
+            generation.add(joining, mode=self._mode(joining), roomy=self._needed(together) <= capacity)
+
+    def _samples(self, turn: Turn) -> list[Sample]:
+        request, model = turn.request, self._model
+        sampling, end = request.sampling, self._end_of(request)
+        group = Group(turn=turn)
         ends = (() if sampling.ignore_eos else model.eos_token_ids) + sampling.stop_token_ids
         return [
             Sample(
@@ -207,32 +234,58 @@ class NativeEngine:
                     end_ids=ends,
                 ),
                 stops=StopStrings(model.tokenizer, sampling.stop) if sampling.stop else None,
-                end=min(len(request.prompt_token_ids) + sampling.max_tokens, model.max_positions),
+                end=end,
             )
             for i, seed in enumerate(request.seeds)
         ]
 
-    def _generation(self, samples: Sequence[Sample], finish: OnFinish) -> Generation:
-        rows = min(self._config.max_batch, len(samples))
-        needed = sum(heapq.nlargest(rows, (sample.end - 1 for sample in samples)))
+    def _end_of(self, request: GenerationRequest) -> int:
+        """Tokens of prompt and completion at most."""
+        return min(len(request.prompt_token_ids) + request.sampling.max_tokens, self._model.max_positions)
+
+    def _start(self) -> None:
+        """Start a generation of all samples that wait; nothing runs now."""
+        self._retire()
+        samples, self._sampling = self._later, set()
+        needed = self._needed(samples)
         kv_cache, runner = self._sized(needed, samples)
         runner.use(kv_cache)
-        sampling = {sample.group.request.sampling for sample in samples}
-        alike = len({p.temperature for p in sampling}) == 1 and not any(is_shaped(p) for p in sampling)
-        self._scheduler = Scheduler(
+        scheduler = Scheduler(
             samples, kv_cache=kv_cache, max_rows=self._config.max_batch, roomy=needed <= kv_cache.capacity
         )
-        return Generation(
-            runner,
-            self._scheduler,
-            ahead=self.ahead if alike else 0,
-            temperature=samples[0].state.params.temperature if alike else None,
-            counts=self.counts,
-            on_finish=finish,
+        self._generation = Generation(
+            runner, scheduler, mode=self._mode(samples), counts=self.counts, on_token=self.on_token
         )
+        self._later = []
+
+    def _mode(self, more: Sequence[Sample]) -> Mode:
+        """How to run `more` with the samples before them."""
+        seen = self._sampling
+        seen |= {sample.state.params for sample in more}
+        temperatures = {params.temperature for params in seen}
+        if len(temperatures) > 1 or any(is_shaped(params) for params in seen):
+            return Mode(ahead=0, temperature=None)
+        return Mode(ahead=self.ahead, temperature=temperatures.pop())
+
+    def _needed(self, samples: Sequence[Sample]) -> int:
+        """Tokens of KV cache with which all that can run together fit at full length."""
+        return sum(heapq.nlargest(self._config.max_batch, (sample.end - 1 for sample in samples)))
+
+    def _most_keys(self, needed: int) -> int | None:
+        """None if a sample that needs so many tokens of KV cache can fit; else how many there can be."""
+        have = 0 if self._kv_cache is None else self._kv_cache.capacity
+        if needed <= have:
+            return None
+        config, shape = self._config, self._layers.shape
+        most = config.kv_cache_tokens
+        if most is None:
+            if self._most is None:
+                self._most = most_tokens(shape, config.memory_fraction, held=have * shape.token_bytes)
+            most = max(have, self._most)
+        return None if needed <= most else most
 
     def _sized(self, needed: int, samples: Sequence[Sample]) -> tuple[KVCache, Runner]:
-        """A KV cache for the needed tokens, as far as memory allows; it is kept between calls, so that CUDA
+        """A KV cache for the needed tokens, as far as memory allows; it is kept between streams, so that CUDA
         graphs stay valid."""
         if self._runner is None:
             self._runner = Runner(
@@ -247,8 +300,8 @@ class NativeEngine:
         if self._kv_cache is None or self._kv_cache.capacity < tokens:
             self._grow_kv_cache(tokens)
         longest = max(samples, key=lambda sample: sample.end)
-        if self._kv_cache is None or longest.end - 1 > self._kv_cache.capacity:
-            self._refuse(longest, 0 if self._kv_cache is None else self._kv_cache.capacity)
+        if self._kv_cache is None or longest.end - 1 > self._kv_cache.capacity:  # memory was taken meanwhile
+            self._refuse(longest.group.turn, 0 if self._kv_cache is None else self._kv_cache.capacity)
         return self._kv_cache, self._runner
 
     def _grow_kv_cache(self, tokens: int) -> None:
@@ -265,17 +318,17 @@ class NativeEngine:
             self._kv_cache = KVCache(shape, tokens)
             self._peak_bytes = max(self._peak_bytes, self._kv_cache.num_bytes)
 
-    def _refuse(self, sample: Sample, capacity: int) -> NoReturn:
-        request = sample.group.request
+    def _refuse(self, turn: Turn, capacity: int) -> NoReturn:
+        request = turn.request
         remedy = (
             "raise engine.kv_cache_tokens"
             if self._config.kv_cache_tokens is not None
             else "raise engine.memory_fraction, as the device's memory allows no more"
         )
         raise EngineError(
-            f"request {sample.group.index}: a sample with a prompt of {len(request.prompt_token_ids)} tokens "
-            f"and max_tokens = {request.sampling.max_tokens} can need {sample.end - 1} tokens of KV cache, "
-            f"which holds {capacity}; {remedy}, or lower sampling.max_tokens"
+            f"request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} tokens and "
+            f"max_tokens = {request.sampling.max_tokens} can need {self._end_of(request) - 1} tokens of KV "
+            f"cache, which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens"
         )
 
     def _out_of_memory(self) -> str:
@@ -287,7 +340,7 @@ class NativeEngine:
         )
 
     def _completion(self, sample: Sample, reason: FinishReason, stop: int | str | None) -> Completion:
-        state, request = sample.state, sample.group.request
+        state, request = sample.state, sample.group.turn.request
         cached = sample.cached_tokens or 0
         self._prompt_tokens += len(request.prompt_token_ids)
         self._cached_tokens += cached

@@ -1,24 +1,23 @@
-"""One call of `generate`: a step is launched, and while it runs the one before it is read."""
+"""Samples that run together: a step is launched, and while it runs the one before it is read."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lockstep.engine.native.runner import Pending, Runner
 from lockstep.engine.native.scheduler import Admission, Sample, Scheduler
+from lockstep.engine.streaming import OnToken
 from lockstep.errors import EngineError
 from lockstep.observe.spans import Spans
 from lockstep.schema.rollout import FinishReason
 
-OnToken = Callable[[int, int, Sequence[int]], None]
-"""Called after each token with (request index, sample index, token ids so far)."""
-OnFinish = Callable[[Sample, FinishReason, int | str | None], None]
-"""Called once per sample with the reason, and the stop token or string that ended it."""
+EndedSample = tuple[Sample, FinishReason, int | str | None]
+"""A sample, the reason of its end, and the stop token or string that ended it."""
 
 
 @dataclass(slots=True)
@@ -35,13 +34,22 @@ class Counts:
     spans: Spans = field(default_factory=Spans)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """How steps are launched."""
+
+    ahead: int
+    """Steps that are launched before the first of them is read: 1 keeps a GPU busy, and costs a sample that
+    ends one row; 0 where rows depend on tokens that only the host knows."""
+    temperature: float | None
+    """Of all samples; None: samples differ, or have more settings."""
+
+
 class Generation:
-    """Runs samples until each has ended, or an abort.
+    """Runs the samples of a scheduler until each has ended, or an abort.
 
     Args:
-        ahead: steps that are launched before the first of them is read: 1 keeps a GPU busy, and costs a
-            sample that ends one row; 0 where rows depend on tokens that only the host knows.
-        temperature: of all samples; None: samples differ, or have more settings.
+        mode: how steps are launched and tokens drawn; `add` may replace it.
     """
 
     def __init__(
@@ -49,32 +57,51 @@ class Generation:
         runner: Runner,
         scheduler: Scheduler,
         *,
-        ahead: int,
-        temperature: float | None,
+        mode: Mode,
         counts: Counts,
-        on_finish: OnFinish,
+        on_token: OnToken | None = None,
     ) -> None:
-        self._runner, self._scheduler = runner, scheduler
-        self._ahead, self._temperature = ahead, temperature
-        self._counts, self._on_finish = counts, on_finish
+        self._runner, self.scheduler = runner, scheduler
+        self.mode = mode
+        self._counts, self._on_token = counts, on_token
         self._pending: deque[tuple[list[Sample], Pending]] = deque()
+        self._ended: list[EndedSample] = []
 
-    def run(self, *, abort: threading.Event, on_token: OnToken | None = None) -> None:
-        """Run all samples; each is reported to `on_finish` once."""
-        while not abort.is_set():
-            launched = self._launch(abort)
-            if not launched and not self._pending:
-                assert abort.is_set() or not self._scheduler.waiting, "samples wait, and nothing runs"
-                break
-            if not launched or len(self._pending) > self._ahead:
-                self._read(on_token)
-        for sample in self._scheduler.unfinished():
-            self._on_finish(sample, "abort", None)
-        self._counts.preemptions += self._scheduler.preemptions
+    @property
+    def idle(self) -> bool:
+        """Whether no sample runs or waits: it may be replaced."""
+        return not self.scheduler.unfinished()
+
+    def add(self, samples: Iterable[Sample], *, mode: Mode, roomy: bool) -> None:
+        """Let more samples run, between two steps."""
+        self.scheduler.add(samples, roomy=roomy)
+        self.mode = mode
+        while len(self._pending) > mode.ahead:
+            self._read()
+
+    def step(self, abort: threading.Event) -> list[EndedSample]:
+        """Launch a step and read the one that is due; returns the samples that it ended. Must not be called
+        when it is idle."""
+        launched = self._launch(abort)
+        if self._pending and (not launched or len(self._pending) > self.mode.ahead):
+            self._read()
+        else:
+            assert launched or abort.is_set(), "samples wait, and nothing runs"
+        ended, self._ended = self._ended, []
+        return ended
+
+    def abort(self) -> list[EndedSample]:
+        """End all samples; it cannot go on afterwards."""
+        return [*self._ended, *((sample, "abort", None) for sample in self.scheduler.unfinished())]
+
+    def drain(self) -> None:
+        """Read the steps that were launched for samples that have ended since, so that they are counted."""
+        while self._pending:
+            self._read()
 
     def _launch(self, abort: threading.Event) -> bool:
         """Launch the next step; False when there is none now, or an abort came."""
-        scheduler, spans = self._scheduler, self._counts.spans
+        scheduler, spans = self.scheduler, self._counts.spans
         with spans("schedule"):
             scheduler.advance()
             admission = scheduler.admit()
@@ -85,8 +112,9 @@ class Generation:
         if not rows or abort.is_set():
             return False
         with spans("launch"):
-            states = None if self._temperature is not None else [row.state for row in rows]
-            pending = self._runner.step(scheduler.columns(), temperature=self._temperature, states=states)
+            temperature = self.mode.temperature
+            states = None if temperature is not None else [row.state for row in rows]
+            pending = self._runner.step(scheduler.columns(), temperature=temperature, states=states)
         for row in rows:
             row.in_flight += 1
         self._pending.append((rows, pending))
@@ -97,8 +125,8 @@ class Generation:
     def _bring_up(self, admission: Admission, abort: threading.Event) -> None:
         for parts in (admission.prompts, admission.rest):
             if parts is admission.rest:
-                self._scheduler.copies(admission)
-            for chunk in self._scheduler.chunks(
+                self.scheduler.copies(admission)
+            for chunk in self.scheduler.chunks(
                 parts, tokens=self._runner.chunk_for, documents=self._runner.documents
             ):
                 if abort.is_set():
@@ -107,8 +135,9 @@ class Generation:
                 self._counts.prefill_forwards += 1
                 self._counts.prefill_tokens += len(chunk.token_ids)
 
-    def _read(self, on_token: OnToken | None) -> None:
-        """Append the tokens of the oldest unread step, and report the samples that they end."""
+    def _read(self) -> None:
+        """Append the tokens of the oldest unread step, and note the samples that they end."""
+        on_token = self._on_token
         rows, pending = self._pending.popleft()
         with self._counts.spans("wait"):
             tokens, logprobs = pending.read()
@@ -123,19 +152,21 @@ class Generation:
                 sample.state.token_ids.append(token)
                 sample.logprobs.append(logprob)
                 if on_token is not None:
-                    on_token(sample.group.index, sample.index, sample.state.token_ids)
+                    turn = sample.group.turn
+                    on_token(turn.index, turn.samples[sample.index], sample.state.token_ids)
                 ended = _finish_reason(sample, token)
                 if ended is not None:
-                    self._scheduler.finish(sample)
-                    self._on_finish(sample, *ended)
+                    self.scheduler.finish(sample)
+                    self._ended.append((sample, *ended))
 
     def _refuse_nan(self, rows: Sequence[Sample], logprobs: Sequence[float]) -> None:
         for sample, logprob in zip(rows, logprobs, strict=True):
             if logprob != logprob and not sample.done:
+                turn = sample.group.turn
                 raise EngineError(
-                    f"request {sample.group.index}: the logits of token {len(sample.state.token_ids)} of "
-                    f"sample {sample.index} are not finite; the weights have diverged or the compute dtype "
-                    "overflows (model.dtype)"
+                    f"request {turn.index}: the logits of token {len(sample.state.token_ids)} of sample "
+                    f"{turn.samples[sample.index]} are not finite; the weights have diverged or the compute "
+                    "dtype overflows (model.dtype)"
                 )
 
 

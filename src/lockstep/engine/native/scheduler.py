@@ -34,7 +34,7 @@ from lockstep.engine.native.runner import (
 )
 from lockstep.engine.sampling import SampleState
 from lockstep.engine.stop import StopStrings
-from lockstep.schema.rollout import GenerationRequest
+from lockstep.engine.streaming import Turn
 
 _ROOM, _LAST = 7, 8
 """Two more columns, for the host: keys that fit into the sample's block, and the position whose successor
@@ -50,8 +50,7 @@ _ADMIT_SHARE = 8
 class Group:
     """A prompt, and the samples that own a copy of its keys and values."""
 
-    index: int
-    request: GenerationRequest
+    turn: Turn
     owners: list[Sample] = field(default_factory=list)
 
 
@@ -61,6 +60,7 @@ class Sample:
 
     group: Group
     index: int
+    """In the request of the group's turn."""
     state: SampleState
     stops: StopStrings | None
     end: int
@@ -142,6 +142,15 @@ class Scheduler:
     def unfinished(self) -> list[Sample]:
         """All unfinished samples, running ones first."""
         return [sample for sample in (*self._blocks, *self._waiting) if not sample.done]
+
+    def add(self, samples: Iterable[Sample], *, roomy: bool) -> None:
+        """Let more samples run, after those that wait.
+
+        Args:
+            roomy: all that can run together still fit at full length.
+        """
+        self._waiting.extend(samples)
+        self._roomy = roomy
 
     def finish(self, sample: Sample) -> None:
         """Remove a sample that has ended: its row at the next step, its keys and values now."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.engine.remote.reply_fields import number
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.stop import completion_text
+from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import FinishReason, GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
@@ -31,10 +32,17 @@ class Job:
     index: int
     """Index of the request."""
     sample: int
+    turn: Turn | None = None
+    """What it is a sample of; None: of a first turn."""
 
     @property
     def seed(self) -> int:
         return self.request.seeds[self.sample]
+
+    @property
+    def drawn_seed(self) -> int:
+        """The seed that the server is given."""
+        return self.seed if self.turn is None else self.turn.drawn_seed(self.sample)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """An engine in another process: everything that does not depend on which engine it is.
 
-    generate:  check ──► one POST per sample, many at once ──► completions as they come
+    stream:    check ──► one POST per sample, many at once ──► completions as they come
                     connection lost, process gone ──► start again ──► recover (weights) ──► ask for the rest
     update:    begin ──► receive, n times ──► finish;  else: fail, and dirty until a whole session
 
@@ -15,22 +15,24 @@ import resource
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.driver import Driver, Job, Sample, check_sample
-from lockstep.engine.remote.http import BadReply, HttpBatch, HttpClient, HttpError, Reply, Unreachable
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.remote.stall import StallDetector
-from lockstep.engine.requests import check_requests
+from lockstep.engine.requests import RequestCheck
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.stop import completion_text
+from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.errors import EngineError
-from lockstep.protocols.engine import EngineStats, OnCompletion
-from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.protocols.engine import EngineStats
+from lockstep.schema.rollout import Completion
 from lockstep.schema.weights import UpdateSession, WeightBucket
 
 _POLL_SECONDS = 0.1
@@ -44,11 +46,33 @@ class ServerDied(EngineError):
     """The server's process is gone."""
 
 
-class RemoteEngine:
+class Flow(Protocol):
+    """The samples at the server, which works on them whether or not somebody calls `step`."""
+
+    watch: StallDetector
+
+    def add(self, job: Job, body: Mapping[str, Any]) -> None:
+        """Let a sample be requested."""
+        ...
+
+    def step(self) -> None:
+        """Send what can be sent, and wait a little for news; samples that ended go to `RemoteEngine.ended`.
+        Raises ServerDied, and EngineError for an answer that is none."""
+        ...
+
+    def abort(self) -> None:
+        """End what waits, and tell the server to end the rest; called again and again until nothing is
+        left."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RemoteEngine(Streaming):
     """Implements lockstep.protocols.ReceivesWeights over a server.
 
-    One thread generates or updates; `abort`, `stats` and a second `generate` or `begin_update`, which is
-    refused or waits, may come from others.
+    One thread runs a stream or updates; a second stream is refused, and `begin_update` waits for the end of
+    another thread's.
     """
 
     external = True
@@ -70,7 +94,7 @@ class RemoteEngine:
         Raises:
             EngineError: it does not start, or is not the server that this run needs.
         """
-        self.name = driver.name
+        super().__init__(driver.name)
         self.transports = driver.transports
         self.dirty = spec.weights == "pushed"
         self.recover: Callable[..., None] | None = None
@@ -78,16 +102,22 @@ class RemoteEngine:
         self._config, self._spec = config, spec
         self._client, self._driver, self._server = client, driver, server
         self._state = "awake"
-        self._turn = threading.Condition()
-        self._generating: int | None = None
+        self._check_request = RequestCheck(
+            vocab_size=spec.vocab_size, max_positions=spec.max_model_len, tokenizer=spec.tokenizer
+        )
+        self._new: deque[tuple[Job, dict[str, Any]]] = deque()
+        """Samples that the flow does not know yet."""
+        self._jobs: dict[str, tuple[Job, dict[str, Any]]] = {}
+        """Samples of the flow that have not ended, with the bodies of their requests."""
+        self._flow: Flow | None = None
+        self._finished_jobs: list[Ended] = []
+        self._recovering: int | None = None
+        """The thread that sends weights to a restarted server in the middle of a stream."""
         self._session: UpdateSession | None = None
-        self._abort = threading.Event()
         self._policy_version = 0
         self._pushed = False
         self._restarts = 0
-        self._open_jobs = 0
-        self._count = dict.fromkeys(("requests", "prompt", "cached", "completion"), 0)
-        self._seconds = 0.0
+        self._count = dict.fromkeys(("prompt", "cached", "completion"), 0)
         self._kv_use: float | None = None
         self._kv_bytes, self._kv_peak = 0, 0.0
         self.request_seconds = config.request_seconds
@@ -96,78 +126,80 @@ class RemoteEngine:
         """Number of workers that each receive every bucket."""
         self._start()
 
-    # generation
+    # a stream
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
-    ) -> list[list[Completion]]:
-        """Sample every request; `on_completion` is called in this thread.
+    def _accept(self, turn: Turn) -> None:
+        """Check a turn, and write the bodies of its requests."""
+        self._check_request(turn.request, index=turn.index)
+        prefix = f"{uuid.uuid4().hex}-{turn.index}"
+        jobs = [
+            Job(id=f"{prefix}-{k}", request=turn.request, index=turn.index, sample=k, turn=turn)
+            for k in range(len(turn.samples))
+        ]
+        self._new.extend([(job, self._driver.body(job)) for job in jobs])
 
-        Raises:
-            EngineError: a request is impossible, the engine sleeps, is closed, dirty or being updated, the
-                server died more than max_restarts times, or nothing new came for request_seconds.
-        """
-        spec = self._spec
-        check_requests(
-            requests,
-            vocab_size=spec.vocab_size,
-            max_positions=spec.max_model_len,
-            tokenizer=spec.tokenizer,
-        )
-        prefix = uuid.uuid4().hex
-        jobs = {
-            f"{prefix}-{i}-{k}": Job(id=f"{prefix}-{i}-{k}", request=r, index=i, sample=k)
-            for i, r in enumerate(requests)
-            for k in range(len(r.seeds))
-        }
-        bodies = {id: self._driver.body(job) for id, job in jobs.items()}  # refuses before anything runs
-        results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
-
-        def finish(job: Job, completion: Completion) -> None:
-            del jobs[job.id]
-            self._open_jobs = len(jobs)
-            results[job.index][job.sample] = completion
-            if on_completion is not None:
-                on_completion(job.index, job.sample, completion)
-
-        self._enter_generate()
-        started = time.perf_counter()
-        try:
-            self._open_jobs = len(jobs)
+    def _advance(self) -> list[Ended]:
+        """Until samples have ended; a server that dies is started again and asked for the rest."""
+        if self._flow is None:
             self._revive()
             self._require_clean()
-            while jobs:
-                try:
-                    self._run(jobs, bodies, finish)
-                except ServerDied as death:
-                    self._restart(death)
-        finally:
-            self._seconds += time.perf_counter() - started
-            self._open_jobs = 0
-            with self._turn:
-                self._generating = None
-                self._turn.notify_all()
-        self._count["requests"] += len(requests)
-        return [[c for c in row if c is not None] for row in results]
+        else:
+            self._flow.watch.news()  # the time that the consumer took is no silence of the server
+        while not self._finished_jobs:
+            try:
+                flow = self._flow = self._flow or self._whole_flow()
+                while self._new:
+                    job, body = self._new.popleft()
+                    self._jobs[job.id] = (job, body)
+                    flow.add(job, body)
+                flow.step()
+                if self._abort.is_set():
+                    flow.abort()
+            except ServerDied as death:
+                self._require_open()  # close() ends a server, too
+                self._close_flow()
+                self._restart(death)
+        ended, self._finished_jobs = self._finished_jobs, []
+        return ended
 
-    def abort(self) -> None:
-        """Safe from any thread; no effect when nothing runs."""
-        self._abort.set()
+    def ended(self, job: Job, sample: Sample) -> None:
+        """Take a sample that has ended from the flow."""
+        completion = self._checked(job, sample)
+        del self._jobs[job.id]
+        assert job.turn is not None
+        self._finished_jobs.append((job.turn, job.sample, completion))
 
-    def _enter_generate(self) -> None:
-        with self._turn:
-            self._require_awake("generate")
-            if self._session is not None:
-                raise EngineError(
-                    f"engine {self.name} is being updated to policy version "
-                    f"{self._session.policy_version}; generate after finish_update"
-                )
-            if self._generating is not None:
-                raise EngineError(
-                    f"engine {self.name} generates already, in another thread; send all requests in one call"
-                )
-            self._generating = threading.get_ident()
-            self._abort.clear()
+    def _end(self) -> None:
+        self._close_flow()
+        self._new.clear()
+        self._jobs.clear()
+        self._finished_jobs.clear()
+
+    def _whole_flow(self) -> Flow:
+        """A new flow with all samples that have not ended."""
+        flow = self._new_flow()
+        for job, body in self._jobs.values():
+            flow.add(job, body)
+        return flow
+
+    def _new_flow(self) -> Flow:
+        return _PostFlow(self)
+
+    def _close_flow(self) -> None:
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            flow.close()
+
+    def _require_ready(self) -> None:
+        self._require_awake("generate")
+        if self._running:  # a restart in the middle of it heals itself
+            return
+        if self._session is not None:
+            raise EngineError(
+                f"engine {self.name} is being updated to policy version {self._session.policy_version}; "
+                "generate after finish_update"
+            )
+        self._require_clean()
 
     def _require_clean(self) -> None:
         if self.dirty:
@@ -176,53 +208,8 @@ class RemoteEngine:
                 "the last one failed, or its server was started again); send it a whole update first"
             )
 
-    def _run(
-        self,
-        jobs: Mapping[str, Job],
-        bodies: Mapping[str, dict[str, Any]],
-        finish: Callable[[Job, Completion], None],
-    ) -> None:
-        """Request all of `jobs` until each has finished."""
-        watch = StallDetector(self)
-        tries: dict[str, int] = {}
-        abort_again = 0.0
-        with self._client.batch(limit=_open_limit(self._config.max_batch)) as batch:
-            for id in jobs:
-                batch.submit(id, self._driver.generate_path, bodies[id])
-            while jobs:
-                for key, reply in batch.poll(_POLL_SECONDS):
-                    job = jobs[str(key)]
-                    completion = self._completion(job, reply)
-                    if completion is not None:
-                        watch.news()
-                        finish(job, completion)
-                        continue
-                    tries[job.id] = tries.get(job.id, 0) + 1
-                    if tries[job.id] == _TRIES:
-                        raise EngineError(
-                            f"engine {self.name} lives but broke the connection of one sample {_TRIES} times"
-                            f"{self._log_text()}"
-                        )
-                    batch.submit(job.id, self._driver.generate_path, bodies[job.id])
-                if jobs and self._abort.is_set() and time.monotonic() > abort_again:
-                    self._abort_jobs(batch, jobs, finish)
-                    abort_again = time.monotonic() + _ABORT_SECONDS
-                if jobs:
-                    watch.check(len(jobs))
-
-    def _abort_jobs(
-        self, batch: HttpBatch, jobs: Mapping[str, Job], finish: Callable[[Job, Completion], None]
-    ) -> None:
-        for key in batch.drop_unsent():
-            nothing = Sample(
-                token_ids=[], logprobs=[], finish_reason="abort", stop_reason=None, cached_tokens=0
-            )
-            finish(jobs[str(key)], self._checked(jobs[str(key)], nothing))
-        if jobs:
-            self._driver.abort(list(jobs))
-
-    def _completion(self, job: Job, reply: Reply | HttpError) -> Completion | None:
-        """The completion of a reply; None: request it again, the connection broke though the server runs."""
+    def _sample(self, job: Job, reply: Reply | HttpError) -> Sample | None:
+        """The sample of a reply; None: request it again, the connection broke though the server runs."""
         if isinstance(reply, HttpError):
             if not isinstance(reply, Unreachable):
                 raise reply
@@ -233,7 +220,7 @@ class RemoteEngine:
             raise EngineError(
                 f"engine {self.name} failed on a sample: {reply.error_text()}{self._log_text()}"
             )
-        return self._checked(job, self._driver.read(job, reply.object()))
+        return self._driver.read(job, reply.object())
 
     def _checked(self, job: Job, sample: Sample) -> Completion:
         spec, request = self._spec, job.request
@@ -331,7 +318,11 @@ class RemoteEngine:
                 "(sharded weights are only whole in a regular update). Resume the run from its last "
                 f"checkpoint. {self._server.log_text()}"
             ) from death
-        self.recover()
+        self._recovering = threading.get_ident()
+        try:
+            self.recover()
+        finally:
+            self._recovering = None
         self._require_clean()
 
     def _log_text(self) -> str:
@@ -352,19 +343,15 @@ class RemoteEngine:
             self._require_awake("update")
             if self._session is not None:
                 raise EngineError(f"engine {self.name} is being updated already; finish or fail that first")
-            mine = self._generating == threading.get_ident()  # recovery, in the middle of `generate`
-            while self._generating is not None and not mine:
-                if not self._turn.wait(session.deadline - time.monotonic()):
-                    raise EngineError(
-                        f"engine {self.name}: {self._open_jobs} samples were still running when the deadline "
-                        "of the update came; update after generate has returned, or abort it"
-                    )
+            recovering = self._recovering == threading.get_ident()
+            if not recovering:
+                self._wait_until_idle("update", deadline=session.deadline)
             self._session = session
         try:
-            if not mine:
+            if not recovering:
                 self._revive_for_update()
             self.dirty = True
-            self._begin(session, recovering=mine)
+            self._begin(session, recovering=recovering)
         except BaseException as error:
             self.fail_update(str(error))
             raise
@@ -444,6 +431,7 @@ class RemoteEngine:
 
     def sleep(self) -> None:
         self._require_open()
+        self._require_idle("sleep")
         if self._state == "awake":
             self._driver.sleep()
         self._state = "asleep"
@@ -459,13 +447,13 @@ class RemoteEngine:
         count = self._count
         return EngineStats(
             policy_version=self._policy_version,
-            requests=count["requests"],
+            requests=self._requests,
             prompt_tokens=count["prompt"],
             cached_tokens=count["cached"],
             completion_tokens=count["completion"],
             generate_seconds=self._seconds,
             kv_cache_bytes=int(self._kv_bytes * self._kv_peak),
-            queued=self._open_jobs,
+            queued=self._open,
             kv_cache_use=self._kv_use,
             restarts=self._restarts,
         )
@@ -477,6 +465,7 @@ class RemoteEngine:
 
     def close(self) -> None:
         """Idempotent; stops a server of ours, and leaves one at a url as it is."""
+        self._close_stream()
         if self._server is not None:
             self._server.stop()
         self._state = "closed"
@@ -496,6 +485,62 @@ class RemoteEngine:
         self._require_open()
         if self._state != "awake":
             raise EngineError(f"engine {self.name} is {self._state}; call wake() before {what}")
+
+
+class _PostFlow:
+    """One POST per sample."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self.watch = StallDetector(engine)
+        self._engine = engine
+        self._batch = engine._client.batch(limit=_open_limit(engine._config.max_batch))
+        self._jobs: dict[str, tuple[Job, Mapping[str, Any]]] = {}
+        self._tries: dict[str, int] = {}
+        self._abort_again = 0.0
+
+    def add(self, job: Job, body: Mapping[str, Any]) -> None:
+        self._jobs[job.id] = (job, body)
+        self._batch.submit(job.id, self._engine._driver.generate_path, body)
+
+    def step(self) -> None:
+        engine = self._engine
+        for key, reply in self._batch.poll(_POLL_SECONDS):
+            job, body = self._jobs[str(key)]
+            sample = engine._sample(job, reply)
+            if sample is not None:
+                self.watch.news()
+                self._end(job, sample)
+                continue
+            self._tries[job.id] = self._tries.get(job.id, 0) + 1
+            if self._tries[job.id] == _TRIES:
+                raise EngineError(
+                    f"engine {engine.name} lives but broke the connection of one sample {_TRIES} times"
+                    f"{engine._log_text()}"
+                )
+            self._batch.submit(job.id, engine._driver.generate_path, body)
+        if self._jobs:
+            self.watch.check(len(self._jobs))
+
+    def abort(self) -> None:
+        if time.monotonic() <= self._abort_again:
+            return
+        for key in self._batch.drop_unsent():
+            self._end(self._jobs[str(key)][0], no_tokens())
+        if self._jobs:
+            self._engine._driver.abort(list(self._jobs))
+        self._abort_again = time.monotonic() + _ABORT_SECONDS
+
+    def close(self) -> None:
+        self._batch.close()
+
+    def _end(self, job: Job, sample: Sample) -> None:
+        del self._jobs[job.id]
+        self._engine.ended(job, sample)
+
+
+def no_tokens() -> Sample:
+    """A sample that was aborted before it began."""
+    return Sample(token_ids=[], logprobs=[], finish_reason="abort", stop_reason=None, cached_tokens=0)
 
 
 def _open_limit(max_batch: int) -> int:

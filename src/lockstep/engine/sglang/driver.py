@@ -123,7 +123,7 @@ class SGLangDriver:
         request, spec = job.request, self._spec
         sampling = sglang_sampling(
             request.sampling,
-            seed=job.seed,
+            seed=job.drawn_seed,
             eos_token_ids=spec.eos_token_ids,
             seeded=self._config.batch_invariant,
         )

@@ -1,7 +1,7 @@
 """Engine `sglang`: SGLang's own server, started from its own environment (engine.python), or running already
 (engine.url). Its scheduler kills its parent when it fails, so it never lives in the trainer's process.
 
-    generate ──► waves of samples, one streamed POST each ──► chunks ──► finished samples
+    stream ────► waves of samples, one streamed POST each ──► chunks ──► finished samples
                  room for more ◄──────────────────────────────────────┘
 
 A wave asks for up to 64 samples over one connection. The client reads their chunks while the GPU makes the
@@ -17,13 +17,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.driver import Job, Sample
-from lockstep.engine.remote.engine import RemoteEngine
+from lockstep.engine.remote.engine import RemoteEngine, no_tokens
 from lockstep.engine.remote.http import BadReply, HttpError, Reply
 from lockstep.engine.remote.server import (
     ServerProcess,
@@ -44,7 +44,6 @@ from lockstep.engine.sglang.translate import sglang_environment, sglang_server_c
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.stop import StopStrings
 from lockstep.errors import ConfigError, EngineError
-from lockstep.schema.rollout import Completion
 
 WAVE = 64
 """Samples of one request: the server's cost of a chunk grows with their number."""
@@ -53,8 +52,6 @@ _POLL_SECONDS = 0.1
 _ABORT_SECONDS = 1.0
 _ABORT_LIMIT_SECONDS = 10.0
 _TRIES = 3
-
-Finish = Callable[[Job, Completion], None]
 
 
 class SGLangServer(RemoteEngine):
@@ -78,8 +75,9 @@ class SGLangServer(RemoteEngine):
         """Free the KV cache, and the weights if they are the trainer's and will be sent again."""
         self._require_open()
         with self._turn:
-            if self._generating is not None or self._session is not None:
-                raise EngineError(f"engine {NAME} cannot sleep while it generates or is updated")
+            self._require_idle("sleep")
+            if self._session is not None:
+                raise EngineError(f"engine {NAME} cannot sleep while it is updated")
         super().sleep()
 
     def wake(self) -> None:
@@ -94,19 +92,10 @@ class SGLangServer(RemoteEngine):
         if self._sglang.stuck and self._server is not None:
             self._server.stop()
 
-    def _run(self, jobs: Mapping[str, Job], bodies: Mapping[str, dict[str, Any]], finish: Finish) -> None:
-        """Request all of `jobs` until each has finished."""
-        with EventStreams(self._client) as streams:
-            flow = _Flow(self, jobs, bodies, finish, streams)
-            while jobs:
-                flow.step()
-                if self._abort.is_set():
-                    flow.abort()
+    def _new_flow(self) -> _Flow:
+        return _Flow(self, EventStreams(self._client))
 
     # what a flow needs of the engine
-
-    def finished(self, job: Job, sample: Sample, finish: Finish) -> None:
-        finish(job, self._checked(job, sample))
 
     def broken(self, sign: HttpError) -> None:
         """Raises ServerDied if the server is gone."""
@@ -126,26 +115,28 @@ class SGLangServer(RemoteEngine):
 
 
 class _Flow:
-    """One call of `generate`: the samples that wait, those at the server, and their progress."""
+    """The samples that wait, those at the server, and their progress."""
 
-    def __init__(
-        self,
-        engine: SGLangServer,
-        jobs: Mapping[str, Job],
-        bodies: Mapping[str, dict[str, Any]],
-        finish: Finish,
-        streams: EventStreams,
-    ) -> None:
-        self._engine, self._jobs, self._bodies, self._streams = engine, jobs, bodies, streams
-        self._finish = finish
-        self._waiting = deque(jobs.values())
+    def __init__(self, engine: SGLangServer, streams: EventStreams) -> None:
+        self.watch = StallDetector(engine)
+        self._engine, self._streams = engine, streams
+        self._open: dict[str, Job] = {}
+        """Samples that have not ended."""
+        self._bodies: dict[str, Mapping[str, Any]] = {}
+        self._waiting: deque[Job] = deque()
         self._waves: dict[int, dict[str, Partial]] = {}
         """Samples at the server, by wave and by id there."""
         self._opened = 0
         self._tries: dict[str, int] = {}
-        self._watch = StallDetector(engine)
         self._abort_began: float | None = None
         self._abort_again = 0.0
+
+    def add(self, job: Job, body: Mapping[str, Any]) -> None:
+        self._open[job.id], self._bodies[job.id] = job, body
+        self._waiting.append(job)
+
+    def close(self) -> None:
+        self._streams.close()
 
     def step(self) -> None:
         self._open_waves()
@@ -157,20 +148,20 @@ class _Flow:
                 self._ended_badly(key, event)
             elif left := self._waves.pop(key, None):
                 raise BadReply(f"engine {NAME} ended its answer without {len(left)} of its samples")
-        if self._jobs:
-            self._watch.check(len(self._jobs))
+        if self._open:
+            self.watch.check(len(self._open))
 
     def abort(self) -> None:
         """Abort: samples that were not requested yet end at once, the others when the server says so, or
         soon."""
         for job in self._waiting:
-            self._end(job, _nothing())
+            self._end(job, no_tokens())
         self._waiting.clear()
         now = time.monotonic()
         self._abort_began = self._abort_began or now
-        if now > self._abort_again and self._jobs:
+        if now > self._abort_again and self._open:
             self._abort_again = now + _ABORT_SECONDS
-            self._engine._driver.abort(list(self._jobs))
+            self._engine._driver.abort(list(self._open))
         if now - self._abort_began > _ABORT_LIMIT_SECONDS:
             for wave in self._waves.values():
                 for partial in wave.values():
@@ -179,7 +170,9 @@ class _Flow:
 
     def _open_waves(self) -> None:
         if self._abort_began is not None:
-            return
+            if self._open.keys() - {job.id for job in self._waiting}:
+                return
+            self._abort_began, self._abort_again = None, 0.0  # all that it was for have ended
         limit = self._engine.in_flight_limit
         free = limit - sum(len(wave) for wave in self._waves.values())
         # A request for each sample that leaves would be many small ones.
@@ -220,9 +213,9 @@ class _Flow:
         )
         if sample is None:
             if len(partial.token_ids) > had:  # an event without tokens is no progress
-                self._watch.news()
+                self.watch.news()
             return
-        self._watch.news()
+        self.watch.news()
         del wave[str(name)]
         if meta is not None and meta["finish_reason"] is None:
             with contextlib.suppress(HttpError):  # it would go on to its end, unread
@@ -254,11 +247,8 @@ class _Flow:
             self._waiting.append(job)
 
     def _end(self, job: Job, sample: Sample) -> None:
-        self._engine.finished(job, sample, self._finish)
-
-
-def _nothing() -> Sample:
-    return Sample(token_ids=[], logprobs=[], finish_reason="abort", stop_reason=None, cached_tokens=0)
+        del self._open[job.id], self._bodies[job.id]
+        self._engine.ended(job, sample)
 
 
 def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:

@@ -43,6 +43,10 @@ class EventStreams:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection."""
         for stream in list(self._open):
             self._drop(stream)
         self._selector.close()

@@ -8,20 +8,21 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
+from lockstep.engine.streaming import Turn
 from lockstep.engine.vllm.translate import vllm_constructor
 from lockstep.errors import EngineError
 
 NAME = "vllm"
 _LOOK_SECONDS = 0.5
-_Key = tuple[int, int]
-"""(request index, sample index)."""
+_Key = tuple[Turn, int]
+"""A turn, and the index of a sample in its request."""
 
 
 class Core:
@@ -60,23 +61,27 @@ class Core:
             "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("VLLM_")},
         }
 
-    def submit(self, samples: Mapping[_Key, tuple[tuple[int, ...], dict[str, Any]]]) -> None:
-        """Hand all samples to the scheduler, siblings in a row: they share the blocks of their prompt."""
+    def submit(self, samples: Sequence[tuple[_Key, dict[str, Any]]]) -> None:
+        """Hand samples, with the keyword arguments of vllm.SamplingParams, to the scheduler, siblings in a
+        row: they share the blocks of their prompt."""
         started = time.perf_counter()
-        for key, (prompt, sampling) in samples.items():
+        for key, sampling in samples:
             self._count += 1
             name = f"lockstep-{self._count}"
             # flat: lists of numbers, not a dict and an object for each token
             params = self._params(**sampling, output_kind=self._final_only, flat_logprobs=True)
             self._keys[name] = key
-            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+            self._engine.add_request(
+                name, {"prompt_token_ids": list(key[0].request.prompt_token_ids)}, params
+            )
         self.seconds += time.perf_counter() - started
 
-    def advance(self, abort: threading.Event) -> list[tuple[_Key, Any]]:
-        """Step until at least one sample has finished; returns nothing only when none is left."""
+    def advance(self, abort: threading.Event, more: Sized) -> list[tuple[_Key, Any]]:
+        """Step until at least one sample has finished. Returns nothing when there is `more` to submit, or
+        none is left."""
         engine, started = self._engine, time.perf_counter()
         try:
-            while engine.has_unfinished_requests():
+            while engine.has_unfinished_requests() and not more:
                 if abort.is_set():
                     return self.abort_all()
                 finished = [o for o in engine.step() if o.finished]

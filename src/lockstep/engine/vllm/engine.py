@@ -1,8 +1,8 @@
 """Engine `vllm` in this process: vLLM's engine, stepped by us, with weights of its own.
 
-    caller ── generate ──► own thread: add_request for every sample, step until one finishes ──┐
-       ▲                                                                                     │
-       └── on_completion as each sample finishes, noise of the trainer put back ◄────────────────┘
+    caller ── _advance ──► own thread: add_request for every new sample, step until one finishes ──┐
+       ▲                                                                                         │
+       └── finished samples one after the other, noise of the trainer put back ◄─────────────────────┘
 
 Everything of vLLM runs in one thread of its own, so that every wait has a deadline; the caller waits, so the
 two never run at the same time.
@@ -11,25 +11,27 @@ two never run at the same time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.requests import check_requests
+from lockstep.engine.requests import RequestCheck
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.stop import completion_text
+from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.engine.vllm.core import NAME, Core, claim, release, same_threads
 from lockstep.engine.vllm.translate import vllm_environment, vllm_logprobs_mode, vllm_sampling
 from lockstep.engine.vllm.worker_thread import OwnThread, same_noise
 from lockstep.errors import ConfigError, EngineError
-from lockstep.protocols.engine import EngineStats, OnCompletion
+from lockstep.protocols.engine import EngineStats
 from lockstep.schema.rollout import Completion, FinishReason, GenerationRequest
 from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
 from lockstep.wire.buckets import named_dtype
@@ -39,35 +41,35 @@ _CLOSE_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 _FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _Result = TypeVar("_Result")
-_Key = tuple[int, int]
-"""(request index, sample index)."""
-_Samples = dict[_Key, tuple[tuple[int, ...], dict[str, Any]]]
-"""Prompt and keyword arguments of vllm.SamplingParams."""
 
 
-class VLLMEngine:
+class VLLMEngine(Streaming):
     """Implements lockstep.protocols.ReceivesWeights with vLLM in this process, one at a time.
 
-    Methods may be called from any thread; one of them works and the others wait for it, `abort` and `stats`
-    excepted.
+    Methods may be called from any thread; one of them works and the others wait for it, `submit`,
+    `continue_`, `abort` and `stats` excepted. A second stream is refused.
     """
 
     external = True
 
     def __init__(self, config: EngineConfig, *, spec: EngineSpec) -> None:
+        super().__init__(NAME)
         _check_spec(config, spec)
         self._config, self._spec = config, spec
         self._device = torch.device(spec.device)
         self._logprobs_mode = vllm_logprobs_mode(spec.temperatures)
-        self._turn = threading.Condition()
+        self._check_request = RequestCheck(
+            vocab_size=spec.vocab_size, max_positions=spec.max_model_len, tokenizer=spec.tokenizer
+        )
+        self._new: deque[tuple[tuple[Turn, int], dict[str, Any]]] = deque()
+        """Samples that vLLM does not know yet, with the keyword arguments of vllm.SamplingParams."""
+        self._at_core = 0
+        """Samples that vLLM has."""
         self._working: str | None = None
         self._state = "awake"
         self._session: UpdateSession | None = None
-        self._abort = threading.Event()
         self._policy_version = 0
-        self._requests = self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
-        self._seconds = 0.0
-        self._queued = 0
+        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
         self.transports: tuple[Transport, ...] = ("memory", "disk")
         self.receivers = 1
         self.recover: Callable[..., None] | None = None
@@ -91,92 +93,45 @@ class VLLMEngine:
 
     # sampling
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
-    ) -> list[list[Completion]]:
-        """Sample every request; one list per request, in request order, its samples in seed order.
-
-        Args:
-            on_completion: called in this thread with (request index, sample index, completion) as soon as a
-                sample finishes; vLLM stands still meanwhile.
-
-        Raises:
-            EngineError: a request is impossible or would be answered with other logprobs than requested, the
-                engine sleeps, is dirty or closed, nothing came within request_seconds, or vLLM failed.
-        """
-        config, spec = self._config, self._spec
-        check_requests(
-            requests,
-            vocab_size=spec.vocab_size,
-            max_positions=spec.max_model_len,
-            tokenizer=spec.tokenizer,
-        )
-        samples = self._samples(requests)
-        results: list[list[Completion | None]] = [[None] * len(r.seeds) for r in requests]
-        with self._turn_for("generate", until=time.monotonic() + config.request_seconds):
-            self._check_ready()
-            self._abort.clear()
-            self._queued = len(samples)
-            started = time.perf_counter()
-            try:
-                with contextlib.closing(self._finished(samples)) as finished:
-                    for key, output in finished:
-                        completion = self._completion(requests[key[0]], key[1], output)
-                        results[key[0]][key[1]] = completion
-                        self._queued -= 1
-                        if on_completion is not None:
-                            on_completion(*key, completion)
-            finally:
-                self._queued = 0
-                self._seconds += time.perf_counter() - started
-            self._requests += len(requests)
-        return [[c for c in row if c is not None] for row in results]
-
-    def abort(self) -> None:
-        """End running samples before their next token, waiting ones without any; no effect when nothing
-        runs."""
-        self._abort.set()
-
-    def _samples(self, requests: Sequence[GenerationRequest]) -> _Samples:
-        """vLLM's arguments of each sample, all built before the first one is submitted."""
-        return {
-            (index, sample): (
-                request.prompt_token_ids,
-                vllm_sampling(
-                    request.sampling,
-                    seed=seed,
-                    eos_token_ids=self._spec.eos_token_ids,
-                    logprobs_mode=self._logprobs_mode,
-                ),
+    def _accept(self, turn: Turn) -> None:
+        """Check a turn, and write vLLM's arguments of each of its samples."""
+        self._check_request(turn.request, index=turn.index)
+        arguments = [
+            vllm_sampling(
+                turn.request.sampling,
+                seed=turn.drawn_seed(sample),
+                eos_token_ids=self._spec.eos_token_ids,
+                logprobs_mode=self._logprobs_mode,
             )
-            for index, request in enumerate(requests)
-            for sample, seed in enumerate(request.seeds)
-        }
+            for sample in range(len(turn.samples))
+        ]
+        self._new.extend([((turn, sample), given) for sample, given in enumerate(arguments)])
 
-    def _finished(self, samples: _Samples) -> Generator[tuple[_Key, Any], None, None]:
-        """Yield each sample's output of vLLM as it comes. When the caller stops early, nothing keeps
-        running."""
-        core, left = self._core, set(samples)
+    def _advance(self) -> list[Ended]:
+        core, seconds = self._core, self._config.request_seconds
 
         def step(work: Callable[[], _Result]) -> _Result:
             core.last_progress = time.monotonic()
-            return self._in_thread(
-                work, what="generate", until=lambda: core.last_progress + self._config.request_seconds
-            )
+            return self._in_thread(work, what="generate", until=lambda: core.last_progress + seconds)
 
-        try:
-            step(lambda: core.submit(samples))
-            while left:
-                outputs = step(lambda: core.advance(self._abort))
-                if not outputs:
-                    raise EngineError(f"engine {NAME} lost {len(left)} samples: it has nothing left to do")
-                for key, output in outputs:
-                    left.discard(key)
-                    yield key, output
-        finally:
-            if left and self._state == "awake":
-                with contextlib.suppress(EngineError):  # the reason that brought us here is raised
-                    self._in_thread(core.abort_all, what="abort", until=time.monotonic() + _CLOSE_SECONDS)
+        outputs: list[tuple[tuple[Turn, int], Any]] = []
+        with self._turn_for("generate", until=time.monotonic() + seconds):
+            while not outputs and (self._new or self._at_core):
+                new = [self._new.popleft() for _ in range(len(self._new))]
+                self._at_core += len(new)
+                step(functools.partial(core.submit, new))
+                outputs = step(lambda: core.advance(self._abort, self._new))
+                if not outputs and not self._new:
+                    break
+            self._at_core -= len(outputs)
+        return [(*key, self._completion(key[0].request, key[1], output)) for key, output in outputs]
+
+    def _end(self) -> None:
+        left, self._at_core = self._at_core, 0
+        self._new.clear()
+        if left and self._state == "awake":
+            with contextlib.suppress(EngineError):  # the reason that brought us here is raised
+                self._in_thread(self._core.abort_all, what="abort", until=time.monotonic() + _CLOSE_SECONDS)
 
     def _completion(self, request: GenerationRequest, sample: int, output: Any) -> Completion:
         answer = output.outputs[0]
@@ -227,8 +182,12 @@ class VLLMEngine:
             EngineError: it sleeps or is closed, another session is open, or samples are running that do not
                 end before the session's deadline.
         """
+        self._check_open()
+        with self._turn:
+            self._wait_until_idle("update", deadline=session.deadline)
         with self._turn_for("begin_update", until=session.deadline):
             self._check_open()
+            self._require_idle("begin_update")
             if self._state == "asleep":
                 raise EngineError(f"engine {NAME} is asleep; call wake() before an update")
             if self._session is not None:
@@ -324,6 +283,7 @@ class VLLMEngine:
         until = time.monotonic() + self._config.update_seconds
         with self._turn_for("sleep", until=until):
             self._check_open()
+            self._require_idle("sleep")
             if self._session is not None:
                 raise EngineError(f"engine {NAME} cannot sleep while an update is open")
             if self._state == "awake" and self._config.sleep:
@@ -353,7 +313,7 @@ class VLLMEngine:
             completion_tokens=self._completion_tokens,
             generate_seconds=self._seconds,
             kv_cache_bytes=self._kv_cache_bytes,
-            queued=self._queued,
+            queued=self._open,
             kv_cache_use=self._core.kv_cache_use() if open_now else None,
         )
 
@@ -372,6 +332,10 @@ class VLLMEngine:
         self._abort.set()
         until = time.monotonic() + _CLOSE_SECONDS
         broken = self._state == "broken"
+        self._close_stream()
+        with self._turn:
+            while not self._is_idle() and self._turn.wait(until - time.monotonic()):
+                pass  # the thread that runs it ends it, as everything is aborted
         try:
             with self._turn_for("close", until=until):
                 self._state = "closed"
@@ -415,7 +379,7 @@ class VLLMEngine:
         if self._state == "broken":
             raise EngineError(f"engine {NAME} failed earlier and cannot go on; build a new one")
 
-    def _check_ready(self) -> None:
+    def _require_ready(self) -> None:
         self._check_open()
         if self._state == "asleep":
             raise EngineError(f"engine {NAME} is asleep; call wake() before generate")

@@ -236,7 +236,7 @@ class VLLMDriver:
         request = job.request
         sampling = vllm_sampling(
             request.sampling,
-            seed=job.seed,
+            seed=job.drawn_seed,
             eos_token_ids=self._spec.eos_token_ids,
             logprobs_mode=self._mode,
         )

@@ -1,0 +1,307 @@
+"""The streaming form of an engine, and `generate` over it: one implementation for all engines.
+
+    submit ────┐                                           ┌──► Finished ──► consumer
+               ├──► _check ──► _inbox ──► _advance, again ──┤                    │
+    continue_ ─┘     any thread           one thread        └──► _end            │
+        └───────────────── the whole context as a prompt, the same seed ◄────────┘
+
+A continued sample is a request like any other, so an engine has nothing to keep between turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import EngineError
+from lockstep.protocols.engine import Finished, Handle, OnCompletion
+from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Turn:
+    """What an engine is to sample: a submitted request, or the next turn of one of its samples."""
+
+    handle: Handle
+    request: GenerationRequest
+    """Of a next turn: one sample, the whole context as its prompt."""
+    samples: tuple[int, ...]
+    """The index in `handle.request` of each sample of `request`."""
+    after: Finished | None = None
+    """The turn before; None: it is the first."""
+
+    @property
+    def index(self) -> int:
+        """The number of the request in messages."""
+        return self.handle.index
+
+    def drawn_seed(self, sample: int) -> int:
+        """The seed of sample number `sample` of `request` for an engine whose noise does not know positions:
+        the sample's own in its first turn, another one in each later turn."""
+        seed = self.request.seeds[sample]
+        return seed if self.after is None else turn_seed(seed, len(self.request.prompt_token_ids))
+
+
+def turn_seed(seed: int, position: int) -> int:
+    """The 63-bit seed of a turn that begins at `position` of its trajectory: the first 8 bytes of BLAKE2b
+    over both numbers, without the top bit."""
+    digest = hashlib.blake2b(f"lockstep turn {seed} {position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+OnToken = Callable[[int, int, Sequence[int]], None]
+"""Called after each token with (number of the request, sample index, token ids of the turn so far)."""
+Ended = tuple[Turn, int, Completion]
+"""A turn, the index of a sample in its request, and the sample."""
+
+
+class Streaming:
+    """Base of an engine, which says how to run:
+
+        _require_ready()    raises EngineError unless it can sample now
+        _check(turn)        raises EngineError for a turn that it cannot sample; called from any thread
+        _advance()          takes the turns of `_inbox` and works until something has ended, which it returns;
+                            when `_abort` is set, everything ends
+        _end()              nothing is left, or what is left is dropped: caches may go
+
+    `_advance` is called in the thread that iterates `finished`. It is free to look into `_inbox` only when it
+    is called: turns that come while it works then wait until something ends. An engine that can only sample
+    whole batches takes all of `_inbox`, samples it, and returns it.
+
+    `sleep` and `update_weights` begin with `_require_idle`, `close` with `_close_stream`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """What messages call the engine."""
+        self._turn = threading.Condition()
+        """Guards what follows; notified when the engine becomes idle."""
+        self._inbox: deque[Turn] = deque()
+        self._ended: deque[Ended] = deque()
+        self._open = 0
+        """Samples that were submitted and not yielded."""
+        self._running = False
+        """Whether a generator of `finished` has begun and not ended."""
+        self._consumer: int | None = None
+        """The thread in which it began."""
+        self._in_generate = False
+        self._submitted = 0
+        """Requests since it was idle."""
+        self._abort = threading.Event()
+        self._requests = 0
+        self._seconds = 0.0
+        """Inside of `_advance`."""
+
+    # what an engine implements
+
+    def _require_ready(self) -> None:
+        raise NotImplementedError
+
+    def _check(self, turn: Turn) -> None:
+        raise NotImplementedError
+
+    def _advance(self) -> Sequence[Ended]:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    # the protocol
+
+    def submit(self, request: GenerationRequest) -> Handle:
+        """See lockstep.protocols.SamplesTokens."""
+        with self._turn:
+            self._require_no_generate("submit")
+            return self._submit(request)
+
+    def continue_(
+        self, finished: Finished, token_ids: Sequence[int] = (), *, sampling: SamplingParams
+    ) -> None:
+        """See lockstep.protocols.SamplesTokens."""
+        before = finished.completion
+        request = GenerationRequest(
+            prompt_token_ids=(*before.prompt_token_ids, *before.token_ids, *token_ids),
+            sampling=sampling,
+            seeds=(before.seed,),
+        )
+        turn = Turn(handle=finished.handle, request=request, samples=(finished.sample,), after=finished)
+        with self._turn:
+            self._require_no_generate("continue_")
+            self._require_ready()
+            self._queue(turn)
+
+    def finished(self) -> Generator[Finished, None, None]:
+        """See lockstep.protocols.SamplesTokens."""
+        self._require_no_generate("finished")
+        yield from self._stream()
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Sample every request; one list per request, in request order, its samples in seed order.
+
+        Args:
+            on_completion: called in this thread as soon as a sample finishes.
+
+        Raises:
+            EngineError: a request is impossible, the engine is not ready or does something else, or a reason
+                of `finished`. Nothing of the call is left.
+        """
+        self._require_ready()
+        with self._turn:
+            self._require_idle("another generate")
+            self._in_generate = True
+        try:
+            numbers = {handle: i for i, handle in enumerate(self._submit_all(requests))}
+            results: list[dict[int, Completion]] = [{} for _ in requests]
+            with contextlib.closing(self._stream()) as stream:
+                for done in stream:
+                    number = numbers[done.handle]
+                    results[number][done.sample] = done.completion
+                    if on_completion is not None:
+                        on_completion(number, done.sample, done.completion)
+            return [[group[i] for i in sorted(group)] for group in results]
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            with self._turn:
+                self._in_generate = False
+
+    def abort(self) -> None:
+        """See lockstep.protocols.SamplesTokens; no effect when nothing is submitted."""
+        self._abort.set()
+
+    # for the engines
+
+    def _submit_all(self, requests: Sequence[GenerationRequest]) -> list[Handle]:
+        return [self._submit(request) for request in requests]
+
+    def _submit(self, request: GenerationRequest) -> Handle:
+        self._require_ready()
+        with self._turn:
+            if self._is_idle():
+                self._submitted = 0
+            handle = Handle(request=request, index=self._submitted)
+            self._queue(Turn(handle=handle, request=request, samples=tuple(range(len(request.seeds)))))
+            self._submitted += 1
+            self._requests += 1
+        return handle
+
+    def _queue(self, turn: Turn) -> None:
+        """Accept a turn, or raise; `_turn` is held."""
+        if self._is_idle():
+            self._abort.clear()
+        self._accept(turn)
+        self._open += len(turn.samples)
+
+    def _accept(self, turn: Turn) -> None:
+        self._check(turn)
+        if turn.samples:
+            self._inbox.append(turn)
+
+    def _is_idle(self) -> bool:
+        return not self._open and not self._running
+
+    def _require_idle(self, what: str) -> None:
+        """Raises EngineError while samples are submitted and not yielded, or a stream has not ended."""
+        if not self._is_idle():
+            raise EngineError(
+                f"engine {self.name} generates already, and {self._open} samples have not been yielded; let "
+                f"finished() come to its end before {what}, or close it"
+            )
+
+    def _wait_until_idle(self, what: str, *, deadline: float) -> None:
+        """Wait until the stream of another thread has ended; `_turn` is held.
+
+        Args:
+            deadline: time.monotonic().
+
+        Raises:
+            EngineError: it did not end in time, or is this thread's own.
+        """
+        while not self._is_idle():
+            if self._consumer in (None, threading.get_ident()):  # nobody else would end it
+                self._require_idle(what)
+            if not self._turn.wait(deadline - time.monotonic()):
+                raise EngineError(
+                    f"engine {self.name}: {self._open} samples were still running when the deadline of the "
+                    f"update came; {what} after generate has returned, or abort it"
+                )
+
+    def _require_no_generate(self, what: str) -> None:
+        if self._in_generate:
+            raise EngineError(
+                f"engine {self.name} generates already: {what}() is not for the time of a generate(), which "
+                "has all its requests; use submit and finished instead of it"
+            )
+
+    # the stream
+
+    def _stream(self) -> Generator[Finished, None, None]:
+        self._require_ready()
+        with self._turn:
+            if self._running:
+                raise EngineError(f"engine {self.name} generates already, in another stream of finished()")
+            self._running = True
+            self._consumer = threading.get_ident()
+        ended = False
+        try:
+            while (done := self._next()) is not None:
+                yield done
+            ended = True
+        finally:
+            if not ended:  # else what is there now is another stream's
+                self._drop()
+
+    def _next(self) -> Finished | None:
+        """The next sample; None when nothing is left."""
+        while True:
+            with self._turn:
+                if self._ended:
+                    turn, sample, completion = self._ended.popleft()
+                    self._open -= 1
+                    return Finished(handle=turn.handle, sample=turn.samples[sample], completion=completion)
+                if not self._open:
+                    self._become_idle()
+                    return None
+            started = time.perf_counter()
+            try:
+                ended = self._advance()
+            finally:
+                self._seconds += time.perf_counter() - started
+            with self._turn:
+                self._ended.extend(ended)
+                if not ended and self._open:
+                    raise EngineError(
+                        f"engine {self.name} lost {self._open} samples: it has nothing left to do"
+                    )
+                if self._abort.is_set() and len(self._ended) == self._open:
+                    self._abort.clear()
+
+    def _drop(self) -> None:
+        """Drop everything that was not yielded, and become idle."""
+        with self._turn:
+            if not self._is_idle():
+                self._inbox.clear()
+                self._ended.clear()
+                self._open = 0
+                self._become_idle()
+
+    def _close_stream(self) -> None:
+        """Drop what was not yielded, unless another thread runs it."""
+        if self._consumer in (None, threading.get_ident()):
+            self._drop()
+
+    def _become_idle(self) -> None:
+        try:
+            self._end()
+        finally:
+            self._running = False
+            self._consumer = None
+            self._turn.notify_all()

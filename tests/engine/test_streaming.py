@@ -1,0 +1,152 @@
+"""The base of all engines: what it promises whatever an engine does."""
+
+import threading
+
+import pytest
+
+from lockstep.engine.streaming import Streaming, turn_seed
+from lockstep.errors import EngineError
+from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+
+ONE = SamplingParams(max_tokens=1)
+
+
+class Echo(Streaming):
+    """Each sample is its seed; `lost` turns are forgotten, `per_step` end at a time."""
+
+    def __init__(self, *, lost=0, per_step=2):
+        super().__init__("echo")
+        self.lost, self.per_step, self.ends = lost, per_step, 0
+        self.fail = None
+        self.drawn = []
+
+    def _require_ready(self):
+        pass
+
+    def _check(self, turn):
+        if turn.request.prompt_token_ids == (0,):
+            raise EngineError(f"request {turn.index} is impossible")
+
+    def _advance(self):
+        if self.fail is not None:
+            raise self.fail
+        for _ in range(self.lost):
+            self._inbox.popleft()
+        turns = [self._inbox.popleft() for _ in range(min(self.per_step, len(self._inbox)))]
+        self.drawn += [turn.drawn_seed(i) for turn in turns for i in range(len(turn.samples))]
+        return [
+            (turn, i, self._completion(turn.request, i))
+            for turn in turns
+            for i in range(len(turn.request.seeds))
+        ]
+
+    def _completion(self, request, i):
+        return Completion(
+            prompt_token_ids=request.prompt_token_ids,
+            token_ids=(request.seeds[i] % 100,),
+            logprobs=(-1.0,),
+            finish_reason="abort" if self._abort.is_set() else "length",
+            stop_reason=None,
+            text=None,
+            seed=request.seeds[i],
+            engine="echo",
+            policy_version=0,
+        )
+
+    def _end(self):
+        self.ends += 1
+
+
+def request(*prompt, seeds=(5,)):
+    return GenerationRequest(prompt_token_ids=prompt, sampling=ONE, seeds=seeds)
+
+
+def test_the_seed_of_a_turn_is_fixed():
+    """A new definition would give other samples."""
+    assert turn_seed(11, 8) == 3966537464770149052
+    assert turn_seed(11, 9) != turn_seed(11, 8) != turn_seed(12, 8)
+    assert all(0 <= turn_seed(seed, 3) < 1 << 63 for seed in range(100))
+
+
+def test_a_first_turn_has_the_samples_seed_and_each_later_one_its_own():
+    engine = Echo()
+    engine.submit(request(1, 2, seeds=(7, 8)))
+    for number, done in enumerate(engine.finished()):
+        assert done.completion.seed == (7, 8)[done.sample]
+        if number < 2:
+            engine.continue_(done, (3, 4), sampling=ONE)
+    assert engine.drawn == [7, 8, turn_seed(7, 5), turn_seed(8, 5)]
+
+
+def test_generate_is_in_request_order_and_leaves_nothing_behind():
+    engine = Echo(per_step=1)
+    groups = engine.generate([request(1, seeds=(3, 4)), request(2, seeds=()), request(3, seeds=(9,))])
+    assert [[c.seed for c in group] for group in groups] == [[3, 4], [], [9]]
+    with pytest.raises(EngineError, match="request 1 is impossible"):
+        engine.generate([request(1), request(0)])
+    engine.fail = ValueError("of the engine")
+    with pytest.raises(ValueError, match="of the engine"):
+        engine.generate([request(1)])
+    engine.fail = None
+    assert list(engine.finished()) == [] and engine._open == 0 and not engine._inbox
+
+
+def test_samples_that_an_engine_loses_are_an_error():
+    with pytest.raises(EngineError, match="lost 1 samples"):
+        Echo(lost=1).generate([request(1)])
+
+
+def test_numbers_of_requests_begin_anew_when_the_engine_is_idle():
+    engine = Echo()
+    for _ in range(2):
+        assert [engine.submit(request(1)).index for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(EngineError, match="request 3 is impossible"):
+            engine.submit(request(0))
+        assert len(list(engine.finished())) == 3
+
+
+def test_an_abort_before_anything_was_submitted_is_forgotten_and_one_after_it_is_not():
+    engine = Echo(per_step=1)
+    engine.abort()
+    engine.submit(request(1))
+    assert [done.completion.finish_reason for done in engine.finished()] == ["length"]
+    engine.submit(request(1))
+    engine.submit(request(2))
+    engine.abort()
+    assert [done.completion.finish_reason for done in engine.finished()] == ["abort", "abort"]
+    engine.submit(request(1))
+    assert [done.completion.finish_reason for done in engine.finished()] == ["length"]
+
+
+def test_a_stream_is_one():
+    engine = Echo(per_step=1)
+    engine.submit(request(1, seeds=(1, 2, 3)))
+    stream = engine.finished()
+    next(stream)
+    with pytest.raises(EngineError, match="another stream"):
+        next(engine.finished())
+    engine._close_stream()  # as close() does in the middle of it
+    assert list(stream) == [] and engine._open == 0
+
+
+def test_the_end_of_a_stream_does_not_take_what_came_after_it():
+    """Another thread submits between the last item and the end of the generator."""
+    engine = Echo()
+    engine.submit(request(1))
+    stream = engine.finished()
+    next(stream)
+    plain = engine._end
+
+    def late():
+        plain()
+        thread = threading.Thread(target=engine.submit, args=(request(2),))
+        thread.start()  # it waits for the lock, until the stream has ended
+        engine._end = plain
+
+    engine._end = late
+    assert list(stream) == []
+    until = threading.Event()
+    for _ in range(500):
+        if engine._open or until.wait(0.01):
+            break
+    assert [done.completion.prompt_token_ids for done in engine.finished()] == [(2,)]
