@@ -130,23 +130,33 @@ def test_a_stream_is_one():
 
 
 def test_the_end_of_a_stream_does_not_take_what_came_after_it():
-    """Another thread submits between the last item and the end of the generator."""
+    """Another thread submits when nothing is left, and the generator has not returned yet."""
     engine = Echo()
     engine.submit(request(1))
-    stream = engine.finished()
-    next(stream)
-    plain = engine._end
+    plain = engine._next
 
-    def late():
-        plain()
-        thread = threading.Thread(target=engine.submit, args=(request(2),))
-        thread.start()  # it waits for the lock, until the stream has ended
-        engine._end = plain
+    def next_and_submit():
+        found = plain()
+        if found is None:
+            thread = threading.Thread(target=engine.submit, args=(request(2),))
+            thread.start()
+            thread.join(10)
+        return found
 
-    engine._end = late
-    assert list(stream) == []
-    until = threading.Event()
-    for _ in range(500):
-        if engine._open or until.wait(0.01):
-            break
+    engine._next = next_and_submit
+    assert len(list(engine.finished())) == 1
+    del engine._next
     assert [done.completion.prompt_token_ids for done in engine.finished()] == [(2,)]
+
+
+def test_what_was_aborted_can_go_on_in_the_same_stream():
+    engine = Echo(per_step=1)
+    for prompt in (1, 2):
+        engine.submit(request(prompt))
+    engine.abort()
+    reasons = []
+    for done in engine.finished():
+        reasons.append(done.completion.finish_reason)
+        if len(reasons) == 2:
+            engine.continue_(done, sampling=ONE)
+    assert reasons == ["abort", "abort", "length"]

@@ -208,10 +208,12 @@ def _cut(asked):
     ]
 
 
-@pytest.mark.parametrize("joins", [{"temperature": 1.3}, {"top_k": 3}])
+@pytest.mark.parametrize(
+    "joins", [{"temperature": 1.3}, {"top_k": 3}, {"temperature": 5.0, "frequency_penalty": -99.0}]
+)
 def test_a_sample_with_other_settings_joins_and_the_others_keep_their_bits(model, joins):
     whole, _ = generated(model, requests(), **ROOMY)
-    engine = engine_of(model, **ROOMY)
+    engine = engine_of(model, **ROOMY, kv_cache_tokens=2000)
     engine.ahead = 1
     late = dataclasses.replace(greedy(6, 9), sampling=SamplingParams(max_tokens=9, ignore_eos=True, **joins))
     asked = requests()
@@ -222,7 +224,8 @@ def test_a_sample_with_other_settings_joins_and_the_others_keep_their_bits(model
         if not found:
             handles.append(engine.submit(late))
         found[handles.index(done.handle), done.sample] = done.completion
-    (((alone,),),) = [engine.generate([late])]
+    assert list(found)[2] == (4, 0), "it ran behind the others, and not with them"
+    ((alone,),) = engine.generate([late])
     assert found.pop((4, 0)) == alone
     before = [found[i, k] for i in range(1, 4) for k in range(len(asked[i].seeds))]
     assert [c.logprobs for c in before] == [c.logprobs for c in whole[2:]]
