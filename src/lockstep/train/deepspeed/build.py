@@ -98,7 +98,10 @@ class ZeroBuilder:
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if index is None else index)
         else:
             os.environ.setdefault("LOCAL_RANK", "0")
-        with announced_build(self.device, offload=offload), contextlib.redirect_stdout(sys.stderr):
+        # Collectives over shared memory for a CPU: a minute of compiling before the first step, for sums that
+        # gloo makes as well. DeepSpeed keeps this table to be edited.
+        self.ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        with announced_build(("cpu_adam",) if offload else ()), contextlib.redirect_stdout(sys.stderr):
             yield
 
     def _register_head(self, outer: Outer) -> None:

@@ -178,14 +178,12 @@ def find_ninja() -> None:
 
 
 @contextlib.contextmanager
-def announced_build(device: torch.device, *, offload: bool = False) -> Iterator[None]:
-    """Announce what DeepSpeed compiles at first use: on a CPU its shared-memory collectives, when the first
-    engine is made; with `offload` its AdamW for CPUs.
+def announced_build(extensions: Sequence[str]) -> Iterator[None]:
+    """Announce what DeepSpeed compiles at first use: `cpu_adam`, its AdamW for optimizer states on the host.
 
     Raises:
         ConfigError: the tools for it are missing, or another process builds them for too long.
     """
-    extensions = ["deepspeed_shm_comm"] * (device.type == "cpu") + ["cpu_adam"] * offload
     for name in extensions:
         _wait_for_lock(_build_folder(name) / "lock")
     names = [name for name in extensions if not (_build_folder(name) / f"{name}.so").exists()]
