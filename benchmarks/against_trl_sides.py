@@ -98,19 +98,19 @@ def lockstep_grpo(settings: dict[str, Any], channel: Channel) -> None:
         times.mark("start")
         groups = trainer.sample(step).groups
         times.mark("sampled")
-        metrics = trainer.update(groups).metrics
+        metrics = trainer.update(groups, step=step).metrics
         trainer.push(policy_version=step + 1)
         times.mark("end")
-        completions = [rollout.completion for group in groups for rollout in group.rollouts]
-        tokens = sum(len(c.token_ids) for c in completions)
+        trajectories = [rollout.trajectory for group in groups for rollout in group.rollouts]
+        tokens = sum(t.policy_tokens for t in trajectories)
         channel.answer(
             **times.between("generate", "start", "sampled"),
             **times.between("train", "sampled", "end"),
             **times.between("total", "start", "end"),
             completion_tokens=tokens,
             trained_tokens=tokens,
-            prompt_tokens=sum(len(c.prompt_token_ids) for c in completions),
-            stopped=sum(c.finish_reason == "stop" for c in completions),
+            prompt_tokens=sum(len(t.prompt_token_ids) for t in trajectories),
+            stopped=sum(t.finish_reason == "stop" for t in trajectories),
             grad_norm=metrics["grad_norm"],
             spans=trainer.spans.flush(),
         )

@@ -30,6 +30,7 @@ from lockstep.config.train import CheckpointConfig, TrainConfig
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.models.load import load_model
 from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.protocols.train import LossOutput, StepStats
 from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.train.local import LocalBackend
 
@@ -39,10 +40,17 @@ class MeanNegativeLogprob:
 
     separable = True
     entropy_grad = False
+    terms: tuple[str, ...] = ()
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
+    ) -> LossOutput:
         """See lockstep.protocols.TokenLoss."""
-        return -(logprobs * batch.loss_weights.to(logprobs.device)[rows]).sum()
+        return LossOutput(-(logprobs * batch.loss_weights.to(logprobs.device)[rows]).sum())
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """None."""
+        return {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

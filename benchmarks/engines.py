@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.samples import policy_sample
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
@@ -47,7 +47,7 @@ from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.files import write_json
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
 from lockstep.train.local import LocalBackend
 from lockstep.transfer import make_transfer
 
@@ -101,28 +101,25 @@ class Bench:
 
     def gap(self, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
         """trainer - engine, per token."""
-        samples = [
-            policy_sample(
-                Completion(
-                    prompt_token_ids=tuple(prompt),
-                    token_ids=tuple(i),
-                    logprobs=tuple(p),
-                    finish_reason="length",
-                    stop_reason=None,
-                    text=None,
-                    seed=0,
-                    engine=self.args.engine,
-                    policy_version=0,
-                ),
-                advantages=0.0,
-                sample_id=index,
+        completions = [
+            Completion(
+                prompt_token_ids=tuple(prompt),
+                token_ids=tuple(i),
+                logprobs=tuple(p),
+                finish_reason="length",
+                stop_reason=None,
+                text=None,
+                seed=0,
+                engine=self.args.engine,
+                policy_version=0,
             )
-            for index, (prompt, i, p) in enumerate(zip(self.prompts, ids, logprobs, strict=True))
+            for prompt, i, p in zip(self.prompts, ids, logprobs, strict=True)
         ]
+        samples = policy_samples(rollout_samples(map(Trajectory.of, completions)), None)
         weights = [sample.loss_mask.float() for sample in samples]
         batches = plan_micro_batches(samples, weights, PackLimits(token_budget=32768))
         parts: list[Tensor] = []
-        for batch, scored in zip(batches, self.backend.logprobs(batches, model="policy"), strict=True):
+        for batch, scored in zip(batches, self.backend.logprobs(batches), strict=True):
             mask = batch.loss_mask
             parts.append(scored.cpu()[mask] - batch.rollout_logprobs[mask])
         gap = torch.cat(parts).double()

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.samples import policy_sample
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import load_run
 from lockstep.engine.build import make_engine
@@ -38,7 +38,7 @@ from lockstep.loop.build import OnlineParts, build_online
 from lockstep.models.causal_lm import text_config
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.batch import PolicySample
-from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
 
 LENGTHS = json.loads(Path(__file__).with_name("lengths.json").read_text())["rl_32"]
 KINDS = {
@@ -280,7 +280,7 @@ class Side:
 
     def _scored(self, completions: Sequence[Completion], *, backwards: bool = False) -> list[Tensor]:
         """The trainer's logprobs of each completion's tokens."""
-        samples = [policy_sample(c, advantages=0.0, sample_id=i) for i, c in enumerate(completions)]
+        samples = policy_samples(rollout_samples(map(Trajectory.of, completions)), None)
         order = samples[::-1] if backwards else samples
         weights = [sample.loss_mask.float() for sample in order]
         if backwards:  # packs of another size, too
@@ -293,7 +293,7 @@ class Side:
         else:
             batches = self.parts.plan(order, weights)
         by_id: dict[int, Tensor] = {}
-        for batch, scored in zip(batches, self.parts.backend.logprobs(batches, model="policy"), strict=True):
+        for batch, scored in zip(batches, self.parts.backend.logprobs(batches), strict=True):
             by_id |= dict(zip(batch.sample_ids, batch.split(scored.cpu()), strict=True))
         return [by_id[s.sample_id][s.loss_mask] for s in samples]
 

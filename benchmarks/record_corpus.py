@@ -122,14 +122,14 @@ class DataParallel:
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Every rank makes the call with the same list and gets the statistics of the whole list."""
         own = self.inner.forward_backward(list(batches)[self.rank :: self.world], loss)
-        mine = [[t.cpu() for t in column] for column in (own.losses, own.logprobs, own.entropy)]
+        mine = [[t.cpu() for t in column] for column in (own.losses, own.logprobs, own.entropy, own.terms)]
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, mine)
         columns = [
             [everyone[i % self.world][column][i // self.world] for i in range(len(batches))]
-            for column in range(3)
+            for column in range(4)
         ]
-        return StepStats(losses=columns[0], logprobs=columns[1], entropy=columns[2])
+        return StepStats(losses=columns[0], logprobs=columns[1], entropy=columns[2], terms=columns[3])
 
     def optimizer_step(self) -> dict[str, float]:
         """The same step on every rank: gradients are added, loss_weights hold the normaliser."""
@@ -196,7 +196,7 @@ def train(args: argparse.Namespace) -> None:
         started = time.perf_counter()
         recorder.begin_step(step)
         groups = sample(parts, step)
-        metrics = trainer.update(groups).metrics
+        metrics = trainer.update(groups, step=step).metrics
         trainer.push(policy_version=step + 1)
         if rank == 0:
             names = ("reward/mean", "grad_norm", "logprob_gap_max")

@@ -159,7 +159,7 @@ def our_step(model, config: TrainConfig) -> tuple[Callable[[], None], LocalBacke
 
 
 def _with_old_logprobs(backend, algorithm, batches):
-    old = backend.logprobs(batches, model="policy")
+    old = backend.logprobs(batches)
     noise = torch.Generator(device=old[0].device).manual_seed(1)
     batches = [
         dataclasses.replace(

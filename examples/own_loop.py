@@ -20,7 +20,7 @@ def main(recipe: str = "tiny", steps: int = 5) -> list[float]:
         groups = trainer.sample(step).groups
         means = [statistics.fmean(rollout.reward for rollout in group.rollouts) for group in groups]
         kept = [group for group, mean in zip(groups, means, strict=True) if mean <= statistics.median(means)]
-        result = trainer.update(kept)
+        result = trainer.update(kept, step=step)
         trainer.push(policy_version=step + 1)
         rewards.append(statistics.fmean(means))
         print(

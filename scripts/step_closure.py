@@ -68,7 +68,7 @@ def step_functions(root: Path) -> set[CodeType]:
 def take_step(trainer: OnlineTrainer, step: int) -> None:
     """Rollouts, update, weights to the engine."""
     sampled = trainer.sample(step)
-    trainer.update(sampled.groups)
+    trainer.update(sampled.groups, step=step)
     trainer.push(policy_version=step + 1)
 
 

@@ -4,20 +4,21 @@ lockstep train grpo --recipe tiny --train.backend plain_backend:PlainBackend
 """
 
 import copy
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
-from lockstep.errors import ConfigError, TrainError
+from lockstep.errors import TrainError
 from lockstep.models.export import export_hf
 from lockstep.models.forward import hidden_states
 from lockstep.models.heads import head_of
 from lockstep.models.load import LoadedModel
-from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.schedule import lr_at
@@ -59,7 +60,8 @@ class PlainBackend:
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
         self.device = next(self.module.parameters()).device
-        self.ref = copy.deepcopy(self.module).requires_grad_(False) if ref else None
+        frozen = copy.deepcopy(self.module).requires_grad_(False) if ref else None
+        self.ref = None if frozen is None else Reference(functools.partial(self._score, frozen))
         self.temperature = temperature or 1.0
         self.steps_done = 0
         self.named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -82,11 +84,11 @@ class PlainBackend:
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, labels)[:, 0], entropy
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """[T] per batch, 0 where loss_mask is False."""
-        module = self.module if model == "policy" else self.ref
-        if module is None:
-            raise ConfigError("this backend was made without a reference")
+        return self._score(self.module, batches)
+
+    def _score(self, module: nn.Module, batches: Sequence[PackedBatch]) -> list[Tensor]:
         moved = [batch.to(self.device) for batch in batches]
         with torch.no_grad():
             return [torch.where(b.loss_mask, self._forward(module, b)[0], 0.0) for b in moved]
@@ -96,7 +98,7 @@ class PlainBackend:
         stats = StepStats(losses=[], logprobs=[], entropy=[])
         for batch in (batch.to(self.device) for batch in batches):
             logprobs, entropy = self._forward(self.module, batch)
-            value = loss(logprobs, entropy, batch, slice(0, batch.num_slots))
+            value, terms = loss(logprobs, entropy, batch, slice(0, batch.num_slots))
             if not bool(value.isfinite()):
                 self.optimizer.zero_grad()
                 raise TrainError(f"step {self.steps_done}: the loss of samples {batch.sample_ids} is {value}")
@@ -104,6 +106,8 @@ class PlainBackend:
             stats.losses.append(value.detach())
             stats.logprobs.append(torch.where(batch.loss_mask, logprobs.detach(), 0.0))
             stats.entropy.append(torch.where(batch.loss_mask, entropy.detach(), 0.0))
+            if terms is not None:
+                stats.terms.append(terms)
         return stats
 
     def optimizer_step(self) -> dict[str, float]:

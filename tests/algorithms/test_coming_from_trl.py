@@ -124,7 +124,7 @@ def ours(figures: Figures, **options: Any) -> tuple[float, Tensor]:
         rollout_logprobs=slots(figures.rollout),
     )
     logprobs = slots(figures.policy).requires_grad_()
-    loss = algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    loss = algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None)).loss
     loss.backward()
     return loss.item(), logprobs.grad[batch.loss_mask]
 

@@ -41,7 +41,7 @@ def test_the_formula_by_hand() -> None:
 def test_a_policy_that_is_the_reference_loses_ln_2_and_pulls_both_answers_by_half_beta() -> None:
     batch = batch_of([3, 5, 4, 2], ref=-1.0)
     logprobs = torch.where(batch.loss_mask, -1.0, 0.0).requires_grad_()
-    loss = DPO(DPOConfig(beta=0.2)).loss()(logprobs, logprobs, batch, slice(0, batch.num_slots))
+    loss = DPO(DPOConfig(beta=0.2)).loss()(logprobs, logprobs, batch, slice(0, batch.num_slots)).loss
     loss.backward()
     assert loss.item() == pytest.approx(math.log(2.0), rel=1e-6)
     # d/dlogp = -beta sigmoid(-margin) / P at chosen tokens, + at rejected ones: 0.2 * 0.5 / 2
@@ -61,7 +61,7 @@ def test_micro_batches_add_up_to_the_mean_over_pairs() -> None:
         slots = torch.cat([by_sample[i] for i in batch.sample_ids])
         batch = dataclasses.replace(batch, ref_logprobs=torch.zeros(batch.num_slots))
         rows = batch.loss_mask.nonzero()[:, 0]
-        return algorithm.loss()(slots[rows], slots[rows], batch, rows).item()
+        return algorithm.loss()(slots[rows], slots[rows], batch, rows).loss.item()
 
     parts = plan_micro_batches(samples, weights, PackLimits(token_budget=14))
     assert len(parts) > 1 and all(
@@ -99,7 +99,7 @@ def test_metrics_by_hand() -> None:
     batch = batch_of([3, 3, 2, 2])
     logprobs = torch.tensor([1.0, 2.0, 0.0, 0.5, 0.5, 0.0, -1.0, 0.0, 1.0, 0.0])
     stats = StepStats(losses=[], logprobs=[logprobs], entropy=[])
-    assert DPO(DPOConfig(beta=0.5)).metrics([batch], stats) == pytest.approx(
+    assert DPO(DPOConfig(beta=0.5)).loss().metrics([batch], stats) == pytest.approx(
         {"reward_chosen": 0.5, "reward_rejected": 0.5, "reward_margin": 0.0, "accuracy": 0.5}
     )
 
@@ -107,7 +107,7 @@ def test_metrics_by_hand() -> None:
 def test_an_empty_micro_batch_has_loss_and_gradient_0() -> None:
     batch = empty_batch(batch_of([3, 3]))
     logprobs = torch.randn(batch.num_slots, requires_grad=True)
-    loss = DPO(DPOConfig()).loss()(logprobs, logprobs, batch, slice(0, batch.num_slots))
+    loss = DPO(DPOConfig()).loss()(logprobs, logprobs, batch, slice(0, batch.num_slots)).loss
     loss.backward()
     assert loss.item() == 0.0 and not logprobs.grad.any()
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from lockstep.algorithms import ALGORITHMS
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.algorithms.policy_loss import PolicyLoss
-from lockstep.algorithms.samples import rollout_samples
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.packing import pack
 from lockstep.protocols import Algorithm, StepStats
-from lockstep.schema.batch import PolicyBatch, PolicySample
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+from lockstep.schema.batch import PolicyBatch, PolicySample, RolloutSample
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 LENGTHS, REWARDS = ((1, 3), (2, 2)), ((1.0, 0.0), (3.0, 1.0))
 LN2 = math.log(2)
@@ -34,7 +34,7 @@ def rollout(prompt: tuple[int, ...], length: int, reward: float) -> Rollout:
         engine="test",
         policy_version=0,
     )
-    return Rollout(completion=completion, reward=reward, rewards={"task": reward})
+    return Rollout(trajectory=Trajectory.of(completion), reward=reward, rewards={"task": reward})
 
 
 def groups(lengths: object = LENGTHS, rewards: object = REWARDS) -> list[RolloutGroup]:
@@ -51,8 +51,16 @@ def algorithm(name: str = "grpo", **options: object) -> PolicyAlgorithm:
     return ALGORITHMS.load(name)(GRPOConfig(name=name, **options), max_tokens=10)
 
 
-def samples_of(algo: Algorithm, sampled: list[RolloutGroup]) -> list[PolicySample]:
-    return algo.samples(algo.shape(sampled))
+def documents(sampled: list[RolloutGroup]) -> list[RolloutSample]:
+    return rollout_samples(r.trajectory for group in sampled for r in group.rollouts)
+
+
+def samples_of(
+    algo: Algorithm, sampled: list[RolloutGroup], ref_logprobs: list[Tensor] | None = None
+) -> list[PolicySample]:
+    rollouts = documents(sampled)
+    _, advantages = algo.advantages(sampled, rollouts, ref_logprobs=ref_logprobs)
+    return policy_samples(rollouts, advantages)
 
 
 def batch_of(algo: Algorithm, samples: list[PolicySample], **fields: Tensor) -> PolicyBatch:
@@ -103,7 +111,7 @@ def test_published_variants_by_hand(name: str) -> None:
         torch.testing.assert_close(found, torch.full_like(found, advantage), rtol=1e-5, atol=1e-6)
     batch = batch_of(algo, samples, old_logprobs=per_rollout(samples, [-1 - LN2, -1, -1 - LN2, -1]))
     logprobs = torch.where(batch.loss_mask, -1.0, torch.nan)
-    loss = algo.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    loss = algo.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None)).loss
     assert loss.item() == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 
@@ -140,7 +148,7 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(case: str) -> None:
                 ref_logprobs=torch.cat([ref[i] for i in members]),
             )
             logprobs = torch.cat([leaves[i] for i in members])
-            total = total + algo.loss()(logprobs, logprobs.square(), batch, slice(None))
+            total = total + algo.loss()(logprobs, logprobs.square(), batch, slice(None)).loss
         results.append([total.detach(), *torch.autograd.grad(total, leaves)])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=1e-9, atol=1e-12)
@@ -157,22 +165,22 @@ def test_rows_of_a_batch_add_up_and_the_gradient_is_exact(case: str) -> None:
     batch = batch_of(algo, samples, old_logprobs=old, ref_logprobs=ref)
     loss = algo.loss()
     logprobs = (old + 0.1 * torch.randn(slots, dtype=torch.float64)).requires_grad_()
-    whole = loss(logprobs, logprobs, batch, slice(None))
+    whole = loss(logprobs, logprobs, batch, slice(None)).loss
     trained = batch.loss_mask.nonzero()[:, 0]
-    picked = loss(logprobs[trained], logprobs[trained], batch, trained)
+    picked = loss(logprobs[trained], logprobs[trained], batch, trained).loss
     torch.testing.assert_close(picked, whole)
     if loss.separable:
-        parts = [loss(logprobs[r], logprobs[r], batch, r) for r in (slice(0, 5), slice(5, slots))]
+        parts = [loss(logprobs[r], logprobs[r], batch, r).loss for r in (slice(0, 5), slice(5, slots))]
         torch.testing.assert_close(sum(parts), whole)
     if case != "cispo":  # its weight is detached, so its value does not say what its gradient is
-        assert torch.autograd.gradcheck(lambda x: loss(x, x, batch, slice(None)), logprobs)
+        assert torch.autograd.gradcheck(lambda x: loss(x, x, batch, slice(None)).loss, logprobs)
 
 
 def test_on_policy_is_minus_the_weighted_advantage_and_its_gradient() -> None:
     algo = algorithm("dapo")
     batch = batch_of(algo, samples_of(algo, groups()))
     logprobs = torch.where(batch.loss_mask, -1.0, 0.0).requires_grad_()
-    loss = algo.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    loss = algo.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None)).loss
     assert loss.item() == pytest.approx(-(A1 - 3 * A1 + 2 * A3 - 2 * A3) / 8, rel=1e-5)
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -batch.advantages * batch.loss_weights)
@@ -181,7 +189,8 @@ def test_on_policy_is_minus_the_weighted_advantage_and_its_gradient() -> None:
 def test_overlong_is_listed_and_counted() -> None:
     """max_tokens 10, buffer 4, penalty 2: from 6 tokens on; 8 tokens cost 1, 10 cost 2."""
     algo = algorithm(overlong={"buffer_tokens": 4, "penalty": 2.0})
-    shaped = algo.shape(groups(lengths=((6, 8), (10, 1))))
+    sampled = groups(lengths=((6, 8), (10, 1)))
+    shaped, advantages = algo.advantages(sampled, documents(sampled))
     rewards = [(r.reward, r.rewards) for group in shaped for r in group.rollouts]
     assert rewards == [
         (1.0, {"task": 1.0, "overlong": 0.0}),
@@ -189,37 +198,32 @@ def test_overlong_is_listed_and_counted() -> None:
         (1.0, {"task": 3.0, "overlong": -2.0}),
         (1.0, {"task": 1.0, "overlong": 0.0}),
     ]
-    assert not algo.samples(shaped)[2].advantages.any()
-    with pytest.raises(TrainError, match="call shape before samples"):
-        algo.samples(groups())
+    assert not advantages[2].any()
     with pytest.raises(ConfigError, match="buffer_tokens = 11 exceeds max_tokens = 10"):
         algorithm(overlong={"buffer_tokens": 11})
 
 
 def kl_inputs() -> list[Tensor]:
     """Reference logprobs -1.5 on trained tokens, where the rollout's are -1: k1 is 0.5 per token."""
-    return [
-        torch.where(sample.loss_mask, torch.tensor(-1.5), torch.nan) for sample in rollout_samples(groups())
-    ]
+    return [torch.where(sample.loss_mask, torch.tensor(-1.5), torch.nan) for sample in documents(groups())]
 
 
 def test_kl_in_the_reward_of_a_sequence() -> None:
     """rewards 1 - .1, 0 - .3, 3 - .2, 1 - .2 with coef 0.2; RLOO compares them."""
     algo = algorithm("rloo", kl={"coef": 0.2, "estimator": "k1", "place": "reward"})
-    assert algo.needs_ref and algo.ref_in_reward
-    shaped = algo.shape(groups(), ref_logprobs=kl_inputs())
+    assert algo.needs_ref
+    rollouts = documents(groups())
+    shaped, advantages = algo.advantages(groups(), rollouts, ref_logprobs=kl_inputs())
     assert [r.rewards["kl"] for g in shaped for r in g.rollouts] == pytest.approx([-0.1, -0.3, -0.2, -0.2])
-    samples = algo.samples(shaped, ref_logprobs=kl_inputs())
-    assert [s.advantages[1].item() for s in samples] == pytest.approx([1.2, -1.2, 2.0, -2.0])
+    assert [a[1].item() for a in advantages] == pytest.approx([1.2, -1.2, 2.0, -2.0])
     with pytest.raises(TrainError, match="ref_logprobs of all 4 rollouts, got none"):
-        algo.shape(groups())
+        algo.advantages(groups(), rollouts)
 
 
 def test_kl_in_the_reward_of_a_token() -> None:
     """REINFORCE++: a token pays for its own KL and that of the tokens after it, then all are whitened."""
     algo = algorithm("reinforce++", kl={"coef": 0.2, "estimator": "k1", "place": "reward"})
-    shaped = algo.shape(groups(), ref_logprobs=kl_inputs())
-    samples = algo.samples(shaped, ref_logprobs=kl_inputs())
+    samples = samples_of(algo, groups(), kl_inputs())
     returns = torch.tensor([0.9, -0.3, -0.2, -0.1, 2.8, 2.9, 0.8, 0.9])
     expected = (returns - returns.mean()) / (returns.std() + 1e-4)
     found = torch.cat([s.advantages[s.loss_mask] for s in samples])
@@ -259,7 +263,7 @@ def test_rollout_correction_by_hand(correction: dict[str, object], expected: lis
     batch = batch_of(algo, samples, old_logprobs=old)
     logprobs = old.clone().requires_grad_()
     loss = algo.loss()
-    loss(logprobs, logprobs, batch, slice(None)).backward()
+    loss(logprobs, logprobs, batch, slice(None)).loss.backward()
     expected_grad = torch.where(
         batch.loss_mask,
         -batch.advantages * batch.loss_weights * per_rollout(samples, expected),
@@ -276,9 +280,9 @@ def test_kl_in_the_loss_needs_the_reference() -> None:
     logprobs = torch.where(batch.loss_mask, -1.0, 0.0)
     with pytest.raises(TrainError, match="no ref_logprobs"):
         algo.loss()(logprobs, logprobs, batch, slice(None))
-    plain = algorithm().loss()(logprobs, logprobs, batch, slice(None))
+    plain = algorithm().loss()(logprobs, logprobs, batch, slice(None)).loss
     batch = dataclasses.replace(batch, ref_logprobs=per_rollout(samples, [-1.0, -3.0, -1.0, -1.0]))
-    found = algo.loss()(logprobs, logprobs, batch, slice(None))
+    found = algo.loss()(logprobs, logprobs, batch, slice(None)).loss
     assert (found - plain).item() == pytest.approx(0.5 * (2**2 / 2) / 4)
 
 
@@ -292,8 +296,11 @@ def test_metrics_by_hand() -> None:
         algo, samples, old_logprobs=old, ref_logprobs=per_rollout(samples, [-2.0, -2.0, -2.0, -2.0])
     )
     new = old + per_rollout(samples, [LN2, -LN2, LN2, 0.0])
-    stats = StepStats(losses=[], logprobs=[new], entropy=[per_rollout(samples, [1.0, 2.0, 3.0, 4.0])])
-    found = algo.metrics([batch], stats)
+    loss = algo.loss()
+    entropy = per_rollout(samples, [1.0, 2.0, 3.0, 4.0])
+    terms = loss(new, entropy, batch, slice(None)).terms
+    stats = StepStats(losses=[], logprobs=[new], entropy=[entropy], terms=[terms])
+    found = loss.metrics([batch], stats)
     expected = {
         "entropy": (1 + 6 + 6 + 8) / 8,
         "clip_fraction_low": 3 / 8,
@@ -315,8 +322,8 @@ def test_metrics_by_hand() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
     split = [pack([s], algo.loss_weights([s])) for s in samples[:2]]
     none_trained = dataclasses.replace(split[0], loss_mask=torch.zeros_like(split[0].loss_mask))
-    empty = StepStats(losses=[], logprobs=[new[:3]], entropy=[new[:3]])
-    assert algo.metrics([none_trained], empty) == {}
+    empty = StepStats(losses=[], logprobs=[new[:3]], entropy=[new[:3]], terms=[terms[:, :3]])
+    assert loss.metrics([none_trained], empty) == {}
 
 
 def test_an_unresolved_config_is_refused() -> None:

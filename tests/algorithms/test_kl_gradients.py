@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
-from lockstep.algorithms.samples import rollout_samples
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.ops.kl import kl
 from lockstep.packing import pack
 from lockstep.schema.batch import PolicyBatch
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 VOCAB = 3
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=2))
@@ -62,16 +62,18 @@ def groups_of(policy: Table) -> list[RolloutGroup]:
     """One rollout per sequence, reward 0."""
     rollouts = [
         Rollout(
-            completion=Completion(
-                prompt_token_ids=(5,),
-                token_ids=sequence,
-                logprobs=tuple(logprobs.tolist()),
-                finish_reason="length",
-                stop_reason=None,
-                text=None,
-                seed=0,
-                engine="test",
-                policy_version=0,
+            trajectory=Trajectory.of(
+                Completion(
+                    prompt_token_ids=(5,),
+                    token_ids=sequence,
+                    logprobs=tuple(logprobs.tolist()),
+                    finish_reason="length",
+                    stop_reason=None,
+                    text=None,
+                    seed=0,
+                    engine="test",
+                    policy_version=0,
+                )
             ),
             reward=0.0,
             rewards={},
@@ -90,14 +92,16 @@ def expected_gradient(policy: Table, ref: Table, **options: object) -> Tensor:
     """Of the loss of all sequences, each weighted by its probability, by the logits."""
     algorithm = PolicyAlgorithm(GRPOConfig(**options), max_tokens=2)
     groups, of_ref = groups_of(policy), [x.detach() for x in on_slots(ref.tokens())]
-    shaped = algorithm.shape(groups, ref_logprobs=of_ref) if algorithm.ref_in_reward else groups
-    samples = rollout_samples(shaped, advantages=[rollout.reward for rollout in shaped[0].rollouts])
+    rollouts = rollout_samples(rollout.trajectory for rollout in groups[0].rollouts)
+    shaped, _ = algorithm.advantages(groups, rollouts, ref_logprobs=of_ref)
+    rewards = [rollout.reward * s.loss_mask for rollout, s in zip(shaped[0].rollouts, rollouts, strict=True)]
+    samples = policy_samples(rollouts, rewards)
     chances = [pair.detach().sum().exp() for pair in policy.tokens()]
     weights = [sample.loss_mask * chance for sample, chance in zip(samples, chances, strict=True)]
     batch = dataclasses.replace(pack(samples, weights), ref_logprobs=torch.cat(of_ref))
     assert isinstance(batch, PolicyBatch)
     logprobs = torch.cat(on_slots(policy.tokens()))
-    loss = algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    loss = algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None)).loss
     return torch.autograd.grad(loss, policy.logits)[0]
 
 

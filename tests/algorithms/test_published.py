@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
 from lockstep.packing import pack
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 LENGTHS, REWARDS = (2, 8), (1.0, 0.0)
 RATIOS = ([1.1, 1.0], [0.5, 1.1] + [1.0] * 6)
@@ -73,10 +74,13 @@ def gradients(ratios: Any = None, **options: Any) -> list[list[float]]:
         for length in LENGTHS
     ]
     rollouts = [
-        Rollout(completion=c, reward=r, rewards={}) for c, r in zip(completions, REWARDS, strict=True)
+        Rollout(trajectory=Trajectory.of(c), reward=r, rewards={})
+        for c, r in zip(completions, REWARDS, strict=True)
     ]
     group = RolloutGroup(prompt=Prompt(index=0, token_ids=(1, 2), text=""), rollouts=tuple(rollouts))
-    samples = algorithm.samples(algorithm.shape([group]))
+    rollouts = rollout_samples(rollout.trajectory for rollout in group.rollouts)
+    _, advantages = algorithm.advantages([group], rollouts)
+    samples = policy_samples(rollouts, advantages)
     batch = pack(samples, algorithm.loss_weights(samples))
     logprobs = torch.where(batch.loss_mask, -1.0, 0.0)
     if ratios is not None:
@@ -84,7 +88,7 @@ def gradients(ratios: Any = None, **options: Any) -> list[list[float]]:
         old[batch.loss_mask] -= torch.tensor([w for row in ratios for w in row]).log()
         batch = dataclasses.replace(batch, old_logprobs=old)
     logprobs.requires_grad_()
-    algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None)).backward()
+    algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None)).loss.backward()
     return [part.tolist() for part in logprobs.grad[batch.loss_mask].split(LENGTHS)]
 
 

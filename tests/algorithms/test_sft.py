@@ -28,12 +28,12 @@ def test_cross_entropy_by_hand(aggregation: str, expected: float) -> None:
     weights = sft.loss_weights(samples())
     batch = pack(samples(), weights)
     logprobs = LOGPROBS.clone().requires_grad_()
-    loss = sft.loss()(logprobs, torch.zeros(5), batch, slice(None))
+    loss = sft.loss()(logprobs, torch.zeros(5), batch, slice(None)).loss
     assert loss.item() == pytest.approx(expected)
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -batch.loss_weights)
     one_by_one = sum(
-        sft.loss()(LOGPROBS[a:b], torch.zeros(b - a), pack([sample], [weight]), slice(None))
+        sft.loss()(LOGPROBS[a:b], torch.zeros(b - a), pack([sample], [weight]), slice(None)).loss
         for (a, b), sample, weight in zip(((0, 3), (3, 5)), samples(), weights, strict=True)
     )
     assert one_by_one.item() == pytest.approx(expected)
@@ -43,5 +43,5 @@ def test_metrics_by_hand() -> None:
     sft = ALGORITHMS.load("sft")(SFTConfig())
     batch = pack(samples(), sft.loss_weights(samples()))
     entropy = torch.tensor([1.0, 2.0, float("nan"), 6.0, float("nan")])
-    found = sft.metrics([batch], StepStats(losses=[], logprobs=[LOGPROBS], entropy=[entropy]))
+    found = sft.loss().metrics([batch], StepStats(losses=[], logprobs=[LOGPROBS], entropy=[entropy]))
     assert found == pytest.approx({"nll": 7 / 3, "entropy": 3.0})

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-import lockstep.train.local as local
+import lockstep.train.loss_module as loss_module
 from lockstep.cli.main import main
 from lockstep.cli.replay import on_ranks, parse, parser
 
@@ -223,15 +222,15 @@ def test_when_ranks_take_over() -> None:
 def test_one_failure_among_three(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, calls = local.hidden_states, []
+    real, calls = loss_module.decoder_inputs, []
 
-    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("the kernel \x1b[31mraised")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(local, "hidden_states", broken)
+    monkeypatch.setattr(loss_module, "decoder_inputs", broken)
     rows, summary = replayed(run_dir, status=1)
     assert [row["status"] for row in rows] == ["ok", "failed", "ok"]
     printed = capsys.readouterr().out
@@ -322,15 +321,15 @@ def started(run_dir: Path, *flags: str, code: str = "") -> subprocess.Popen[str]
 
 HANG = """
 import time
-import lockstep.train.local as local
-real, calls = local.hidden_states, []
+import lockstep.train.loss_module as loss_module
+real, calls = loss_module.decoder_inputs, []
 def hang(*args, **kwargs):
     calls.append(1)
     if len(calls) == 2:
         print("hanging", flush=True)
         time.sleep(600)
     return real(*args, **kwargs)
-local.hidden_states = hang
+loss_module.decoder_inputs = hang
 """
 
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from lockstep.algorithms.samples import policy_sample
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import load_model
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.schema.rollout import GenerationRequest, SamplingParams
+from lockstep.schema.rollout import GenerationRequest, SamplingParams, Trajectory
 from lockstep.train.local import LocalBackend
 
 PROMPTS = (
@@ -39,14 +39,14 @@ def test_logprob_gap_of_the_bundled_model_is_rounding():
     engine = HFEngine(EngineConfig(max_batch=10), model=model)
     completions = [completion for group in engine.generate(requests) for completion in group]
     assert len(completions) == 16
-    samples = [policy_sample(c, advantages=0.0, sample_id=i) for i, c in enumerate(completions)]
+    samples = policy_samples(rollout_samples(map(Trajectory.of, completions)), None)
     batches = plan_micro_batches(
         samples, [sample.loss_mask.float() for sample in samples], PackLimits(token_budget=512)
     )
     backend = LocalBackend(TrainConfig(), model=model, total_steps=1, temperature=TEMPERATURE)
     gaps = [
         (own - batch.rollout_logprobs)[batch.loss_mask].abs()
-        for batch, own in zip(batches, backend.logprobs(batches, model="policy"), strict=True)
+        for batch, own in zip(batches, backend.logprobs(batches), strict=True)
     ]
     gap = torch.cat(gaps)
     assert len(batches) > 1 and len(gap) == sum(len(c.token_ids) for c in completions)

@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import install_joint, is_compiled
 from lockstep.models.load import load_model
 from lockstep.packing import Bucket, pack
+from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import PolicySample, PreferenceSample
 from lockstep.train import compiled
 from lockstep.train.local import LocalBackend
@@ -37,12 +38,13 @@ class WeightedLogprob:
     """Minus the weighted sum of logprobs; `separable` decides which head runs."""
 
     entropy_grad = False
+    terms = ()
 
     def __init__(self, *, separable=True):
         self.separable = separable
 
     def __call__(self, logprobs, entropy, batch, rows):
-        return -(logprobs * batch.loss_weights[rows]).sum()
+        return LossOutput(-(logprobs * batch.loss_weights[rows]).sum())
 
 
 def packs(*, bucket=BUCKET, groups=((0, 1, 2), (3, 1))):
@@ -91,8 +93,8 @@ def test_a_joint_step_is_the_eager_step(attention, layout):
     assert_close(joint.stats.entropy, eager.stats.entropy)
     assert relative_error(eager.gradients(), joint.gradients()) <= 1e-5
     assert joint.optimizer_step() == pytest.approx(eager.optimizer_step(), rel=1e-4)
-    again = joint.logprobs(packs(groups=((3, 0), (2, 1))), model="policy")
-    assert_close(again, eager.logprobs(packs(groups=((3, 0), (2, 1))), model="policy"))
+    again = joint.logprobs(packs(groups=((3, 0), (2, 1))))
+    assert_close(again, eager.logprobs(packs(groups=((3, 0), (2, 1)))))
     joint.forward_backward(packs(groups=((3, 0), (2, 1))), WeightedLogprob())
     joint.optimizer_step()
     report = joint.compile_report()
@@ -101,13 +103,13 @@ def test_a_joint_step_is_the_eager_step(attention, layout):
 
 def test_old_and_new_logprobs_are_the_same_numbers_and_the_reference_keeps_its_weights():
     backend = make_backend(execution="joint", ref=True)
-    before = backend.logprobs(packs(), model="ref")
-    assert all(map(torch.equal, before, backend.logprobs(packs(), model="policy")))
+    before = backend.ref.logprobs(packs())
+    assert all(map(torch.equal, before, backend.logprobs(packs())))
     stats = backend.forward_backward(packs(), WeightedLogprob(separable=False))
     assert all(map(torch.equal, before, stats.logprobs))
     backend.optimizer_step()
-    assert all(map(torch.equal, before, backend.logprobs(packs(), model="ref")))
-    assert not torch.equal(before[0], backend.logprobs(packs(), model="policy")[0])
+    assert all(map(torch.equal, before, backend.ref.logprobs(packs())))
+    assert not torch.equal(before[0], backend.logprobs(packs())[0])
 
 
 def test_adapters_and_the_model_without_them():
@@ -119,9 +121,9 @@ def test_adapters_and_the_model_without_them():
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
         backend.forward_backward(packs(), WeightedLogprob())
     assert relative_error(eager.gradients(), joint.gradients()) <= 1e-5
-    for model in ("policy", "ref"):
-        assert_close(joint.logprobs(packs(), model=model), eager.logprobs(packs(), model=model))
-    apart = joint.logprobs(packs(), model="policy")[0] - joint.logprobs(packs(), model="ref")[0]
+    assert_close(joint.logprobs(packs()), eager.logprobs(packs()))
+    assert_close(joint.ref.logprobs(packs()), eager.ref.logprobs(packs()))
+    apart = joint.logprobs(packs())[0] - joint.ref.logprobs(packs())[0]
     assert apart.abs().max() > 1e-3
 
 
@@ -136,7 +138,7 @@ def test_one_sample_at_a_time_gives_the_gradients_of_the_pack(train, separable):
     assert_close(one.stats.logprobs, pack_of.stats.logprobs)
     assert_close(one.stats.entropy, pack_of.stats.entropy)
     assert relative_error(pack_of.gradients(), one.gradients()) <= 1e-5
-    logprobs = [b.logprobs(packs(bucket=bucket), model="policy") for b in (pack_of, one)]
+    logprobs = [b.logprobs(packs(bucket=bucket)) for b in (pack_of, one)]
     assert_close(*logprobs)
 
 

@@ -88,7 +88,7 @@ def filled(batch: PackedBatch, value: float) -> PackedBatch:
 
 def loss_and_gradients(loss: TokenLoss, batch: PackedBatch, given: Tensor, value: float) -> list[Tensor]:
     leaves = [torch.where(batch.loss_mask, x, value).requires_grad_() for x in given]
-    total = loss(leaves[0], leaves[1], filled(batch, value), slice(None))
+    total = loss(leaves[0], leaves[1], filled(batch, value), slice(None)).loss
     gradients = torch.autograd.grad(total, leaves, allow_unused=True)
     return [total.detach(), *(g for g in gradients if g is not None)]
 
@@ -135,7 +135,7 @@ def test_a_log_ratio_that_overflows_is_bounded(name: str, far: float) -> None:
     }
     batch = dataclasses.replace(batch, advantages=advantages, **moved)
     logprobs = torch.full((batch.num_slots,), -1.0, requires_grad=True)
-    loss = algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    loss = algorithm.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None)).loss
     loss.backward()
     assert loss.isfinite() and logprobs.grad.isfinite().all()
 
@@ -157,15 +157,18 @@ def test_the_shares_of_bounded_tokens_by_hand() -> None:
         old_logprobs=logprobs - torch.tensor([21.0, 19.0, -21.0, 0.0, 0.0]),
         ref_logprobs=logprobs + torch.tensor([3.0, 2.0, -30.0, 0.0, 0.0]),
     )
-    found = algorithm.metrics([batch], StepStats(losses=[], logprobs=[logprobs], entropy=[torch.zeros(5)]))
+    loss, entropy = algorithm.loss(), torch.zeros(5)
+    terms = loss(logprobs, entropy, batch, slice(None)).terms
+    stats = StepStats(losses=[], logprobs=[logprobs], entropy=[entropy], terms=[terms])
+    found = loss.metrics([batch], stats)
     assert found["importance_ratio_clamped"] == 2 / 4 and found["kl_clamped"] == 2 / 4
     assert found["importance_ratio_max"] == pytest.approx(math.exp(20.0), rel=1e-6)
     assert found["kl_ref"] == pytest.approx((10 + (math.exp(2) - 1 - 2) + 10) / 4, rel=1e-6)
     leaf = logprobs.clone().requires_grad_()
-    algorithm.loss().kl(leaf, batch, slice(None)).sum().backward()
+    loss.kl(loss.policy_terms(leaf, batch, slice(None)), batch, slice(None))[0].sum().backward()
     assert leaf.grad.tolist() == pytest.approx([0.0, 1 - math.exp(2), 0.0, 0.0, 0.0], rel=1e-6)
     wide = PolicyAlgorithm(GRPOConfig(kl={"coef": 0.1, "max_nats": 1e9}), max_tokens=10).loss()
-    unbounded = wide.kl(logprobs, batch, slice(None))
+    unbounded, _ = wide.kl(wide.policy_terms(logprobs, batch, slice(None)), batch, slice(None))
     assert unbounded.tolist() == pytest.approx(
         [math.exp(3) - 4, math.exp(2) - 3, 19 + math.exp(-20), 0, 0], rel=1e-5
     )

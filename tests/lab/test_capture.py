@@ -54,7 +54,7 @@ def test_a_padded_tail_is_left_out():
     assert shape == (1, 64)
     rows, _ = token_rows(repack(BATCH, tail), layout="packed")
     with Capture(arm.module, rows=rows, shape=shape, whole=lambda key: True) as capture:
-        arm.backend.logprobs([repack(BATCH, tail)], model="policy")
+        arm.backend.logprobs([repack(BATCH, tail)])
     found = capture.tensors[Key("forward", "model.layers.1", "output")]
     expected = everything(arm).tensors[Key("forward", "model.layers.1", "output")]
     assert found.shape == (21, 64) and torch.allclose(found.values, expected.values, atol=1e-5)

@@ -52,11 +52,11 @@ LOGPROBS = torch.tensor([-1.0, -4.0, float("nan")])
 def test_values_by_hand(batch: PackedBatch, name: Any, value: float) -> None:
     loss = token_loss(header({"name": "sft"}), name)
     assert loss.separable and not loss.entropy_grad
-    assert float(loss(LOGPROBS, torch.zeros(3), batch, slice(0, 3))) == value
-    parts = [loss(LOGPROBS[p], torch.zeros(3)[p], batch, p) for p in (slice(0, 1), slice(1, 3))]
+    assert float(loss(LOGPROBS, torch.zeros(3), batch, slice(0, 3)).loss) == value
+    parts = [loss(LOGPROBS[p], torch.zeros(3)[p], batch, p).loss for p in (slice(0, 1), slice(1, 3))]
     assert float(sum(parts)) == value
     empty = dataclasses.replace(batch, loss_mask=torch.zeros(3, dtype=torch.bool))
-    assert float(loss(LOGPROBS, torch.zeros(3), empty, slice(0, 3))) == 0.0
+    assert float(loss(LOGPROBS, torch.zeros(3), empty, slice(0, 3)).loss) == 0.0
 
 
 def test_the_recorded_loss_is_that_of_the_algorithm() -> None:

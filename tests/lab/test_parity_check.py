@@ -43,7 +43,7 @@ class Renamed(LocalBackend):
     def save(self, directory: Any, *, background: bool) -> Any:
         return None
 
-    def logprobs(self, *, batches: Sequence[Any], model: str) -> Any:  # type: ignore[override]
+    def logprobs(self, *, batches: Sequence[Any]) -> Any:  # type: ignore[override]
         return None
 
 

@@ -84,7 +84,7 @@ def test_grpo_starts_from_the_starting_weights(tmp_path: Path) -> None:
             assert isinstance(batch, PolicyBatch) and batch.old_logprobs is not None
             assert bool(batch.advantages.any()) and bool((batch.old_logprobs[batch.loss_mask] < 0).all())
             old = batch.old_logprobs
-            total += float(loss(old, torch.zeros_like(old), batch, slice(0, batch.num_slots)))
+            total += float(loss(old, torch.zeros_like(old), batch, slice(0, batch.num_slots)).loss)
         assert total == pytest.approx(baseline, abs=1e-6)
 
 
@@ -182,6 +182,7 @@ def test_dpo_prefers_documents_to_spoiled_ones_and_starts_at_ln_2(tmp_path: Path
             half = len(chosen) // 2
             assert chosen[:half].equal(rejected[:half]) and not chosen.equal(rejected)
         start = [
-            loss(batch.ref_logprobs, torch.zeros(0), batch, slice(0, batch.num_slots)) for batch in batches
+            loss(batch.ref_logprobs, torch.zeros(0), batch, slice(0, batch.num_slots)).loss
+            for batch in batches
         ]
         assert float(sum(start)) == pytest.approx(math.log(2.0), abs=1e-6)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import lockstep.train.local as local
+import lockstep.train.loss_module as loss_module
 from lockstep.errors import ConfigError, RecordingError
 from lockstep.lab.replay import ranks as rank_replay
 from lockstep.lab.replay import run as lab_replay
@@ -306,14 +307,14 @@ def test_warm_up_is_not_counted(recording: Any, monkeypatch: pytest.MonkeyPatch)
 
 def break_input(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, tokens: int = 18) -> None:
     """The forward of batches with so many tokens raises."""
-    real = local.hidden_states
+    real = loss_module.decoder_inputs
 
     def broken(module: Any, batch: Any, **layout: Any) -> Any:
         if batch.num_tokens == tokens:
             raise error
         return real(module, batch, **layout)
 
-    monkeypatch.setattr(local, "hidden_states", broken)
+    monkeypatch.setattr(loss_module, "decoder_inputs", broken)
 
 
 def test_one_failing_input_does_not_end_the_replay(

@@ -9,14 +9,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.algorithms.samples import policy_sample
+from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import LoadedModel
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols.engine import OnCompletion
-from lockstep.schema.rollout import Completion, GenerationRequest
+from lockstep.schema.rollout import Completion, GenerationRequest, Trajectory
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.local import LocalBackend
 
@@ -53,10 +53,10 @@ class RawLogprobs(Right):
         return dataclasses.replace(completion, logprobs=tuple(self._raw(completion)))
 
     def _raw(self, completion: Completion) -> list[float]:
-        sample = policy_sample(completion, advantages=0.0)
+        (sample,) = rollout_samples([Trajectory.of(completion)])
         batches = plan_micro_batches([sample], [sample.loss_mask.float()], PackLimits(token_budget=1024))
         backend = LocalBackend(TrainConfig(device="cpu"), model=self.model, total_steps=0)
-        (scored,) = backend.logprobs(batches, model="policy")
+        (scored,) = backend.logprobs(batches)
         return [float(value) for value in scored[batches[0].loss_mask]]
 
 

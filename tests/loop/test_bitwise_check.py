@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.algorithms.samples import rollout_samples
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.errors import ConfigError, TrainError
 from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 CONTRACT = KernelContract(
     gemm="cpu-tiles-32",
@@ -40,16 +40,18 @@ def groups_of(num_groups=3, group_size=2):
     for g in range(num_groups):
         rollouts = tuple(
             Rollout(
-                completion=Completion(
-                    prompt_token_ids=tuple(range(1, g + 2)),
-                    token_ids=(50, 51, 52),
-                    logprobs=tuple(-(g + s / 8 + t / 64) for t in range(3)),
-                    finish_reason="length",
-                    stop_reason=None,
-                    text=None,
-                    seed=0,
-                    engine="native",
-                    policy_version=0,
+                trajectory=Trajectory.of(
+                    Completion(
+                        prompt_token_ids=tuple(range(1, g + 2)),
+                        token_ids=(50, 51, 52),
+                        logprobs=tuple(-(g + s / 8 + t / 64) for t in range(3)),
+                        finish_reason="length",
+                        stop_reason=None,
+                        text=None,
+                        seed=0,
+                        engine="native",
+                        policy_version=0,
+                    )
                 ),
                 reward=0.0,
                 rewards={},
@@ -66,7 +68,7 @@ def groups_of(num_groups=3, group_size=2):
 
 def minibatches_of(groups, *, minibatches, budget=6):
     """Samples in order, split into minibatches, each into micro-batches of one document."""
-    samples = rollout_samples(groups)
+    samples = policy_samples(rollout_samples(r.trajectory for g in groups for r in g.rollouts), None)
     size = len(samples) // minibatches
     parts = [samples[i * size : (i + 1) * size] for i in range(minibatches)]
     limits = PackLimits(token_budget=budget, static_capacity=False, layout="packed")

@@ -44,7 +44,12 @@ def test_it_learns_to_prefer_and_goes_on_exactly_after_a_kill(
     assert evaluations["before"]["eval/loss"] == pytest.approx(math.log(2.0), abs=1e-5)
     assert evaluations["after"]["eval/accuracy"] > 0.9
 
-    kill = {"target": "lockstep.train.local:LocalBackend._hidden", "send": "SIGKILL", "step": 3, "call": 2}
+    kill = {
+        "target": "lockstep.train.loss_module:LossModule.forward",
+        "send": "SIGKILL",
+        "step": 3,
+        "call": 2,
+    }
     assert lockstep("train", dpo_toml, "--run-dir", broken, cwd=tmp_path, signals=[kill]).code == -9
     ended = lockstep("train", "--resume", broken, cwd=tmp_path)
     assert ended.code == 0, ended.out + ended.err

@@ -14,7 +14,7 @@ import pytest
 from loop_runs import Commands, Ended, everything
 
 GENERATE = "lockstep.engine.hf.generation:Generation._step"
-FORWARD = "lockstep.train.local:LocalBackend._hidden"
+FORWARD = "lockstep.train.loss_module:LossModule.forward"
 OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
 FILE = "lockstep.train.state.files:_HashingFile.write"
 

@@ -64,9 +64,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     plain = LocalBackend.logprobs
 
-    def logprobs(self: LocalBackend, batches: Any, *, model: Any) -> list[torch.Tensor]:
+    def logprobs(self: LocalBackend, batches: Any) -> list[torch.Tensor]:
         counts.append(len(batches))
-        return plain(self, batches, model=model)
+        return plain(self, batches)
 
     monkeypatch.setattr(LocalBackend, "logprobs", logprobs)
     return counts

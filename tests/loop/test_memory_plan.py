@@ -98,13 +98,14 @@ from lockstep.models.load import load_model
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.observe.memory import peak_rss_bytes
 from lockstep.packing import pack
+from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import TrainSample
 from lockstep.train.local import LocalBackend
 
 class Loss:
-    separable, entropy_grad = True, False
+    separable, entropy_grad, terms = True, False, ()
     def __call__(self, logprobs, entropy, batch, rows):
-        return -(logprobs * batch.loss_weights[rows]).sum()
+        return LossOutput(-(logprobs * batch.loss_weights[rows]).sum())
 
 name, dtype, length, count, budget = json.loads(sys.argv[1])
 run = SFTRun(model=ModelConfig(name=name, dtype=dtype), batch_size=count,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from loop_runs import Commands, everything, metrics_of
 
-FORWARD = "lockstep.train.local:LocalBackend._hidden"
+FORWARD = "lockstep.train.loss_module:LossModule.forward"
 FILE = "lockstep.train.state.files:_HashingFile.write"
 
 

@@ -269,7 +269,7 @@ def contents(run: Path) -> list[Any]:
     return [found, {f.parent.name: f.read_bytes() for f in sorted(weights.glob("*/*"))}]
 
 
-FORWARD = "lockstep.train.local:LocalBackend._hidden"
+FORWARD = "lockstep.train.loss_module:LossModule.forward"
 BEGIN = "lockstep.recording.writer:RecordingWriter.begin"
 FINISH = "lockstep.recording.writer:RecordingWriter.finish"
 MOMENTS = [

@@ -14,7 +14,7 @@ from lockstep.loop.evaluate import score
 from lockstep.loop.online import train_online
 from lockstep.loop.session import Session
 from lockstep.ranks.context import RankContext
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 TINY = {
     "steps": 3,
@@ -132,7 +132,7 @@ def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Pa
     )
     group = RolloutGroup(
         prompt=Prompt(index=0, token_ids=(1,), text="1 + 1", row={"answer": "2"}),
-        rollouts=(Rollout(completion=completion, reward=0.0, rewards={}),),
+        rollouts=(Rollout(trajectory=Trajectory.of(completion), reward=0.0, rewards={}),),
     )
     rewards = Counting()
     result = score(cast(OnlineParts, SimpleNamespace(rewards=rewards, ranks=RankContext.alone())), [group])

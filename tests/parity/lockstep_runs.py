@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.loop.determinism import weights_hash
@@ -130,7 +131,7 @@ def train(parts: OnlineParts, *, steps: int) -> list[Step]:
         groups = trainer.sample(number).groups
         recomputed = _recomputed(parts, groups)
         watched.seen.clear()
-        result = trainer.update(groups)
+        result = trainer.update(groups, step=number)
         trainer.push(policy_version=number + 1)
         done.append(
             Step(
@@ -139,16 +140,17 @@ def train(parts: OnlineParts, *, steps: int) -> list[Step]:
                 ratios=[_joined(b, lps, "old_logprobs").exp() for b, lps in watched.seen],
                 weights=weights_hash(parts.backend),
                 metrics=result.metrics,
-                lengths=[len(r.completion.token_ids) for g in result.groups for r in g.rollouts],
+                lengths=[len(r.trajectory.spans[1].token_ids) for g in result.groups for r in g.rollouts],
             )
         )
     return done
 
 
 def _recomputed(parts: OnlineParts, groups: Any) -> Tensor:
-    samples = parts.algorithm.samples(groups, ref_logprobs=None)
+    rollouts = rollout_samples(rollout.trajectory for group in groups for rollout in group.rollouts)
+    samples = policy_samples(rollouts, None)
     batches = parts.plan(samples, parts.algorithm.loss_weights(samples))
-    return _joined(batches, parts.backend.logprobs(batches, model="policy"), "rollout_logprobs")
+    return _joined(batches, parts.backend.logprobs(batches), "rollout_logprobs")
 
 
 def _joined(batches: Any, logprobs: Any, field: str) -> Tensor:

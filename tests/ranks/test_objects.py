@@ -14,7 +14,7 @@ from lockstep.ranks import objects
 from lockstep.ranks.objects import decode_object, encode_object
 from lockstep.ranks.rendezvous import RankError
 from lockstep.rollout.sampler import _Share
-from lockstep.schema.rollout import Completion, Rollout
+from lockstep.schema.rollout import Completion, Rollout, Trajectory
 
 COMPLETION = Completion(
     prompt_token_ids=(1, 2),
@@ -37,7 +37,7 @@ STATS = EngineStats(
     kv_cache_bytes=2**40,
 )
 SHARE = _Share(
-    rollouts=(None, (Rollout(completion=COMPLETION, reward=1 / 3, rewards={"math": 1.0}),)),
+    rollouts=(None, (Rollout(trajectory=Trajectory.of(COMPLETION), reward=1 / 3, rewards={"math": 1.0}),)),
     counts={"rewards/dropped": 2.0},
 )
 

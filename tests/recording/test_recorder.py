@@ -20,7 +20,7 @@ from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings, 
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
 from lockstep.schema.recording import RecordingHeader
-from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup
+from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 HEADER = RecordingHeader(
     created="2026-01-01T00:00:00+00:00",
@@ -320,7 +320,9 @@ def group(index: int, *rewards: float) -> RolloutGroup:
             engine="hf",
             policy_version=0,
         )
-        return Rollout(completion=completion, reward=reward, rewards={"a": reward / 2, "kl": -1.0})
+        return Rollout(
+            trajectory=Trajectory.of(completion), reward=reward, rewards={"a": reward / 2, "kl": -1.0}
+        )
 
     prompt = Prompt(index=index, token_ids=(1,), text="")
     return RolloutGroup(prompt=prompt, rollouts=tuple(map(rollout, range(len(rewards)), rewards)))
@@ -379,7 +381,8 @@ def test_what_it_does_is_timed_and_what_it_does_not_is_not(case: Case) -> None:
 def test_everything_else_goes_to_the_backend(case: Case) -> None:
     case.start()
     assert case.around.weights(policy_version=3) == ("weights", (), {"policy_version": 3})
-    assert case.around.logprobs([], model="ref") == ("logprobs", ([],), {"model": "ref"})
+    assert case.around.logprobs([]) == ("logprobs", ([],), {})
+    assert case.around.ref() == ("ref", (), {})
     assert case.around.save(Path("x")) == ("save", (Path("x"),), {"background": False})
     case.around.load(Path("x"), verified=True)
     case.around.export(Path("x"))

@@ -92,9 +92,7 @@ def test_junk_that_a_verifier_cannot_parse_scores_0_and_is_counted() -> None:
 
 def test_a_broken_row_is_an_error_and_no_junk() -> None:
     row = {**gym_row("prime_factorization"), "answer": "banana"}
-    with pytest.raises(
-        RewardError, match=r"'verifier' on row 17, rollout 0 .*VerifierFailure: ValueError"
-    ) as info:
+    with pytest.raises(RewardError, match=r"'verifier' on row 17 .*VerifierFailure: ValueError") as info:
         RewardSet([RewardConfig()]).score([sample("2 \u00d7 3", row)])
     assert type(info.value.__cause__).__name__ == "VerifierFailure"
 
@@ -224,7 +222,7 @@ def test_nonsense_is_never_0(value: Any) -> None:
     def reward(prompt: str, completion: str, row: Row) -> Any:
         return value if completion == "bad" else 1.0
 
-    with pytest.raises(RewardError, match=r"'reward' on row 17, rollout 1 of the batch.*not a finite number"):
+    with pytest.raises(RewardError, match=r"'reward' on row 17 .*not a finite number"):
         RewardSet([], functions=[reward]).score([sample("good"), sample("bad")])
 
 
@@ -250,7 +248,7 @@ def test_drop_leaves_the_rollout_out_and_counts_it(module: Callable[[str], str])
         assert rewards.take_counts() == {f"{target}/failed": 1, "dropped": 1}
         strictly = RewardSet([RewardConfig(name=target)])
         with pytest.raises(
-            RewardError, match=r"rollout 1 .*raised ZeroDivisionError: division by zero"
+            RewardError, match=r"completion '0'.*raised ZeroDivisionError: division by zero"
         ) as info:
             strictly.score([sample("1"), sample("0"), sample("2")])
         assert isinstance(info.value.__cause__, RewardFailure)

@@ -1,5 +1,6 @@
 import dataclasses
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,6 +43,9 @@ class FakeEngine:
                 on_completion(r, s, completion)
             out.append(group)
         return out
+
+    def abort(self):
+        pass
 
 
 class FakeRewards:
@@ -133,7 +137,7 @@ def test_groups_come_in_prompt_order_with_their_seeds_and_rewards():
     assert [i.index for i in rewards.inputs] == [3, 3, 3, 1, 1, 1]
     assert engine.requests[1].seeds == tuple(sample_seed(5, 2, 1, i) for i in range(3))
     for group in out.groups:
-        assert [r.reward for r in group.rollouts] == [float(r.completion.seed % 100) for r in group.rollouts]
+        assert [r.reward for r in group.rollouts] == [float(r.trajectory.seed % 100) for r in group.rollouts]
     assert progress[-1] == (6, 6) and len(progress) == 6
     assert (rewards.inputs[4].prompt, rewards.inputs[4].row) == ("prompt 1", {"answer": 1})
     assert out.counts["reward/dropped"] == 2.0
@@ -142,7 +146,7 @@ def test_groups_come_in_prompt_order_with_their_seeds_and_rewards():
 def test_dropped_rollouts_leave_and_lone_ones_take_their_group_along():
     everything = sample(prompts=range(20))
     out = sample(rewards=FakeRewards(drop=3), prompts=range(20))
-    left = [[r for r in g.rollouts if int(r.completion.text) % 3] for g in everything.groups]
+    left = [[r for r in g.rollouts if int(r.trajectory.text) % 3] for g in everything.groups]
     assert [list(g.rollouts) for g in out.groups] == [group for group in left if len(group) >= 2]
     assert out.counts["rollout/dropped_rollouts"] == sum(3 - len(group) for group in left) > 0
     assert out.counts["rollout/dropped_groups"] == sum(len(group) < 2 for group in left) > 0
@@ -174,6 +178,63 @@ def test_a_prompt_that_comes_again_in_a_later_round_has_new_seeds():
 def test_dynamic_sampling_gives_up_with_the_numbers():
     with pytest.raises(RewardError, match=r"max_resample_rounds = 3 rounds only 0 of 4 .*12 were all equal"):
         step(FakeEngine(), keep=lambda group: False, max_rounds=3)
+
+
+class Waiting(FakeEngine):
+    """The second group is sampled only when `go_on` is set, or after `abort`."""
+
+    def __init__(self, go_on):
+        super().__init__()
+        self.go_on, self.aborted = go_on, False
+
+    def generate(self, requests, *, on_completion=None):
+        first = super().generate(requests[:1], on_completion=on_completion)
+        assert self.go_on.wait(30)
+        if self.aborted:
+            self.finish_reason = "abort"
+        later = super().generate(requests[1:], on_completion=lambda r, s, c: on_completion(r + 1, s, c))
+        return first + later
+
+    def abort(self):
+        self.aborted = True
+        self.go_on.set()
+
+
+def test_a_group_is_scored_while_others_are_sampled():
+    go_on = threading.Event()
+
+    class Rewards(FakeRewards):
+        def score(self, inputs):
+            go_on.set()
+            return super().score(inputs)
+
+    rewards = Rewards()
+    out = sample(Waiting(go_on), rewards)
+    assert [g.prompt.index for g in out.groups] == [3, 1] and len(rewards.inputs) == 6
+
+
+def test_a_reward_that_fails_ends_the_generation():
+    class Rewards(FakeRewards):
+        def score(self, inputs):
+            raise RewardError("row 3: no column")
+
+    engine = Waiting(threading.Event())
+    with pytest.raises(RewardError, match="row 3: no column"):
+        sample(engine, Rewards())
+    assert engine.aborted
+    assert not [thread for thread in threading.enumerate() if thread.name == "rewards"]
+
+
+def test_an_engine_that_fails_leaves_no_thread():
+    class Broken(FakeEngine):
+        def generate(self, requests, *, on_completion=None):
+            raise EngineError("no memory")
+
+    with pytest.raises(EngineError, match="no memory"):
+        sample(Broken())
+    deadline = time.monotonic() + 30
+    while [thread for thread in threading.enumerate() if thread.name == "rewards"]:
+        assert time.monotonic() < deadline
 
 
 def test_an_aborted_generation_is_not_scored():

@@ -12,18 +12,23 @@ from torch import Tensor
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
+from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.train.local import LocalBackend
 
 
 class NegativeLogprob:
-    """The plainest loss: minus the weighted sum of logprobs."""
+    """The plainest loss: minus the weighted sum of logprobs. Its one term is each token's probability."""
 
     separable = True
     entropy_grad = False
+    terms = ("probability",)
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
-        return -(logprobs * batch.loss_weights[rows]).sum()
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
+    ) -> LossOutput:
+        terms = logprobs.detach().exp()[None]
+        return LossOutput(-(logprobs * batch.loss_weights[rows]).sum(), terms)
 
 
 class WholeSequence(NegativeLogprob):
@@ -95,7 +100,7 @@ def tiny_model() -> Any:
 
 @pytest.fixture
 def make_backend(tiny_model: Any) -> Any:
-    """A backend over a fresh tiny model; takes TrainConfig's fields, dtype, lora, ref, total_steps, seed."""
+    """A backend over a fresh tiny model; takes TrainConfig's fields and those below."""
 
     def make(
         *,
@@ -104,12 +109,14 @@ def make_backend(tiny_model: Any) -> Any:
         ref: bool = False,
         total_steps: int = 10,
         seed: int = 0,
+        temperature: float = 1.0,
         **train: Any,
     ) -> LocalBackend:
         return LocalBackend(
             TrainConfig(**{"lr": 1e-3, **train}),
             model=tiny_model(dtype, lora=lora, seed=seed),
             total_steps=total_steps,
+            temperature=temperature,
             ref=ref,
         )
 

@@ -127,8 +127,8 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
             ("logprobs", stats.logprobs, expected.logprobs[mine]),
             (
                 "scored",
-                backend.logprobs_own(parts[rank], model="policy"),
-                local.logprobs(parts[rank], model="policy"),
+                backend.logprobs_own(parts[rank]),
+                local.logprobs(parts[rank]),
             ),
         ):
             differences = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]

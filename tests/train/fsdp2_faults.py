@@ -85,7 +85,7 @@ def check_other_batches() -> Any:
         with raises(TrainError, match=r"not given the same micro-batches \(rank 0: 3 with"):
             backend.forward_backward(mine, fixtures.NegativeLogprob())
         with raises(TrainError, match=r"not given the same micro-batches \(rank 0: 3 with"):
-            backend.logprobs(mine, model="policy")
+            backend.logprobs(mine)
     return compare_steps((local, backend), steps=1, tolerance=1e-4)
 
 

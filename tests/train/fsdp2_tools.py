@@ -21,6 +21,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing.packs import Bucket, repack
+from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.fsdp2.backend import FSDP2Backend
 from lockstep.train.local import LocalBackend
@@ -36,11 +37,11 @@ class OfWholeDocuments(fixtures.WholeSequence):  # type: ignore[name-defined, mi
 
     entropy_grad = True
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> LossOutput:
         document = torch.bucketize(torch.arange(batch.num_slots), batch.cu_seqlens[1:], right=True)[rows]
         weighted = (logprobs + 0.1 * entropy) * batch.loss_weights[rows]
         sums = torch.zeros(len(batch.lengths)).index_add(0, document, weighted)
-        return (sums - sums.square()).sum()
+        return LossOutput((sums - sums.square()).sum(), logprobs.detach().exp()[None])
 
 
 BUCKET = Bucket(tokens=128, documents=16, max_seqlen=32)
@@ -135,12 +136,13 @@ def compare_steps(
         expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
         see("loss", apart(found.losses, expected.losses))
         see("logprobs", apart(found.logprobs, expected.logprobs))
+        see("logprobs", apart(found.terms, expected.terms))
         see("entropy", apart(found.entropy, expected.entropy))
         see("gradient", gradient_error(backend.gradients(), local.gradients()))
         see("norm only", abs(backend.gradient_norm() / local.gradient_norm() - 1))
         see(
             "scored",
-            apart(backend.logprobs(batches, model="policy"), local.logprobs(batches, model="policy")),
+            apart(backend.logprobs(batches), local.logprobs(batches)),
         )
         theirs, ours = local.optimizer_step(), backend.optimizer_step()
         see("norm", abs(ours["grad_norm"] / theirs["grad_norm"] - 1))

@@ -73,12 +73,6 @@ def check_ring_tp() -> Any:
     return compare_steps(pair(shape="tiny-qwen3", ring=2, tp=2), steps=3, tolerance=1e-4)
 
 
-def check_compile() -> Any:
-    """Compiled layers and head; one graph for all packs of one capacity, whichever rank has them."""
-    local, backend = pair(execution="compile", max_recompiles=0, optimizer="sgd", lr=0.1)
-    return compare_steps((local, backend), steps=2, tolerance=1e-5, bucket=BUCKET)
-
-
 def check_joint() -> Any:
     """The decoder's graph around which FSDP2 gathers all weights; layers checkpointed inside of it."""
     settings = {"optimizer": "sgd", "lr": 0.1, "activation_checkpointing": True, "max_recompiles": 0}
@@ -90,15 +84,15 @@ def check_joint_ref() -> Any:
     """The frozen policy runs the policy's graphs, made once, with weights of its own."""
     local, backend = pair(execution="joint", ref=True, lr=0.1)
     first = [repack(batch, BUCKET) for batch in micro_batches(0)]
-    expected = local.logprobs(first, model="ref")
+    expected = local.ref.logprobs(first)
     compare_steps((local, backend), steps=2, tolerance=1e-2, bucket=BUCKET)
-    assert apart(backend.logprobs(first, model="ref"), expected) < 1e-6
-    assert apart(backend.logprobs(first, model="policy"), expected) > 1e-2
+    assert apart(backend.ref.logprobs(first), expected) < 1e-6
+    assert apart(backend.logprobs(first), expected) > 1e-2
     report = backend.compile_report()
     assert report is not None and (report.recompiles, report.graph_breaks) == (0, 0), report
     _, half = pair(execution="joint", ref=True, dtype="bfloat16")
     for step in range(2):  # the reference goes first, while the policy's weights are float32 shards
-        ref, policy = half.logprobs(first, model="ref"), half.logprobs(first, model="policy")
+        ref, policy = half.ref.logprobs(first), half.logprobs(first)
         assert all(map(torch.equal, ref, policy)) == (step == 0)
         half.forward_backward(first, fixtures.NegativeLogprob())
         half.optimizer_step()
@@ -109,11 +103,12 @@ def check_joint_ref_alone() -> Any:
     """A shape that is new to the second rank alone, whose reference meets it first."""
     local, backend = pair(execution="joint", ref=True)
     small = [repack(batch, BUCKET) for batch in micro_batches(0, 2)]
-    backend.logprobs(small, model="ref")
+    backend.ref.logprobs(small)
     wide = repack(micro_batches(0, 2)[1], dataclasses.replace(BUCKET, tokens=2 * BUCKET.tokens))
     for model in ("ref", "policy"):
-        found = backend.logprobs([small[0], wide], model=model)  # type: ignore[arg-type]
-        expected = local.logprobs([small[0], wide], model=model)  # type: ignore[arg-type]
+        found, expected = (
+            (each.ref if model == "ref" else each).logprobs([small[0], wide]) for each in (backend, local)
+        )
         assert apart(found, expected) < 1e-6
     return {}
 
@@ -151,13 +146,13 @@ def check_offloaded_parameters() -> Any:
 
 def check_ref() -> Any:
     local, backend = pair(ref=True, lr=0.1)
-    first = local.logprobs(micro_batches(0), model="ref")
+    first = local.ref.logprobs(micro_batches(0))
     compare_steps((local, backend), steps=2, tolerance=1e-2)
     for batches in (micro_batches(0), micro_batches(1)):
-        found = backend.logprobs(batches, model="ref")
-        assert apart(found, local.logprobs(batches, model="ref")) < 1e-6
-        assert apart(found, backend.logprobs(batches, model="policy")) > 1e-2
-    assert apart(backend.logprobs(micro_batches(0), model="ref"), first) < 1e-6
+        found = backend.ref.logprobs(batches)
+        assert apart(found, local.ref.logprobs(batches)) < 1e-6
+        assert apart(found, backend.logprobs(batches)) > 1e-2
+    assert apart(backend.ref.logprobs(micro_batches(0)), first) < 1e-6
     return {}
 
 
@@ -231,7 +226,7 @@ def check_preferences() -> Any:
         for backend in both:
             figures = []
             for _ in range(3):
-                known = zip(plain, backend.logprobs(plain, model="ref"), strict=True)
+                known = zip(plain, backend.ref.logprobs(plain), strict=True)
                 batches = [dataclasses.replace(b, ref_logprobs=lp) for b, lp in known]  # type: ignore[call-arg]
                 stats = backend.forward_backward(batches, algorithm.loss())
                 figures += [*map(float, stats.losses), backend.optimizer_step()["grad_norm"]]

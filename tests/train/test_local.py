@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.observe.spans import Spans
+from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.train.local import LocalBackend
 
@@ -66,8 +67,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(
     layout: str,
 ) -> None:
     loss = request.getfixturevalue("loss" if separable else "whole_loss")
-    backend = make_backend(static_capacity=static, layout=layout)
-    backend.temperature = 0.7
+    backend = make_backend(static_capacity=static, layout=layout, temperature=0.7)
     stats = backend.forward_backward([batch], loss)
     reference = tiny_model(attention="hf:sdpa").module
     expected = plain_loss(reference, batch, 0.7)
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(
     mask = batch.loss_mask
     assert float(-(stats.logprobs[0] * batch.loss_weights).sum()) == pytest.approx(float(expected), rel=1e-5)
     assert torch.equal(stats.logprobs[0] == 0, ~mask) and torch.equal(stats.entropy[0] == 0, ~mask)
-    [logprobs] = backend.logprobs([batch], model="policy")
+    [logprobs] = backend.logprobs([batch])
     torch.testing.assert_close(logprobs, stats.logprobs[0], rtol=1e-5, atol=1e-5)
 
 
@@ -160,7 +160,7 @@ def test_activation_checkpointing_gives_the_same_gradients(
         backend.forward_backward([batch], loss)
     assert calls == 2  # forward, and once more in backward
     assert distance(gradients(checkpointed), gradients(plain)) == 0.0
-    checkpointed.logprobs([batch], model="policy")
+    checkpointed.logprobs([batch])
     assert calls == 3
 
 
@@ -174,31 +174,30 @@ def test_compiled_is_eager_within_tolerance(make_backend: Any, batch: PackedBatc
 
 def test_reference_stays_where_it_was(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
     backend = make_backend(ref=True, lr=1e-2)
-    [before] = backend.logprobs([batch], model="policy")
+    [before] = backend.logprobs([batch])
     backend.forward_backward([batch], loss)
     backend.optimizer_step()
-    [ref], [policy] = backend.logprobs([batch], model="ref"), backend.logprobs([batch], model="policy")
+    [ref], [policy] = backend.ref.logprobs([batch]), backend.logprobs([batch])
     assert torch.equal(ref, before)
     assert float((policy - before).abs().max()) > 1e-2
 
 
-def test_a_backend_without_reference_says_so(make_backend: Any, batch: PackedBatch) -> None:
-    with pytest.raises(ConfigError, match="ref=True"):
-        make_backend().logprobs([batch], model="ref")
+def test_a_backend_without_reference_says_so(make_backend: Any) -> None:
+    assert make_backend().ref is None
 
 
 def test_lora_trains_the_adapters_only(make_backend: Any, batch: PackedBatch, loss: Any) -> None:
     backend = make_backend(lora=LORA, ref=True, lr=1e-2)
     before = copy.deepcopy(backend.module.state_dict())
-    [start] = backend.logprobs([batch], model="policy")
+    [start] = backend.logprobs([batch])
     for _ in range(3):
         backend.forward_backward([batch], loss)
         backend.optimizer_step()
     changed = {name for name, t in backend.module.state_dict().items() if not torch.equal(t, before[name])}
     assert changed == {name for name in before if "lora_" in name}
     assert changed
-    assert torch.equal(backend.logprobs([batch], model="ref")[0], start)  # B starts at zero
-    assert float((backend.logprobs([batch], model="policy")[0] - start).abs().max()) > 1e-2
+    assert torch.equal(backend.ref.logprobs([batch])[0], start)  # B starts at zero
+    assert float((backend.logprobs([batch])[0] - start).abs().max()) > 1e-2
 
 
 def test_lora_weights_are_merged_under_hugging_face_names(
@@ -209,7 +208,7 @@ def test_lora_weights_are_merged_under_hugging_face_names(
     backend.optimizer_step()
     bare = tiny_model(attention="hf:sdpa").module
     bare.load_state_dict(dict(backend.weights(policy_version=1).tensors()))
-    [ours] = backend.logprobs([batch], model="policy")
+    [ours] = backend.logprobs([batch])
     expected = plain_loss(bare, batch).detach()
     assert float(-(ours * batch.loss_weights).sum()) == pytest.approx(float(expected), rel=1e-5)
 
@@ -229,7 +228,7 @@ def test_eval_mode_outside_of_forward_backward(make_backend: Any, batch: PackedB
     seen = []
     backend.module.model.layers[0].register_forward_pre_hook(lambda m, _: seen.append(m.training))
     backend.forward_backward([batch], loss)
-    backend.logprobs([batch], model="policy")
+    backend.logprobs([batch])
     assert seen == [True, False]
     assert not backend.module.training
 
@@ -269,10 +268,13 @@ class SquareRoot:
 
     separable = True
     entropy_grad = False
+    terms = ()
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
+    ) -> LossOutput:
         weights = batch.loss_weights[rows]
-        return (logprobs * weights).abs().sqrt().sum()
+        return LossOutput((logprobs * weights).abs().sqrt().sum())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -298,14 +300,14 @@ def test_out_of_memory_names_the_size_and_a_setting(
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("lockstep.train.local.hidden_states", full)
+    monkeypatch.setattr("lockstep.train.loss_module.run_decoder", full)
     slots = batch.num_slots
     with pytest.raises(
         TrainError, match=rf"micro-batch 0 of 1: out of memory with {slots} .*change .*Tried to"
     ):
         backend.forward_backward([batch], loss)
     with pytest.raises(TrainError, match=rf"out of memory with {slots} token"):
-        backend.logprobs([batch], model="policy")
+        backend.logprobs([batch])
 
 
 def test_another_runtime_error_is_not_dressed_up(
@@ -316,7 +318,7 @@ def test_another_runtime_error_is_not_dressed_up(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("lockstep.train.local.hidden_states", broken)
+    monkeypatch.setattr("lockstep.train.loss_module.run_decoder", broken)
     with pytest.raises(RuntimeError, match=r"^shapes do not match$"):
         backend.forward_backward([batch], loss)
 

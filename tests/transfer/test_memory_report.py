@@ -9,7 +9,8 @@ import torch
 
 from lockstep.errors import EngineError, RewardError, TrainError
 from lockstep.loop.engine_report import explain_out_of_memory
-from lockstep.transfer.memory_report import MemoryReport, ran_out_of_memory, take_memory_report
+from lockstep.schema.weights import MemoryReport
+from lockstep.transfer.memory_report import explain, ran_out_of_memory, take_memory_report
 
 GIB = 1024.0**3
 CPU = torch.device("cpu")
@@ -19,15 +20,14 @@ def test_a_memory_report_has_both_processes() -> None:
     engine = SimpleNamespace(external=True, memory=lambda: {"kv_cache": 2.5 * GIB})
     found = take_memory_report(engine, device=CPU)
     assert found.engine == {"kv_cache": 2.5 * GIB} and found.trainer["rss_peak"] > 1e6
-    assert "engine kv_cache 2.50 GiB" in str(found)
+    assert "engine kv_cache 2.50 GiB" in explain("engine", before=None, after=None, now=found)
     assert take_memory_report(SimpleNamespace(external=False), device=CPU).engine is None
 
     def dead():
         raise EngineError("gone")
 
-    assert "engine not reported" in str(
-        take_memory_report(SimpleNamespace(external=True, memory=dead), device=CPU)
-    )
+    report = take_memory_report(SimpleNamespace(external=True, memory=dead), device=CPU)
+    assert "engine not reported" in explain("engine", before=None, after=None, now=report)
 
 
 def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
@@ -49,6 +49,7 @@ def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
 )
 def test_the_side_and_the_memory_reports_around_the_last_update_are_named(side, error, kind) -> None:
     transfer = SimpleNamespace(
+        transport="disk",
         before=MemoryReport(trainer={"allocated": GIB}, engine={"weights": GIB}),
         after=MemoryReport(trainer={"allocated": 2 * GIB}, engine=None),
     )
@@ -68,7 +69,7 @@ def test_the_side_and_the_memory_reports_around_the_last_update_are_named(side, 
 
 @pytest.mark.parametrize("error", [RewardError("out of memory"), EngineError("dirty"), RuntimeError("x")])
 def test_other_errors_are_left_as_they_are(error) -> None:
-    transfer = SimpleNamespace(before=None, after=None)
+    transfer = SimpleNamespace(transport="disk", before=None, after=None)
     with (
         pytest.raises(type(error)) as caught,
         explain_out_of_memory(

@@ -11,7 +11,7 @@ from lockstep.config.algorithm import DPOConfig
 from lockstep.errors import DataError, TrainError
 from lockstep.ops.losses import dpo
 from lockstep.ops.masks import document_sums, masked
-from lockstep.protocols.train import StepStats
+from lockstep.protocols.train import LossOutput, StepStats
 from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
 
 Rows = Tensor | slice
@@ -26,11 +26,12 @@ class DPOLoss:
 
     separable = False
     entropy_grad = False
+    terms: tuple[str, ...] = ()
 
     def __init__(self, config: DPOConfig) -> None:
         self.config = config
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
         """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
         batch = _preferences(batch)
         slots = logprobs.new_zeros(batch.num_slots)
@@ -40,23 +41,41 @@ class DPOLoss:
         losses = dpo(chosen, rejected, beta=config.beta, label_smoothing=config.label_smoothing)
         weights = masked(batch.loss_weights, batch.loss_mask)
         documents = torch.segment_reduce(weights, "max", offsets=batch.cu_seqlens.long(), initial=0.0)
-        return (losses * _pairs(documents, batch).amax(1)).sum()
+        return LossOutput((losses * _pairs(documents, batch).amax(1)).sum())
 
     def log_ratios(self, logprobs: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
         """[P] each: log(policy / ref) of the chosen and of the rejected answers, nats. logprobs: [T]."""
         if batch.ref_logprobs is None:
             raise TrainError(
                 "DPO compares with a reference, but the batch has no ref_logprobs; run "
-                "backend.logprobs(model='ref') first"
+                "backend.ref.logprobs(batches) first"
             )
         ref = batch.ref_logprobs.to(logprobs.device)
         ratios = masked(logprobs, batch.loss_mask) - masked(ref, batch.loss_mask)
         chosen, rejected = _pairs(document_sums(ratios, batch.cu_seqlens), batch).unbind(1)
         return chosen, rejected
 
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Return means over the step's pairs: rewards (beta log(policy / ref), nats) of chosen and rejected
+        answers, their margin, and the share of pairs whose chosen answer has the higher one."""
+        chosen, rejected = (
+            torch.cat(column) * self.config.beta
+            for column in zip(
+                *(
+                    self.log_ratios(logprobs, _preferences(batch).to(logprobs.device))  # type: ignore[arg-type]
+                    for batch, logprobs in zip(batches, stats.logprobs, strict=True)
+                ),
+                strict=True,
+            )
+        )
+        margin = chosen - rejected
+        figures = torch.stack([chosen, rejected, margin, (margin > 0).to(margin.dtype)]).mean(1)
+        names = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy")
+        return dict(zip(names, figures.tolist(), strict=True))
+
 
 class DPO:
-    """Preference pairs; needs ref_logprobs. Shares loss_weights, loss and metrics with Algorithm."""
+    """Preference pairs; needs ref_logprobs. Shares loss_weights and loss with Algorithm."""
 
     def __init__(self, config: DPOConfig) -> None:
         self.config = config
@@ -71,25 +90,6 @@ class DPO:
     def loss(self) -> DPOLoss:
         """Return the loss, which is not separable."""
         return DPOLoss(self.config)
-
-    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """Return means over the step's pairs: rewards (beta log(policy / ref), nats) of chosen and rejected
-        answers, their margin, and the share of pairs whose chosen answer has the higher one."""
-        loss = self.loss()
-        chosen, rejected = (
-            torch.cat(column) * self.config.beta
-            for column in zip(
-                *(
-                    loss.log_ratios(logprobs, _preferences(batch).to(logprobs.device))  # type: ignore[arg-type]
-                    for batch, logprobs in zip(batches, stats.logprobs, strict=True)
-                ),
-                strict=True,
-            )
-        )
-        margin = chosen - rejected
-        figures = torch.stack([chosen, rejected, margin, (margin > 0).to(margin.dtype)]).mean(1)
-        names = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy")
-        return dict(zip(names, figures.tolist(), strict=True))
 
 
 def _pairs(documents: Tensor, batch: PreferenceBatch) -> Tensor:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lockstep.algorithms import ADVANTAGES
-from lockstep.algorithms.metrics import policy_metrics
 from lockstep.algorithms.policy_loss import PolicyLoss
-from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.algorithm import PER_STEP, GRPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.ops.advantages import batch_mean_std, group_mean, reward_to_go
 from lockstep.ops.kl import kl_k1
 from lockstep.ops.losses import loss_weights, overlong_penalty
-from lockstep.protocols.train import StepStats
-from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
-from lockstep.schema.rollout import Rollout, RolloutGroup
+from lockstep.schema.batch import RolloutSample, TrainSample
+from lockstep.schema.rollout import RolloutGroup
 
 
 class PolicyAlgorithm:
@@ -37,7 +35,8 @@ class PolicyAlgorithm:
         self.config = config.resolved()
         self.max_tokens = max_tokens
         self.needs_ref = self.config.kl.coef > 0
-        self.ref_in_reward = self.needs_ref and self.config.kl.place == "reward"
+        self._loss = PolicyLoss(self.config)
+        self._kl_in_reward = self.needs_ref and self.config.kl.place == "reward"
         assert self.config.advantage is not None
         self._per_group: Callable[[Tensor, Tensor], Tensor] | None = None
         if self.config.advantage not in PER_STEP:
@@ -56,40 +55,61 @@ class PolicyAlgorithm:
         not all equal."""
         return not self.config.dynamic_sampling or len({rollout.reward for rollout in group.rollouts}) > 1
 
-    def shape(
-        self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
+    def advantages(
+        self,
+        groups: Sequence[RolloutGroup],
+        samples: Sequence[RolloutSample],
+        *,
+        ref_logprobs: Sequence[Tensor] | None = None,
+    ) -> tuple[list[RolloutGroup], list[Tensor]]:
+        """Return the groups with `overlong` and `kl` among their rewards, where the algorithm has them, and
+        their advantages; see protocols.Algorithm, and lockstep.ops.advantages for the formulas.
+
+        Raises:
+            TrainError: the reward has a KL term, and ref_logprobs are missing; or an estimator of the user's
+                returned something else than one finite advantage per rollout.
+        """
+        penalties = self._kl_penalties(samples, ref_logprobs)
+        groups = self._shaped(groups, samples, penalties)
+        rewards, present = _reward_matrix(groups)
+        if self._per_group is None:
+            if self.config.advantage == "group_mean_batch_std":
+                rewards = group_mean(rewards, present)
+            per_token = _whitened_returns(rewards[present], penalties)
+        else:
+            values = self._per_group(rewards, present)
+            self._check_advantages(values, present)
+            per_token = list(values[present])
+        return groups, [_on_trained(value, sample) for value, sample in zip(per_token, samples, strict=True)]
+
+    def _shaped(
+        self, groups: Sequence[RolloutGroup], samples: Sequence[RolloutSample], penalties: Sequence[Tensor]
     ) -> list[RolloutGroup]:
-        """Add `overlong` and `kl` to the rewards, where the algorithm has them."""
-        penalties = self._kl_penalties(groups, ref_logprobs)
-        shaped, start = [], 0
+        """The groups with the algorithm's own rewards."""
+        if not self._kl_in_reward and not self._overlong_penalty:
+            return list(groups)
+        lengths = torch.tensor([sample.num_trained for sample in samples])
+        limits = {"max_tokens": self.max_tokens, "buffer_tokens": self._buffer_tokens}
+        overlong = overlong_penalty(lengths, penalty=self._overlong_penalty, **limits).tolist()
+        shaped, index = [], itertools.count()
         for group in groups:
-            stop = start + len(group.rollouts)
-            rollouts = tuple(map(self._shape_one, group.rollouts, penalties[start:stop]))
-            shaped.append(dataclasses.replace(group, rollouts=rollouts))
-            start = stop
+            rollouts = []
+            for rollout, i in zip(group.rollouts, index, strict=False):
+                extra = {"overlong": overlong[i]} if self._overlong_penalty else {}
+                extra |= {"kl": penalties[i].sum().item()} if self._kl_in_reward else {}
+                reward, rewards = rollout.reward + sum(extra.values()), {**rollout.rewards, **extra}
+                rollouts.append(dataclasses.replace(rollout, reward=reward, rewards=rewards))
+            shaped.append(dataclasses.replace(group, rollouts=tuple(rollouts)))
         return shaped
 
-    def _shape_one(self, rollout: Rollout, penalties: Tensor) -> Rollout:
-        extra: dict[str, float] = {}
-        if self._overlong_penalty > 0:
-            length = torch.tensor(len(rollout.completion.token_ids))
-            settings = {"max_tokens": self.max_tokens, "buffer_tokens": self._buffer_tokens}
-            extra["overlong"] = overlong_penalty(length, penalty=self._overlong_penalty, **settings).item()
-        if self.ref_in_reward:
-            extra["kl"] = penalties.sum().item()
-        return dataclasses.replace(
-            rollout, reward=rollout.reward + sum(extra.values()), rewards={**rollout.rewards, **extra}
-        )
-
     def _kl_penalties(
-        self, groups: Sequence[RolloutGroup], ref_logprobs: Sequence[Tensor] | None
+        self, samples: Sequence[RolloutSample], ref_logprobs: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """Per rollout, [n] of its completion tokens: -coef * k1 of KL(rollout || ref), or zeros.
+        """Per rollout, [n] of the policy's tokens: -coef * k1 of KL(rollout || ref), or zeros.
 
         The engine's logprobs stand for the policy's, because the tokens were sampled from them."""
-        if not self.ref_in_reward:
-            return [torch.zeros(len(r.completion.token_ids)) for group in groups for r in group.rollouts]
-        samples = rollout_samples(groups)
+        if not self._kl_in_reward:
+            return [torch.zeros(sample.num_trained) for sample in samples]
         if ref_logprobs is None or len(ref_logprobs) != len(samples):
             raise TrainError(
                 f"algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} rollouts, got "
@@ -99,22 +119,6 @@ class PolicyAlgorithm:
             -self.config.kl.coef * kl_k1(sample.rollout_logprobs[sample.loss_mask], ref[sample.loss_mask])
             for sample, ref in zip(samples, ref_logprobs, strict=True)
         ]
-
-    def samples(
-        self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
-    ) -> list[PolicySample]:
-        """Compute the advantages of shaped groups; see lockstep.ops.advantages for their formulas."""
-        self._check_shaped(groups)
-        rewards, mask = _reward_matrix(groups)
-        if self._per_group is not None:
-            advantages = self._per_group(rewards, mask)
-            self._check_advantages(advantages, mask)
-            return rollout_samples(groups, advantages=advantages[mask].tolist())
-        if self.config.advantage == "group_mean_batch_std":
-            rewards = group_mean(rewards, mask)
-        penalties = self._kl_penalties(groups, ref_logprobs)
-        per_token = _whitened_returns(rewards[mask], penalties)
-        return rollout_samples(groups, advantages=per_token)
 
     def _check_advantages(self, advantages: Tensor, mask: Tensor) -> None:
         problem = None
@@ -129,17 +133,6 @@ class PolicyAlgorithm:
                 "advantage per rollout"
             )
 
-    def _check_shaped(self, groups: Sequence[RolloutGroup]) -> None:
-        names = {"overlong"} if self._overlong_penalty > 0 else set()
-        names |= {"kl"} if self.ref_in_reward else set()
-        for group in groups:
-            for rollout in group.rollouts:
-                if not names <= rollout.rewards.keys():
-                    raise TrainError(
-                        f"prompt {group.prompt.index}: the rewards {sorted(rollout.rewards)} lack "
-                        f"{sorted(names)}; call shape before samples"
-                    )
-
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
         """See lockstep.ops.losses.loss_weights; `samples` are all of one optimizer step."""
         assert self.config.aggregation is not None
@@ -149,11 +142,7 @@ class PolicyAlgorithm:
     def loss(self) -> PolicyLoss:
         """Return the loss. It is not separable with sequence-level ratios or corrections: a call must then
         see whole documents."""
-        return PolicyLoss(self.config)
-
-    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """See lockstep.algorithms.metrics."""
-        return policy_metrics(self.loss(), batches, stats)
+        return self._loss
 
 
 def _reward_matrix(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
@@ -166,6 +155,13 @@ def _reward_matrix(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
         rewards[row, : len(values)] = torch.tensor(values, dtype=torch.float64)
         mask[row, : len(values)] = True
     return rewards, mask
+
+
+def _on_trained(values: Tensor, sample: RolloutSample) -> Tensor:
+    """[L] float32: one advantage for the sample, or [n] of its trained tokens; 0 elsewhere."""
+    advantages = torch.zeros(len(sample))
+    advantages[sample.loss_mask] = values.float()
+    return advantages
 
 
 def _whitened_returns(rewards: Tensor, penalties: Sequence[Tensor]) -> list[Tensor]:

@@ -1,16 +1,18 @@
-"""The token loss of the GRPO family."""
+"""The token loss of the GRPO family, and its metrics: means and extremes over the trained tokens of the
+whole step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lockstep.algorithms import OBJECTIVES
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.ops.kl import kl
+from lockstep.ops.kl import kl, kl_k3
 from lockstep.ops.losses import (
     cispo,
     importance_log_ratio,
@@ -19,7 +21,8 @@ from lockstep.ops.losses import (
     sequence_log_ratio,
     sequence_sum,
 )
-from lockstep.ops.masks import bounded, masked
+from lockstep.ops.masks import MAX_LOG_RATIO, bounded, masked
+from lockstep.protocols.train import LossOutput, StepStats
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 
 Rows = Tensor | slice
@@ -43,6 +46,9 @@ class PolicyTerms(NamedTuple):
     is_weight: Tensor
     """rollout_is_weight, after truncation or masking."""
 
+
+METRIC_TERMS = ("token_log_ratio", "log_ratio", "ratio", "logprob_gap", "is_weight")
+"""Fields of PolicyTerms that the metrics are computed from."""
 
 Objective = Callable[[PolicyTerms, GRPOConfig], Tensor]
 """See lockstep.algorithms.OBJECTIVES."""
@@ -86,11 +92,13 @@ class PolicyLoss:
         whole_sequences = correction.kind != "none" and correction.level == "sequence"
         self.entropy_grad = config.entropy_coef != 0
         self.separable = config.ratio == "token" and not whole_sequences
+        self.terms = METRIC_TERMS + (("kl_ref", "kl_clamped") if config.kl.coef > 0 else ())
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
         """See protocols.TokenLoss."""
         config, batch = self.config, _policy_batch(batch)
-        terms = self.terms(logprobs, batch, rows)
+        terms = self.policy_terms(logprobs, batch, rows)
+        values = [getattr(terms, name) for name in METRIC_TERMS]
         loss = self.objective(terms, config)
         if loss.shape != terms.ratio.shape:
             raise TrainError(
@@ -98,22 +106,77 @@ class PolicyLoss:
                 f"{terms.ratio.shape[0]} tokens; return one entry per token"
             )
         loss = loss * terms.is_weight
-        if config.kl.coef > 0 and config.kl.place == "loss":
-            loss = loss + config.kl.coef * self.kl(logprobs, batch, rows)
+        if config.kl.coef > 0:
+            estimate, clamped = self.kl(terms, batch, rows)
+            values += [estimate, clamped.to(estimate.dtype)]
+            if config.kl.place == "loss":
+                loss = loss + config.kl.coef * estimate
         if config.entropy_coef != 0:
             loss = loss - config.entropy_coef * masked(entropy, terms.mask)
-        return (loss * masked(batch.loss_weights[rows], terms.mask)).sum()
+        weighted = loss * masked(batch.loss_weights[rows], terms.mask)
+        return LossOutput(weighted.sum(), torch.stack([value.detach() for value in values]))
 
-    def kl(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> Tensor:
-        """[R]: the configured estimate of KL(policy || ref), nats; 0 where loss_mask is False."""
-        batch, config = _policy_batch(batch), self.config.kl
-        mask = batch.loss_mask[rows]
+    def kl(self, terms: PolicyTerms, batch: PackedBatch, rows: Rows) -> tuple[Tensor, Tensor]:
+        """[R]: the configured estimate of KL(policy || ref), nats, 0 where loss_mask is False; and [R] bool,
+        where k3 was bounded (config.kl.max_nats, or log ratios beyond MAX_LOG_RATIO)."""
+        config = self.config.kl
         assert config.estimator is not None
-        policy, ref = masked(logprobs, mask), masked(ref_logprobs(batch)[rows], mask)
-        return kl(policy, ref, estimator=config.estimator, max_nats=config.max_nats)
+        ref = masked(ref_logprobs(_policy_batch(batch))[rows], terms.mask)
+        estimate = kl(terms.logprobs, ref, estimator=config.estimator, max_nats=config.max_nats)
+        far = (ref - terms.logprobs.detach()).abs() > MAX_LOG_RATIO
+        return estimate, (estimate.detach() >= config.max_nats) | far
 
-    def terms(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> PolicyTerms:
-        """Return the terms of the loss, which `metrics` reads too. logprobs: [R], of `batch.labels[rows]`."""
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Return the metrics of a step over all trained tokens of `batches`; empty when there is none.
+
+        entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and rollout_masked_share are
+        shares of tokens.
+        logprob_gap_mean, _p99 and _max are of |old - rollout|; _k1 and _k3 estimate KL(rollout || old).
+        """
+        masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
+        advantages = [_policy_batch(b).advantages.to(m.device) for b, m in zip(batches, masks, strict=True)]
+        rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)
+        if rows.shape[1] == 0:
+            return {}
+        terms = dict(zip(self.terms, rows, strict=True))
+        metrics = {
+            "entropy": trained(stats.entropy, masks).mean(),
+            **self._ratio_metrics(terms, trained(advantages, masks)),
+            **_gap_metrics(terms["logprob_gap"]),
+        }
+        if self.config.rollout_correction.kind != "none":
+            metrics["rollout_is_weight_mean"] = terms["is_weight"].mean()
+            metrics["rollout_is_weight_max"] = terms["is_weight"].amax()
+            metrics["rollout_masked_share"] = (terms["is_weight"] == 0).float().mean()
+        if self.config.kl.coef > 0:
+            metrics["kl_ref"] = terms["kl_ref"].mean()
+            if self.config.kl.estimator == "k3":
+                metrics["kl_clamped"] = terms["kl_clamped"].mean()
+        values = torch.stack(
+            [value.float() for value in metrics.values()]
+        ).tolist()  # one copy from the device
+        return dict(zip(metrics, values, strict=True))
+
+    def _ratio_metrics(self, terms: Mapping[str, Tensor], advantages: Tensor) -> dict[str, Tensor]:
+        """A token counts as clipped where the objective's minimum takes the constant side; under cispo, where
+        its weight is bounded."""
+        ratio, token_log_ratio, dual = terms["ratio"], terms["token_log_ratio"], self.config.dual_clip
+        below, above = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
+        if self.config.objective == "ppo_clip":
+            below, above = below & (advantages < 0), above & (advantages > 0)
+        clipped = {} if dual is None else {"clip_fraction_dual": (ratio > dual) & (advantages < 0)}
+        return {
+            "clip_fraction_low": below.float().mean(),
+            "clip_fraction_high": above.float().mean(),
+            **{name: share.float().mean() for name, share in clipped.items()},
+            "importance_ratio_clamped": (terms["log_ratio"].abs() > MAX_LOG_RATIO).float().mean(),
+            "importance_ratio_mean": ratio.mean(),
+            "importance_ratio_max": ratio.amax(),
+            "kl_old": kl_k3(-token_log_ratio, torch.zeros_like(token_log_ratio)).mean(),
+        }
+
+    def policy_terms(self, logprobs: Tensor, batch: PackedBatch, rows: Rows) -> PolicyTerms:
+        """Return the inputs of the objective. logprobs: [R], of `batch.labels[rows]`."""
         batch, correction = _policy_batch(batch), self.config.rollout_correction
         mask = batch.loss_mask[rows]
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows]
@@ -141,11 +204,28 @@ class PolicyLoss:
         )
 
 
+def trained(per_batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+    """The trained entries of all micro-batches, end to end."""
+    return torch.cat([x[mask] for x, mask in zip(per_batch, masks, strict=True)])
+
+
+def _gap_metrics(gap: Tensor) -> dict[str, Tensor]:
+    size = gap.abs()
+    rank = -(-99 * size.numel() // 100)
+    return {
+        "logprob_gap_mean": size.mean(),
+        "logprob_gap_p99": size.kthvalue(rank).values,
+        "logprob_gap_max": size.amax(),
+        "logprob_gap_k1": -gap.mean(),
+        "logprob_gap_k3": kl_k3(-gap, torch.zeros_like(gap)).mean(),
+    }
+
+
 def ref_logprobs(batch: PolicyBatch) -> Tensor:
     """Return the batch's ref_logprobs, [T]. Raises TrainError where the reference did not run."""
     if batch.ref_logprobs is None:
         raise TrainError(
-            "the loss has a KL term but the batch has no ref_logprobs; run backend.logprobs(model='ref') "
+            "the loss has a KL term but the batch has no ref_logprobs; run backend.ref.logprobs(batches) "
             "first, or set algorithm.kl.coef = 0"
         )
     return batch.ref_logprobs

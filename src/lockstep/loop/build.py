@@ -40,7 +40,7 @@ from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.protocols import Algorithm, InferenceEngine, SharesWeights, TrainBackend, WeightTransfer
+from lockstep.protocols import Algorithm, InferenceEngine, Scorer, SharesWeights, TrainBackend, WeightTransfer
 from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import NoRecorder, Recorder
 from lockstep.registry import require_members
@@ -65,6 +65,9 @@ class OnlineParts:
     axes: Axes
     model: LoadedModel
     backend: TrainBackend
+    """Of the policy."""
+    ref: Scorer | None
+    """The frozen reference; None: the algorithm has no KL term."""
     engine: InferenceEngine
     transfer: WeightTransfer
     algorithm: Algorithm
@@ -90,8 +93,7 @@ class OnlineParts:
         close does not stop the others."""
         with contextlib.ExitStack() as stack:
             for part in (self.backend, self.rewards, self.transfer, self.engine):
-                if hasattr(part, "close"):
-                    stack.callback(part.close)
+                stack.callback(part.close)
 
 
 def build_online(
@@ -159,6 +161,7 @@ def build_online(
         axes=axes,
         model=model,
         backend=backend,
+        ref=backend.ref,
         engine=engine,
         transfer=transfer,
         algorithm=algorithm,
@@ -328,7 +331,7 @@ def build_backend(
         temperature=temperature,
         ref=ref,
     )
-    require_members(backend, ("contract",), what=f"train.backend = {run.train.backend!r}")
+    require_members(backend, ("contract", "ref"), what=f"train.backend = {run.train.backend!r}")
     return backend
 
 

@@ -19,7 +19,7 @@ def engine_report(engine: InferenceEngine, transfer: WeightTransfer) -> dict[str
     """Return the manifest's fields: the weight transport and, for an external engine, its version, command
     and environment."""
     described = engine.describe() if receives_weights(engine) else {}
-    return {"transport": getattr(transfer, "transport", "shared"), **described}
+    return {"transport": transfer.transport, **described}
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
@@ -87,12 +87,12 @@ def explain_out_of_memory(
         yield
     except (RuntimeError, MemoryError) as error:
         others = isinstance(error, LockstepError) and not isinstance(error, EngineError | TrainError)
-        if others or not hasattr(transfer, "before") or not memory_report.ran_out_of_memory(error):
+        if others or transfer.transport == "shared" or not memory_report.ran_out_of_memory(error):
             raise
         text = memory_report.explain(
             side,
-            before=getattr(transfer, "before", None),
-            after=getattr(transfer, "after", None),
+            before=transfer.before,
+            after=transfer.after,
             now=memory_report.take_memory_report(engine, device=torch.device(device)),
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError

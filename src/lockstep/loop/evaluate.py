@@ -81,7 +81,7 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
     """Return accuracies and mean reward of finished rollouts; with several ranks each scores a share of
     them."""
     rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
-    texts = [(row, rollout.completion.text or "") for row, rollout in rollouts]
+    texts = [(row, rollout.trajectory.text or "") for row, rollout in rollouts]
     share = texts[parts.ranks.rank :: parts.ranks.world_size]
     everyone = parts.ranks.each(lambda: _mark(parts, share), _Marks, what="judging the evaluation")
     strict = [mark for marks, _ in everyone for mark in marks]
@@ -91,7 +91,7 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
         lenient_accuracy=lenient_accuracy(lenient) if lenient else None,
         mean_reward=statistics.fmean(rollout.reward for _, rollout in rollouts),
         num_prompts=len(groups),
-        mean_completion_tokens=statistics.fmean(len(r.completion.token_ids) for _, r in rollouts),
+        mean_completion_tokens=statistics.fmean(r.trajectory.policy_tokens for _, r in rollouts),
         groups=tuple(groups),
     )
 

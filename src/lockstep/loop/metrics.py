@@ -14,7 +14,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Return rewards (total and by name), completion lengths in tokens, and the share of truncated
     samples."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
+    lengths = [rollout.trajectory.policy_tokens for rollout in rollouts]
     prompts = [len(group.prompt.token_ids) for group in groups]
     rewards = [rollout.reward for rollout in rollouts]
     names = sorted({name for rollout in rollouts for name in rollout.rewards})
@@ -28,7 +28,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/completion_tokens_mean": statistics.fmean(lengths),
         "rollout/completion_tokens_min": float(min(lengths)),
         "rollout/completion_tokens_max": float(max(lengths)),
-        "rollout/truncated": statistics.fmean(r.completion.finish_reason == "length" for r in rollouts),
+        "rollout/truncated": statistics.fmean(r.trajectory.finish_reason == "length" for r in rollouts),
     }
     for name in names:
         values = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]

@@ -66,7 +66,7 @@ def train_offline(
         first_step = session.restore(backend)
         header = recording_header(run, axes=axes, model=model, plan=plan, contract=contract)
         recorder = session.recorder(header, first_step=first_step, model=model, backend=backend)
-        backend = recorder.around(backend)
+        backend, loss = recorder.around(backend), task.loss()
 
         def packs(documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
             samples = documents.batch(step, n, run.seed)
@@ -101,10 +101,10 @@ def train_offline(
                     with session.spans("logprobs"):
                         batches = task.prepared(batches, backend)
                 with session.spans("forward_backward"):
-                    stats = backend.forward_backward(batches, task.loss())
+                    stats = backend.forward_backward(batches, loss)
                 with session.spans("optimizer"):
                     update = backend.optimizer_step()
-                metrics = {"loss": float(sum(stats.losses)), **update, **task.metrics(batches, stats)}
+                metrics = {"loss": float(sum(stats.losses)), **update, **loss.metrics(batches, stats)}
                 metrics |= shape_metrics(batches) | compiled.metrics()
                 weights = weights_hash(backend) if run.train.deterministic else None
                 session.log_step(done, metrics, weights_hash=weights)

@@ -1,8 +1,8 @@
 """The RL loop.
 
-prompts ─► engine.generate ─► rollouts ─► rewards ─► train samples ─► packs ─► backend: old/ref logprobs
-   ▲                                                                                 │
-   └── weights transfer ◄── optimizer step ◄── loss + backward (per micro-batch) ◄───┘
+prompts ─► engine ─► rollouts, rewards ─► samples ─► reference logprobs ─► advantages ─► packs ─► old logprobs
+   ▲                                                                                                  │
+   └── weights transfer ◄── optimizer step ◄── loss + backward (per micro-batch) ◄────────────────────┘
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.algorithms.samples import rollout_samples
+from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import evaluates
 from lockstep.errors import ConfigError
@@ -36,7 +34,7 @@ from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampledStep, SampleKey
-from lockstep.schema.batch import PackedBatch, TrainSample
+from lockstep.schema.batch import PackedBatch, RolloutSample, TrainSample
 from lockstep.schema.rollout import RolloutGroup
 
 
@@ -85,7 +83,7 @@ def train_online(
         first_step = session.restore(parts.backend)
         parts = _recorded(parts, session, first_step)
         trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
-        trainer.push(policy_version=first_step)
+        pushed = trainer.push(policy_version=first_step)
         with session.interruptible(parts.engine.abort):
             for done in range(first_step, run.steps + 1):
                 with session.keeping(done, parts.backend):
@@ -101,10 +99,10 @@ def train_online(
                     sampled = trainer.sample(done)
                 if session.stopping():  # generation was cut short: this step never happened
                     return session.interrupted(done, parts.backend)
-                result = trainer.update(sampled.groups)
-                trainer.push(policy_version=done + 1)
+                result = trainer.update(sampled.groups, step=done)
+                metrics = result.metrics | sampled.counts | pushed
+                pushed = trainer.push(policy_version=done + 1)
                 session.log_rollouts(done, rollout_rows(done, result.groups), save=run.rollout.save)
-                metrics = result.metrics | sampled.counts
                 if done == first_step:
                     metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
                 weights = weights_hash(parts.backend) if run.train.deterministic else None
@@ -206,58 +204,58 @@ class OnlineTrainer:
     ) -> None:
         self.parts = parts
         self.spans = spans or Spans()
-        self.cancelled = cancelled
         self._meter = EngineMeter(parts.engine, ranks=parts.ranks)
-        self._step = 0
         self._asleep = False
-        self._verified: dict[str, float] = {}
-
-    def sample(self, step: int) -> SampledStep:
-        """Sample the rollouts of `step` and their rewards: a pure function of (run, step, weights)."""
-        parts, run = self.parts, self.parts.run
-        self._step = step
-        options = parts.algorithm_options
-        resampling = None
-        if options.dynamic_sampling:
-            resampling = Resampling(keep=parts.algorithm.keep, max_rounds=options.max_resample_rounds)
-        sampler = GroupSampler(
+        self._sampler = GroupSampler(
             engine=parts.engine,
             rewards=parts.rewards,
             on_progress=parts.on_progress,
             spans=self.spans,
-            cancelled=self.cancelled,
+            cancelled=cancelled,
             ranks=parts.ranks,
         )
+
+    def sample(self, step: int) -> SampledStep:
+        """Sample the rollouts of `step` and their rewards: a pure function of (run, step, weights)."""
+        parts, run = self.parts, self.parts.run
+        options = parts.algorithm_options
+        resampling = None
+        if options.dynamic_sampling:
+            resampling = Resampling(keep=parts.algorithm.keep, max_rounds=options.max_resample_rounds)
         key = SampleKey(run_seed=run.seed, step=step)
         self._meter.start()
         with self.spans("generate"), self._explain_out_of_memory("engine"):
-            sampled = sampler.step(parts.prompts, key, rollout=run.rollout, resampling=resampling)
+            sampled = self._sampler.step(parts.prompts, key, rollout=run.rollout, resampling=resampling)
         if sampled.aborted:
             return sampled
-        counts = sampled.counts | self._meter.metrics() | self._verified
-        self._verified = {}
-        return dataclasses.replace(sampled, counts=counts)
+        return dataclasses.replace(sampled, counts=sampled.counts | self._meter.metrics())
 
-    def update(self, groups: Sequence[RolloutGroup]) -> StepResult:
-        """Do every optimizer step of one rollout batch. With engine.sleep the engine sleeps from here to the
-        next `push`."""
+    def update(self, groups: Sequence[RolloutGroup], *, step: int) -> StepResult:
+        """Do every optimizer step of the rollout batch of `step`. With engine.sleep the engine sleeps from
+        here to the next `push`."""
         if self.parts.run.engine.sleep and not self._asleep:
             with self.spans("sleep"), self.parts.ranks.together("putting the engine to sleep"):
                 self.parts.engine.sleep()
             self._asleep = True
         with self._explain_out_of_memory("trainer"):
-            return self._update(groups)
+            return self._update(groups, step)
 
-    def _update(self, groups: Sequence[RolloutGroup]) -> StepResult:
-        parts, train = self.parts, self.parts.run.train
-        ref_logprobs = self._ref_logprobs(groups) if parts.algorithm.ref_in_reward else None
-        groups = parts.algorithm.shape(groups, ref_logprobs=ref_logprobs)
+    def _update(self, groups: Sequence[RolloutGroup], step: int) -> StepResult:
+        parts, train, algorithm = self.parts, self.parts.run.train, self.parts.algorithm
+        rollouts = rollout_samples(rollout.trajectory for group in groups for rollout in group.rollouts)
+        ref_logprobs = self._ref_logprobs(rollouts) if algorithm.needs_ref else None
+        groups, advantages = algorithm.advantages(groups, rollouts, ref_logprobs=ref_logprobs)
         parts.recorder.see(groups)
-        samples = parts.algorithm.samples(groups, ref_logprobs=ref_logprobs)
-        check, loss = parts.bitwise_check, parts.algorithm.loss()
+        check, loss = parts.bitwise_check, algorithm.loss()
         if check is not None:
-            check.begin(self._step, groups)
-        minibatches = self._minibatches(samples, ref_logprobs)
+            check.begin(step, groups)
+        samples = policy_samples(rollouts, advantages, ref_logprobs=ref_logprobs)
+        with self.spans("pack"):
+            minibatches = [
+                parts.plan(part, algorithm.loss_weights(part)) for part in _split(samples, train.minibatches)
+            ]
+        if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
+            minibatches = self._with_old_logprobs(minibatches)
         updates: list[dict[str, float]] = []
         for _ in range(train.epochs_per_batch):
             for batches in minibatches:
@@ -267,16 +265,19 @@ class OnlineTrainer:
                     check.check(batches, stats.logprobs)
                 with self.spans("optimizer"):
                     update = parts.backend.optimizer_step()
-                loss_value = {"loss": float(sum(stats.losses))}
-                updates.append(loss_value | update | parts.algorithm.metrics(batches, stats))
+                updates.append({"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats))
         shapes = shape_metrics([batch for batches in minibatches for batch in batches])
         metrics = rollout_metrics(groups) | shapes | _combine(updates)
         if check is not None:
             metrics |= check.metrics(int(shapes["input/trained_tokens"]))
         return StepResult(metrics=metrics, groups=groups)
 
-    def push(self, *, policy_version: int) -> None:
-        """Send the trainer's current weights to the engine, which samples from them from here on."""
+    def push(self, *, policy_version: int) -> dict[str, float]:
+        """Send the trainer's current weights to the engine, which samples from them from here on.
+
+        Returns:
+            engine/verify_gap, if it was verified that the engine holds them; else nothing.
+        """
         parts = self.parts
         with self._explain_out_of_memory("engine"):
             if self._asleep:
@@ -286,9 +287,10 @@ class OnlineTrainer:
             # Every rank goes through all weights, whatever becomes of its own engine.
             with self.spans("weights"), parts.ranks.together("the weight update"):
                 parts.transfer.push(parts.backend, parts.engine, policy_version=policy_version)
-            if parts.verifier is not None:
-                with self.spans("verify"):
-                    self._verified |= parts.verifier()
+            if parts.verifier is None:
+                return {}
+            with self.spans("verify"):
+                return parts.verifier()
 
     def _explain_out_of_memory(
         self, side: Literal["engine", "trainer"]
@@ -303,78 +305,43 @@ class OnlineTrainer:
         with self.spans("evaluate"):
             return evaluate(self.parts, max_tokens_factor=max_tokens_factor)
 
-    def _minibatches(
-        self, samples: Sequence[TrainSample], ref_logprobs: Sequence[Tensor] | None
-    ) -> list[list[PackedBatch]]:
-        """One list of micro-batches per optimizer step, with the logprobs that the loss needs.
-
-        Args:
-            ref_logprobs: [L] per sample, where they were needed before; None: not computed yet.
-        """
-        parts, train = self.parts, self.parts.run.train
-        # Also when dropped rollouts leave a number that does not divide: the schedule counts on every update.
-        bounds = [len(samples) * i // train.minibatches for i in range(train.minibatches + 1)]
-        minibatches = []
-        with self.spans("pack"):
-            for start, stop in itertools.pairwise(bounds):
-                if start < stop:
-                    part = samples[start:stop]
-                    minibatches.append(parts.plan(part, parts.algorithm.loss_weights(part)))
-        if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
-            minibatches = self._with_old_logprobs(minibatches)
-        if ref_logprobs is not None:
-            minibatches = [
-                [dataclasses.replace(b, ref_logprobs=_packed(b, ref_logprobs)) for b in batches]  # type: ignore
-                for batches in minibatches
-            ]
-        elif parts.algorithm.needs_ref:
-            minibatches = self._with_logprobs(minibatches, "ref_logprobs", model="ref")
-        return minibatches
-
-    def _ref_logprobs(self, groups: Sequence[RolloutGroup]) -> list[Tensor]:
-        """[L] float32 per rollout, in order: the reference's logprobs, needed before there are advantages."""
-        samples = rollout_samples(groups)
+    def _ref_logprobs(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
+        """[L] float32 per sample, on the host: the logprobs of the reference. It gets the packs that the
+        policy is trained on, so that a policy which has not moved has exactly the same."""
+        ref, by_sample = self.parts.ref, dict[int, Tensor]()
+        if ref is None:
+            raise ConfigError("the algorithm has a KL term, but parts.ref is None; give it a Scorer")
         with self.spans("logprobs"):
-            batches = self.parts.plan(samples, [sample.loss_mask.float() for sample in samples])
-            by_sample: dict[int, Tensor] = {}
-            for batch, logprobs in zip(
-                batches, self.parts.backend.logprobs(batches, model="ref"), strict=True
-            ):
-                by_sample.update(zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True))
+            for part in _split(samples, self.parts.run.train.minibatches):
+                batches = self.parts.plan(part, [sample.loss_mask.float() for sample in part])
+                for batch, logprobs in zip(batches, ref.logprobs(batches), strict=True):
+                    by_sample.update(zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True))
         return [by_sample[sample.sample_id] for sample in samples]
 
     def _with_old_logprobs(self, minibatches: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
         """Add old_logprobs: from a forward over all samples, or the rollouts' own, where trainer and engine
         are bitwise equal."""
-        check = self.parts.bitwise_check
-        if check is None:
-            return self._with_logprobs(minibatches, "old_logprobs", model="policy")
+        score = self.parts.backend.logprobs
         with self.spans("logprobs"):
-            return check.old_logprobs(
-                minibatches, lambda batches: self.parts.backend.logprobs(batches, model="policy")
-            )
-
-    def _with_logprobs(
-        self, minibatches: list[list[PackedBatch]], field: str, *, model: Literal["policy", "ref"]
-    ) -> list[list[PackedBatch]]:
-        """The same micro-batches with `field` filled in from a forward pass of `model`."""
-        with self.spans("logprobs"):
+            if self.parts.bitwise_check is not None:
+                return self.parts.bitwise_check.old_logprobs(minibatches, score)
             return [
                 [
-                    dataclasses.replace(batch, **{field: logprobs})  # type: ignore[arg-type]
-                    for batch, logprobs in zip(
-                        batches, self.parts.backend.logprobs(batches, model=model), strict=True
-                    )
+                    dataclasses.replace(batch, old_logprobs=logprobs)  # type: ignore[call-arg]
+                    for batch, logprobs in zip(batches, score(batches), strict=True)
                 ]
                 for batches in minibatches
             ]
 
 
-def _packed(batch: PackedBatch, per_sample: Sequence[Tensor]) -> Tensor:
-    """[T]: the inverse of `PackedBatch.split`, 0 in the padded tail; entry i of `per_sample` is of sample_id
-    i."""
-    values = torch.cat([per_sample[i] for i in batch.sample_ids])
-    return F.pad(values, (0, batch.num_slots - values.shape[0]))
+Samples = TypeVar("Samples", bound=TrainSample)
+
+
+def _split(samples: Sequence[Samples], minibatches: int) -> list[Sequence[Samples]]:
+    """The samples of each optimizer step. Dropped rollouts may leave a number that does not divide: the
+    schedule counts on every update."""
+    bounds = [len(samples) * i // minibatches for i in range(minibatches + 1)]
+    return [samples[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
 def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:

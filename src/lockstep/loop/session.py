@@ -42,7 +42,7 @@ from lockstep.ranks.context import RankContext, RankError
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
-from lockstep.schema.rollout import RolloutGroup
+from lockstep.schema.rollout import RolloutGroup, Trajectory
 
 _SINGLE_PROCESS = {"backend": "local", "ranks": 1, "dp": 1, "ring": 1, "tp": 1}
 FAILED_TOGETHER_SECONDS = 10.0
@@ -630,23 +630,31 @@ def _is_evaluated(value: Any) -> bool:
 
 
 def rollout_rows(step: int, groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
-    """Return one plain row per rollout, for JSONL."""
+    """Return one plain row per rollout, for JSONL. `token_ids` are those after the prompt. With several
+    turns `spans` says how many of them each author wrote, in order; only the policy's have logprobs."""
     return [
         {
             "step": step,
             "prompt_index": group.prompt.index,
             "sample": number,
             "prompt": group.prompt.text,
-            "completion": rollout.completion.text,
-            "prompt_token_ids": list(rollout.completion.prompt_token_ids),
-            "token_ids": list(rollout.completion.token_ids),
-            "rollout_logprobs": [round(value, 6) for value in rollout.completion.logprobs],
-            "finish_reason": rollout.completion.finish_reason,
+            "completion": rollout.trajectory.text,
+            "prompt_token_ids": list(rollout.trajectory.prompt_token_ids),
+            "token_ids": [i for span in rollout.trajectory.spans[1:] for i in span.token_ids],
+            "rollout_logprobs": [round(p, 6) for span in rollout.trajectory.spans for p in span.logprobs],
+            **_turns(rollout.trajectory),
+            "finish_reason": rollout.trajectory.finish_reason,
             "reward": rollout.reward,
             "rewards": dict(rollout.rewards),
-            "seed": rollout.completion.seed,
-            "policy_version": rollout.completion.policy_version,
+            "seed": rollout.trajectory.seed,
+            "policy_version": rollout.trajectory.policy_version,
         }
         for group in groups
         for number, rollout in enumerate(group.rollouts)
     ]
+
+
+def _turns(trajectory: Trajectory) -> dict[str, Any]:
+    if len(trajectory.spans) == 2:
+        return {}
+    return {"spans": [[span.author, len(span.token_ids)] for span in trajectory.spans[1:]]}

@@ -47,7 +47,6 @@ class OfflineTask(Protocol):
         ...
 
     def loss(self) -> TokenLoss: ...
-    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]: ...
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
         """Return the metrics of an evaluation on prepared batches (config.run.OFFLINE_METRICS)."""
         ...
@@ -68,7 +67,7 @@ class SFTTask(SFT):
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
         """loss and perplexity."""
-        loss = _loss_of(self.loss(), batches, backend.logprobs(batches, model="policy"))
+        loss = _loss_of(self.loss(), batches, backend.logprobs(batches))
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
 
@@ -83,17 +82,18 @@ class DPOTask(DPO):
 
     def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
         """With ref_logprobs."""
-        ref_logprobs = backend.logprobs(batches, model="ref")
+        assert backend.ref is not None, "the loop asks for one where needs_ref"
         return [
             dataclasses.replace(batch, ref_logprobs=logprobs)  # type: ignore[call-arg]
-            for batch, logprobs in zip(batches, ref_logprobs, strict=True)
+            for batch, logprobs in zip(batches, backend.ref.logprobs(batches), strict=True)
         ]
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
         """loss, and the metrics of a step."""
-        logprobs = backend.logprobs(batches, model="policy")
+        logprobs = backend.logprobs(batches)
         stats = StepStats(losses=[], logprobs=logprobs, entropy=[])
-        return {"loss": _loss_of(self.loss(), batches, logprobs), **self.metrics(batches, stats)}
+        loss = self.loss()
+        return {"loss": _loss_of(loss, batches, logprobs), **loss.metrics(batches, stats)}
 
 
 def offline_task(run: OfflineRun) -> OfflineTask:
@@ -106,6 +106,6 @@ def offline_task(run: OfflineRun) -> OfflineTask:
 
 def _loss_of(loss: TokenLoss, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> float:
     return sum(
-        float(loss(each, each, batch.to(each.device), slice(0, batch.num_slots)))
+        float(loss(each, each, batch.to(each.device), slice(0, batch.num_slots)).loss)
         for batch, each in zip(batches, logprobs, strict=True)
     )

@@ -105,6 +105,12 @@ def pack(
         fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
     policy_samples = [sample for sample in samples if isinstance(sample, PolicySample)]
     fields["policy_versions"] = tuple(sample.policy_version for sample in policy_samples)
+    refs = [sample.ref_logprobs for sample in policy_samples if sample.ref_logprobs is not None]
+    if len(refs) not in (0, len(samples)):
+        raise DataError(
+            f"{len(refs)} of {len(samples)} samples have ref_logprobs; give all of them some, or none"
+        )
+    fields["ref_logprobs"] = _fill(refs, capacity, 0.0) if refs else None
     return PolicyBatch(**fields)
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lockstep.protocols.reward import RewardFunction as RewardFunction
     from lockstep.protocols.reward import RewardInput as RewardInput
     from lockstep.protocols.train import Algorithm as Algorithm
+    from lockstep.protocols.train import LossOutput as LossOutput
+    from lockstep.protocols.train import Reference as Reference
+    from lockstep.protocols.train import Scorer as Scorer
     from lockstep.protocols.train import StepStats as StepStats
     from lockstep.protocols.train import TokenLoss as TokenLoss
     from lockstep.protocols.train import TrainBackend as TrainBackend
@@ -30,10 +33,13 @@ _HOMES = {
     "Finished": "engine",
     "Handle": "engine",
     "InferenceEngine": "engine",
+    "LossOutput": "train",
     "ReceivesWeights": "engine",
+    "Reference": "train",
     "RewardFunction": "reward",
     "RewardInput": "reward",
     "SamplesTokens": "engine",
+    "Scorer": "train",
     "SharesWeights": "engine",
     "StepStats": "train",
     "TokenLoss": "train",
@@ -47,10 +53,13 @@ __all__ = [
     "Finished",
     "Handle",
     "InferenceEngine",
+    "LossOutput",
     "ReceivesWeights",
+    "Reference",
     "RewardFunction",
     "RewardInput",
     "SamplesTokens",
+    "Scorer",
     "SharesWeights",
     "StepStats",
     "TokenLoss",

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lockstep.schema.batch import PackedBatch, PolicySample, TrainSample
+from lockstep.schema.batch import PackedBatch, RolloutSample, TrainSample
 from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.schema.weights import WeightUpdate
+
+
+class LossOutput(NamedTuple):
+    """The result of one call of a TokenLoss."""
+
+    loss: Tensor
+    """Scalar: this micro-batch's share of the loss of the optimizer step."""
+    terms: Tensor | None = None
+    """[K, R] float32, detached: one row per name in `TokenLoss.terms`; None: it has none."""
 
 
 class TokenLoss(Protocol):
@@ -24,15 +33,23 @@ class TokenLoss(Protocol):
     separable: bool
     entropy_grad: bool
     """Whether the loss has an entropy term: then gradients flow through `entropy` too."""
+    terms: tuple[str, ...]
+    """Names of the per-token terms that a call returns, from which `metrics` is computed; may be empty."""
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
-        """Return this micro-batch's share of the loss of the optimizer step, a scalar.
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
+    ) -> LossOutput:
+        """Return this micro-batch's share of the loss of the optimizer step, and the terms.
 
         Args:
             logprobs: [R] float32, nats of `batch.labels[rows]`; requires grad.
             entropy: [R] float32, nats; requires grad only if the loss has an entropy term.
             rows: the slots of the batch that the R entries are of; every trained slot is in exactly one call.
         """
+        ...
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Return the metrics of a step, over its whole: `stats` is what the backend made of `batches`."""
         ...
 
 
@@ -47,10 +64,33 @@ class StepStats:
     """[T] float32 each, 0 where loss_mask is False."""
     entropy: list[Tensor]
     """[T] float32 each, 0 where loss_mask is False."""
+    terms: list[Tensor] = field(default_factory=list)
+    """[K, T] float32 each, by `TokenLoss.terms`; 0 in slots that no call of the loss was of."""
 
 
 FinishSave = Callable[[], dict[str, str]]
 """Ends a save: this rank's files are then safe on the disk. No collective. Returns sha256 of each by name."""
+
+
+class Scorer(Protocol):
+    """A model that scores documents and is not trained through this protocol: a frozen reference is one, and
+    so is every TrainBackend. It may be in the policy's process and memory, or anywhere else."""
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Return [T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the scorer's device.
+        With several ranks every rank makes the same call and gets all results."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A Scorer over a function: the reference that a backend keeps beside the policy."""
+
+    score: Callable[[Sequence[PackedBatch]], list[Tensor]]
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """See Scorer."""
+        return self.score(batches)
 
 
 class TrainBackend(Protocol):
@@ -74,9 +114,14 @@ class TrainBackend(Protocol):
         """Counts of torch.compile's work since the start; None where nothing is compiled."""
         ...
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """Return [T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the backend's
-        device."""
+    @property  # a plain attribute serves as well
+    def ref(self) -> Scorer | None:
+        """The policy as it was when the backend was made with ref=True, which may share its memory; None
+        without."""
+        ...
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Score with the policy as it is now; see Scorer."""
         ...
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
@@ -121,26 +166,25 @@ class Algorithm(Protocol):
 
     needs_ref: bool
     """ref_logprobs are read, by the loss or by the reward."""
-    ref_in_reward: bool
-    """`shape` and `samples` need ref_logprobs: one [L] float32 per rollout, aligned as
-    `lockstep.algorithms.samples.rollout_samples` aligns them."""
 
     def keep(self, group: RolloutGroup) -> bool:
         """Return False for a group without a signal, which another one replaces (DAPO's dynamic sampling)."""
         ...
 
-    def shape(
-        self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
-    ) -> list[RolloutGroup]:
-        """Add the algorithm's own rewards (overlong, kl), total and by name. Called once, before `samples`;
-        recordings hold the shaped groups."""
-        ...
+    def advantages(
+        self,
+        groups: Sequence[RolloutGroup],
+        samples: Sequence[RolloutSample],
+        *,
+        ref_logprobs: Sequence[Tensor] | None = None,
+    ) -> tuple[list[RolloutGroup], list[Tensor]]:
+        """Return the groups with the algorithm's own rewards (overlong, kl) among theirs, total and by name,
+        and the advantages of these rewards: [L] float32 per sample, 0 where loss_mask is False.
 
-    def samples(
-        self, groups: Sequence[RolloutGroup], *, ref_logprobs: Sequence[Tensor] | None = None
-    ) -> list[PolicySample]:
-        """Return shaped groups with advantages: one PolicySample per rollout, in order, sample_id counting
-        from 0."""
+        Args:
+            samples: the rollouts of all groups as documents, in order.
+            ref_logprobs: [L] float32 per sample, nats; given if needs_ref.
+        """
         ...
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
@@ -148,7 +192,3 @@ class Algorithm(Protocol):
         ...
 
     def loss(self) -> TokenLoss: ...
-
-    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """Return clip fractions, KLs and ratios: masked means over the whole step."""
-        ...

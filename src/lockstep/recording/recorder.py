@@ -25,7 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lockstep.config.record import RecordConfig
 from lockstep.errors import RecordingError
 from lockstep.observe.spans import Spans
-from lockstep.protocols.train import FinishSave, StepStats, TokenLoss, TrainBackend
+from lockstep.protocols.train import FinishSave, Scorer, StepStats, TokenLoss, TrainBackend
 from lockstep.ranks.context import RankContext
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.recording.storage.weights import FILE, save_tensors, save_weights, stored_fingerprint
@@ -317,9 +317,15 @@ class RecordingBackend:
         """See protocols.TrainBackend."""
         return self.inner.compile_report()
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """Not recorded: the same documents are, on their way to `forward_backward`."""
-        return self.inner.logprobs(batches, model=model)
+    @property
+    def ref(self) -> Scorer | None:
+        """The reference of the backend. Its inputs are not recorded: the same documents are, on their way to
+        `forward_backward`. Nor are those of `logprobs`."""
+        return self.inner.ref
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """See protocols.TrainBackend."""
+        return self.inner.logprobs(batches)
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """See protocols.TrainBackend; the batches are on the disk before it begins."""
@@ -387,8 +393,8 @@ def _documents(groups: Iterable[RolloutGroup]) -> Iterable[Mapping[str, Any]]:
                 "sample": number,
                 "reward": float(rollout.reward),
                 "rewards": {name: float(value) for name, value in rollout.rewards.items()},
-                "finish_reason": rollout.completion.finish_reason,
-                "seed": rollout.completion.seed,
+                "finish_reason": rollout.trajectory.finish_reason,
+                "seed": rollout.trajectory.seed,
             }
 
 

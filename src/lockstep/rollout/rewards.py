@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class RewardSet:
         functions: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.counts: Counter[str] = Counter()
+        self._scoring = threading.Lock()
+        """Held by `score`: a call that was left behind by an abort may still run."""
         self._process = VerifierProcess()
         self._workers: list[RewardWorker] = []
         if functions:
@@ -100,14 +103,15 @@ class RewardSet:
             ConfigError: the rows lack what a reward needs in principle (a verifier, an answer column).
         """
         columns: list[list[float | None]] = []
-        for config, name, scorer in zip(self._configs, self._names, self._scorers, strict=True):
-            outcomes = scorer(inputs)
-            columns.append(
-                [
-                    self._settle(outcome, config, name, _name_row(sample, position))
-                    for position, (outcome, sample) in enumerate(zip(outcomes, inputs, strict=True))
-                ]
-            )
+        with self._scoring:
+            for config, name, scorer in zip(self._configs, self._names, self._scorers, strict=True):
+                outcomes = scorer(inputs)
+                columns.append(
+                    [
+                        self._settle(outcome, config, name, sample)
+                        for outcome, sample in zip(outcomes, inputs, strict=True)
+                    ]
+                )
         return [self._combine(values) for values in zip(*columns, strict=True)]
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
@@ -119,7 +123,7 @@ class RewardSet:
         for config, name, scorer in zip(self._configs, self._names, self._scorers, strict=True):
             if config.name in ("verifier", "math"):
                 sample = _bare_input(row, completion)
-                value = self._settle(scorer([sample])[0], config, name, _name_row(sample, None))
+                value = self._settle(scorer([sample])[0], config, name, sample)
                 return None if value is None else value >= CORRECT
         return None
 
@@ -153,7 +157,7 @@ class RewardSet:
         total = math.fsum(c.weight * value for c, value in zip(self._configs, present, strict=True))
         return Scored(total=total, by_name=dict(zip(self._names, present, strict=True)))
 
-    def _settle(self, outcome: Any, config: RewardConfig, name: str, where: str) -> float | None:
+    def _settle(self, outcome: Any, config: RewardConfig, name: str, sample: RewardInput) -> float | None:
         """The outcome as a finite float; None for a failure under drop."""
         if isinstance(outcome, ConfigError):
             raise outcome
@@ -169,8 +173,8 @@ class RewardSet:
             self.counts[f"{name}/failed"] += 1
             return None
         raise RewardError(
-            f"reward {name!r} on {where}: {problem}. Correct the reward or the row, or set on_error = 'drop' "
-            "to leave such rollouts out"
+            f"reward {name!r} on {_name_row(sample)}: {problem}. Correct the reward or the row, or set "
+            "on_error = 'drop' to leave such rollouts out"
         ) from cause
 
     def _scorer(self, config: RewardConfig, name: str, search_paths: Sequence[Path]) -> Scorer:
@@ -364,12 +368,10 @@ def _numbered(names: Sequence[str]) -> list[str]:
     return result
 
 
-def _name_row(sample: RewardInput, position: int | None) -> str:
-    parts = [] if position is None else [f"rollout {position} of the batch"]
-    if sample.index is not None:
-        parts.insert(0, f"row {sample.index}")
+def _name_row(sample: RewardInput) -> str:
+    row = "" if sample.index is None else f"row {sample.index} "
     prompt = str(sample.row.get("problem") or sample.prompt)
-    return f"{', '.join(parts)} (prompt {prompt[:80]!r}, completion {sample.completion[:80]!r})"
+    return f"{row}(prompt {prompt[:80]!r}, completion {sample.completion[:80]!r})"
 
 
 def _bare_input(row: Mapping[str, Any], completion: str) -> RewardInput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -13,7 +13,8 @@ from lockstep.observe.spans import Spans
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
-from lockstep.rollout.rewards import RewardSet
+from lockstep.rollout.rewards import RewardSet, Scored
+from lockstep.rollout.score_stream import ScoreStream
 from lockstep.rollout.seeds import sample_seed
 from lockstep.schema.rollout import (
     Completion,
@@ -22,6 +23,7 @@ from lockstep.schema.rollout import (
     Rollout,
     RolloutGroup,
     SamplingParams,
+    Trajectory,
 )
 
 OnProgress = Callable[[int, int], None]
@@ -151,20 +153,37 @@ class GroupSampler:
             )
             for prompt in prompts
         ]
+        scores = ScoreStream(self.rewards.score, on_failure=self.engine.abort)
+        unfinished: dict[int, dict[int, Completion]] = {i: {} for i in range(len(prompts))}
         done = 0
 
-        def count(request: int, sample: int, completion: Completion) -> None:
+        def finish(request: int, sample: int, completion: Completion) -> None:
             nonlocal done
             done += 1
             if self.on_progress is not None:
                 self.on_progress(done, len(prompts) * group_size)
+            group = unfinished[request]
+            group[sample] = completion
+            if len(group) == group_size:
+                del unfinished[request]
+                if all(c.finish_reason != "abort" for c in group.values()):
+                    inputs = _reward_inputs(prompts[request], [group[i] for i in range(group_size)])
+                    scores.add(request, inputs)
 
-        completions = self.engine.generate(requests, on_completion=count)
-        _check(requests, completions)
-        if any(c.finish_reason == "abort" for group in completions for c in group):
+        try:
+            completions = self.engine.generate(requests, on_completion=finish)
+            _check(requests, completions)
+        except BaseException:
+            scores.stop()
+            raise
+        if any(c.finish_reason == "abort" for group in completions for c in group) and not scores.failed:
+            scores.stop()
             return _Share(aborted=True)
+        for request in unfinished:  # of an engine that does not say when a sample is finished
+            scores.add(request, _reward_inputs(prompts[request], completions[request]))
         with self.spans("reward") if self.spans is not None else contextlib.nullcontext():
-            return _scored(prompts, completions, self.rewards)
+            by_group = scores.results()
+        return _scored(completions, by_group, self.rewards)
 
     def step(
         self,
@@ -248,11 +267,8 @@ def _check(requests: Sequence[GenerationRequest], completions: Sequence[Sequence
                 )
 
 
-def _scored(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], rewards: RewardSet
-) -> _Share:
-    """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
-    inputs = [
+def _reward_inputs(prompt: Prompt, completions: Sequence[Completion]) -> list[RewardInput]:
+    return [
         RewardInput(
             prompt=prompt.text,
             completion=completion.text or "",
@@ -262,16 +278,22 @@ def _scored(
             finish_reason=completion.finish_reason,
             index=prompt.index,
         )
-        for prompt, group in zip(prompts, completions, strict=True)
-        for completion in group
+        for completion in completions
     ]
-    scores = iter(rewards.score(inputs))
+
+
+def _scored(
+    completions: Sequence[Sequence[Completion]],
+    scores: Mapping[int, Sequence[Scored | None]],
+    rewards: RewardSet,
+) -> _Share:
+    """Rollouts with rewards. A group left with one rollout has nothing to compare, and is dropped too."""
     kept: list[tuple[Rollout, ...] | None] = []
     dropped_rollouts = dropped_groups = cached = 0
-    for group in completions:
+    for number, group in enumerate(completions):
         rollouts = tuple(
-            Rollout(completion=completion, reward=score.total, rewards=score.by_name)
-            for completion, score in zip(group, scores, strict=False)
+            Rollout(trajectory=Trajectory.of(completion), reward=score.total, rewards=score.by_name)
+            for completion, score in zip(group, scores[number], strict=True)
             if score is not None
         )
         cached += sum(c.cached_tokens for c in group)

@@ -71,15 +71,23 @@ class TrainSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySample(TrainSample):
-    """A rollout ready for a policy-gradient step."""
+class RolloutSample(TrainSample):
+    """A trajectory as a document, trained on what the policy wrote."""
 
     rollout_logprobs: Tensor
     """[L] float32, nats, by the engine that sampled it; 0 where loss_mask is False."""
+    policy_version: int = 0
+    """Of the policy that sampled it: Trajectory.policy_version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySample(RolloutSample):
+    """A rollout ready for a policy-gradient step."""
+
     advantages: Tensor
     """[L] float32, by the algorithm; 0 where loss_mask is False."""
-    policy_version: int = 0
-    """Of the policy that sampled it: Completion.policy_version."""
+    ref_logprobs: Tensor | None = None
+    """[L] float32, nats, by the frozen reference. None: the algorithm has no KL term."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 """stop: an end-of-sequence token, a stop id or a stop string. length: max_tokens or the context ended."""
+
+Author = Literal["prompt", "policy", "tool"]
+"""Who wrote a span; tool: anybody but the policy, after the prompt."""
 
 LogprobKind = Literal["temperature_scaled"]
 """The only kind that may be mixed with a trainer's: log_softmax(logits / temperature) in float32,
@@ -86,10 +90,108 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
-    """A completion and its rewards."""
+class Span:
+    """Consecutive tokens of a trajectory that have one author."""
 
-    completion: Completion
+    author: Author
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    """Nats, one per token, of the policy's spans; empty for other authors."""
+    policy_version: int | None = None
+    """Of the policy that wrote it; None for other authors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One sample from its prompt to its end, whole or as far as it has come: the spans are laid end to end.
+
+    One turn is [prompt, policy]. What a tool or an environment answers is a span of its own, and the next
+    turn follows it: [prompt, policy, tool, policy]. Two policy spans in a row are a turn that was
+    interrupted and continued, by another version of the policy perhaps.
+
+    Example:
+        >>> one = Trajectory.of(completion)
+        >>> two = one.continued(tool_token_ids, next_completion)
+        >>> [span.author for span in two.spans]
+        ['prompt', 'policy', 'tool', 'policy']
+    """
+
+    spans: tuple[Span, ...]
+    finish_reason: FinishReason
+    """Of the last turn, and so are the next two."""
+    stop_reason: int | str | None
+    text: str | None
+    seed: int
+    engine: str
+    cached_tokens: int = 0
+    """Completion.cached_tokens, added up over the turns."""
+
+    @classmethod
+    def of(cls, completion: Completion) -> Trajectory:
+        """Return the trajectory of one turn."""
+        prompt = Span(author="prompt", token_ids=completion.prompt_token_ids)
+        return cls(
+            spans=(prompt, _policy_span(completion)),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            text=completion.text,
+            seed=completion.seed,
+            engine=completion.engine,
+            cached_tokens=completion.cached_tokens,
+        )
+
+    def continued(self, token_ids: tuple[int, ...], completion: Completion) -> Trajectory:
+        """Return the trajectory with the next turn: `token_ids`, which the policy did not write, if any, and
+        `completion`, whose prompt is everything before it.
+
+        Raises:
+            ValueError: the completion continues something else.
+        """
+        if completion.prompt_token_ids != self.token_ids + token_ids:
+            raise ValueError(
+                f"the completion's prompt ({len(completion.prompt_token_ids)} tokens) is not the trajectory "
+                f"({len(self.token_ids)} tokens) and the {len(token_ids)} tokens that were added"
+            )
+        added = (Span(author="tool", token_ids=token_ids),) if token_ids else ()
+        later = Trajectory.of(completion)
+        cached = self.cached_tokens + completion.cached_tokens
+        return replace(later, spans=(*self.spans, *added, later.spans[1]), cached_tokens=cached)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens, the prompt's first."""
+        return tuple(chain.from_iterable(span.token_ids for span in self.spans))
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The tokens before the policy's first."""
+        return self.spans[0].token_ids
+
+    @property
+    def policy_tokens(self) -> int:
+        """Tokens that the policy wrote."""
+        return sum(len(span.token_ids) for span in self.spans if span.author == "policy")
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest policy that wrote a part of it."""
+        return min(span.policy_version for span in self.spans if span.policy_version is not None)
+
+
+def _policy_span(completion: Completion) -> Span:
+    return Span(
+        author="policy",
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        policy_version=completion.policy_version,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """A trajectory and its rewards."""
+
+    trajectory: Trajectory
     reward: float
     """The total that the algorithm sees."""
     rewards: Mapping[str, float]

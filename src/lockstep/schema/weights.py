@@ -10,6 +10,16 @@ from torch import Tensor, nn
 
 from lockstep.wire.buckets import TensorSpec as TensorSpec
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """Memory in bytes by name, of trainer and engine."""
+
+    trainer: Mapping[str, float]
+    engine: Mapping[str, float] | None
+    """None: the engine does not report it."""
+
+
 Transport = Literal["memory", "ipc", "collective", "disk"]
 """How a bucket reaches an engine: in the same process, by CUDA IPC, by NCCL or gloo, or in a file."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,16 +15,14 @@ from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
+from lockstep.execution import is_compiled
 from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_hf
-from lockstep.models.forward import hidden_states
-from lockstep.models.heads import head_of, head_options
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
-from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
-from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
@@ -32,9 +31,10 @@ from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of, counting
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.local_memory import advice
+from lockstep.train.loss_module import LossModule, MicroBatchOutput, step_stats
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.optimizer import MasterOptimizer, trained_parameters
-from lockstep.train.rows import Rows, head_rows, part, scatter
+from lockstep.train.rows import head_rows, scatter
 from lockstep.train.schedule import lr_at
 from lockstep.train.single_samples import merge_samples, single_samples
 from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
@@ -64,6 +64,7 @@ class LocalBackend:
     """
 
     shards_weights = False
+    reduces_gradients = False
 
     def __init__(
         self,
@@ -91,8 +92,8 @@ class LocalBackend:
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
         )
-        self._ref = self._frozen_copy() if ref and not self._lora else None
-        self._has_ref = ref
+        frozen = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
+        self.ref = Reference(functools.partial(self._score, "ref")) if ref else None
         named = trained_parameters(self.module)
         self._names = [p.name for p in named]
         self._gradients = GradientStore(
@@ -103,8 +104,12 @@ class LocalBackend:
         if config.activation_checkpointing:
             checkpoint_activations(self.module)
         self._compile_watch = compile_module(self.module, config)
-        if self._ref is not None:
-            compile_module(self._ref, config, like=self.module)
+        self._outer = self._with_loss(self.module)
+        self._ref: LossModule | None = None
+        """None: there is no reference, or it is the policy without its adapters."""
+        if frozen is not None:
+            compile_module(frozen, config, like=self.module)
+            self._ref = self._with_loss(frozen)
 
     @property
     def _optimizer(self) -> MasterOptimizer:
@@ -112,33 +117,34 @@ class LocalBackend:
             raise step_errors.no_optimizer()
         return self._optimizer_or_none
 
-    def _frozen_copy(self) -> nn.Module:
-        return copy.deepcopy(self.module).requires_grad_(False)
+    def _with_loss(self, module: nn.Module) -> LossModule:
+        return LossModule(
+            module, config=self.config, temperature=self.temperature, compiled=is_compiled(module)
+        )
 
     # --- forward and backward -------------------------------------------------------------------------------
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False.
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False. Raises TrainError: out of
+        memory."""
+        return self._score("policy", batches)
 
-        Raises:
-            ConfigError: model is "ref" and the backend was made without one.
-            TrainError: out of memory.
-        """
-        if model == "ref" and not self._has_ref:
-            raise step_errors.no_reference()
+    def logprobs_own(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """The same: there is one rank."""
+        return self.logprobs(batches)
+
+    def _score(self, model: Literal["policy", "ref"], batches: Sequence[PackedBatch]) -> list[Tensor]:
         results = []
-        with torch.no_grad(), self._as_model(model) as module, counting(self._compile_watch):
+        with torch.no_grad(), self._as_model(model) as outer, counting(self._compile_watch):
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batches):
-                    parts = [self._logprobs(module, one) for one in self._parts(batch)]
+                    parts = [self._logprobs(outer, one) for one in self._parts(batch)]
                     results.append(parts[0] if self._in_packs else merge_samples(parts, batch))
         return results
 
-    def _logprobs(self, module: nn.Module, batch: PackedBatch) -> Tensor:
-        rows, labels = self._rows(batch)
-        hidden = self._hidden(module, batch.to(self.device), rows)
-        logprobs, _ = linear_logprobs(hidden, head_of(module).weight, labels, head=self._head(module))
-        return scatter(logprobs, rows, batch.num_slots)
+    def _logprobs(self, outer: LossModule, batch: PackedBatch) -> Tensor:
+        rows, labels = head_rows(batch, static=self._static, device=self.device)
+        return scatter(outer(batch.to(self.device), rows, labels, None), rows, batch.num_slots)
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Add the gradients of all micro-batches of one optimizer step.
@@ -147,13 +153,14 @@ class LocalBackend:
             TrainError: a loss is not finite, or memory ran out; all gradients of the step are dropped.
         """
         self._gradients.expect(self._backwards(batches))
-        stats = StepStats(losses=[], logprobs=[], entropy=[])
+        outputs = []
         self.module.train()
         try:
             with counting(self._compile_watch):
                 for index, batch in enumerate(batches):
                     with self._memory_errors_explained(index, batches):
-                        self._backward(batch, loss, stats)
+                        outputs.append(self._backward(batch, loss))
+            stats = step_stats(outputs)
             self._check_losses(batches, stats.losses)
         except BaseException:  # half a step's gradients must not leak into the next one
             self.drop_gradients()
@@ -162,6 +169,10 @@ class LocalBackend:
             self.module.eval()
         self._pending += [(batch, loss) for batch in batches]
         return stats
+
+    def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """The same: there is one rank."""
+        return self.forward_backward(batches, loss)
 
     @property
     def _in_packs(self) -> bool:
@@ -175,83 +186,42 @@ class LocalBackend:
         """The batches that get a forward and backward of their own, on the host: packs or single samples."""
         return [batch] if self._in_packs else single_samples(batch, static=self._static)
 
-    def _backward(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
-        """Forward, loss and backward of one micro-batch; appends its results to `stats`."""
+    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
+        """Forward, loss and backward of one micro-batch."""
         if self._in_packs:
-            self._backward_at_once(batch, loss, stats)
-            return
-        samples = StepStats(losses=[], logprobs=[], entropy=[])
-        for one in self._parts(batch):
-            self._backward_at_once(one, loss, samples)
-        stats.losses.append(torch.stack(samples.losses).sum())
-        stats.logprobs.append(merge_samples(samples.logprobs, batch))
-        stats.entropy.append(merge_samples(samples.entropy, batch))
+            return self._backward_at_once(batch, loss)
+        ones = [self._backward_at_once(one, loss) for one in self._parts(batch)]
+        return MicroBatchOutput(
+            loss=torch.stack([one.loss for one in ones]).sum(),
+            tokens=merge_samples([one.tokens for one in ones], batch),
+        )
 
-    def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
-        rows, labels = self._rows(batch)
+    def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
+        rows, labels = head_rows(batch, static=self._static, device=self.device)
         moved = batch.to(self.device)
         if labels.numel() == 0:  # nothing to train on, and no graph to go back through
-            zeros = torch.zeros(batch.num_slots, device=self.device)
-            value, logprobs, entropy = zeros.sum(), zeros, zeros
-        else:
-            with self._timed("forward"):
-                value, logprobs, entropy = self._forward(moved, rows, labels, loss)
-            with self._timed("backward"):
-                value.backward()
-            logprobs = scatter(logprobs.detach(), rows, batch.num_slots)
-            entropy = scatter(entropy.detach(), rows, batch.num_slots)
-        stats.losses.append(value.detach())
-        stats.logprobs.append(logprobs)
-        stats.entropy.append(entropy)
-
-    def _forward(
-        self, batch: PackedBatch, rows: Rows, labels: Tensor, loss: TokenLoss
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, logprobs [R], entropy [R]) of a batch on the device."""
-        hidden = self._hidden(self.module, batch, rows)
-        weight = head_of(self.module).weight
-        head = self._head(self.module, entropy_grad=loss.entropy_grad)
-        if loss.separable:
-            return linear_logprob_loss(
-                hidden,
-                weight,
-                labels,
-                lambda lp, ent, chunk: loss(lp, ent, batch, part(rows, chunk)),
-                head=head,
-            )
-        logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
-        return loss(logprobs, entropy, batch, rows), logprobs, entropy
+            zeros = torch.zeros(2 + len(loss.terms), batch.num_slots, device=self.device)
+            return MicroBatchOutput(loss=zeros.sum(), tokens=zeros)
+        with self._timed("forward"):
+            value: Tensor = self._outer(moved, rows, labels, loss)
+        with self._timed("backward"):
+            value.backward()
+        tokens = self._outer.tokens
+        assert tokens is not None, "a loss was given"
+        return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
-    def _rows(self, batch: PackedBatch) -> tuple[Rows, Tensor]:
-        return head_rows(batch, static=self._static, device=self.device)
-
-    def _hidden(self, module: nn.Module, batch: PackedBatch, rows: Rows) -> Tensor:
-        """[R, C]: the final hidden states of the rows that the head sees."""
-        hidden = hidden_states(
-            module, batch, layout=self.config.layout, padding_side=self.config.padding_side
-        )
-        return hidden if isinstance(rows, slice) else hidden.index_select(0, rows)
-
-    def _head(self, module: nn.Module, *, entropy_grad: bool = False) -> HeadOptions:
-        return head_options(
-            module,
-            temperature=self.temperature,
-            compiled=self.config.execution != "eager",
-            entropy_grad=entropy_grad,
-        )
-
     @contextlib.contextmanager
-    def _as_model(self, model: Literal["policy", "ref"]) -> Iterator[nn.Module]:
+    def _as_model(self, model: Literal["policy", "ref"]) -> Iterator[LossModule]:
         if model == "policy":
-            yield self.module
+            yield self._outer
         elif self._ref is not None:
             yield self._ref
         else:
             with without_lora(self.module):
-                yield self.module
+                yield self._outer
 
     # --- errors ---------------------------------------------------------------------------------------------
 
@@ -279,7 +249,7 @@ class LocalBackend:
         for index, (batch, loss) in enumerate(pending):
             self._gradients.expect(self._backwards([batch]))
             self.module.train()
-            self._backward(batch, loss, StepStats(losses=[], logprobs=[], entropy=[]))
+            self._backward(batch, loss)
             self.module.eval()
             gradients = self._gradients.collect()
             bad = [

@@ -1,9 +1,10 @@
-"""Decoder, head and loss as one module, for engines that own the module whose output is differentiated."""
+"""Decoder, head and loss as one module: the forward pass of every backend."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_dec
 from lockstep.models.heads import head_of, head_options
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ops.vocab_parallel import VocabShard
-from lockstep.protocols.train import TokenLoss
+from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.rows import Rows, scatter
 from lockstep.train.rows import part as part_of
@@ -32,8 +33,36 @@ class RingPart:
     """The slots of the pack that the head sees on all ranks of the ring together, in pack order."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchOutput:
+    """The results of one rank for one micro-batch: detached, on its device."""
+
+    loss: Tensor
+    """Scalar: this rank's share."""
+    tokens: Tensor
+    """[2 + K, T] float32: logprobs, entropy, and the K terms of the loss; 0 in slots that are not this
+    rank's."""
+
+
+def token_rows(logprobs: Tensor, entropy: Tensor, terms: Tensor | None) -> Tensor:
+    """[2 + K, R], detached, of logprobs [R], entropy [R] and terms [K, R]."""
+    both = torch.stack([logprobs.detach(), entropy.detach()])
+    return both if terms is None else torch.cat([both, terms])
+
+
+def step_stats(outputs: Iterable[MicroBatchOutput]) -> StepStats:
+    """The results of a step's micro-batches, in their order."""
+    stats = StepStats(losses=[], logprobs=[], entropy=[])
+    for output in outputs:
+        stats.losses.append(output.loss)
+        stats.logprobs.append(output.tokens[0])
+        stats.entropy.append(output.tokens[1])
+        stats.terms.append(output.tokens[2:])
+    return stats
+
+
 class LossModule(nn.Module):
-    """forward(batch, rows, labels, loss) -> the loss of one micro-batch, exactly as LocalBackend computes it.
+    """forward(batch, rows, labels, loss) -> the loss of one micro-batch.
 
     Args:
         policy: a transformers causal LM; it is the child `policy`, so a parameter is called "policy." + its
@@ -56,8 +85,8 @@ class LossModule(nn.Module):
         super().__init__()
         self.policy = policy
         self.config, self.temperature, self.compiled, self.vocab = config, temperature, compiled, vocab
-        self.logprobs: Tensor | None = None
-        self.entropy: Tensor | None = None
+        self.tokens: Tensor | None = None
+        self._head_parts: tuple[nn.Linear, HeadOptions] | None = None
 
     def forward(
         self,
@@ -67,8 +96,8 @@ class LossModule(nn.Module):
         loss: TokenLoss | None,
         part: RingPart | None = None,
     ) -> Tensor:
-        """The loss, a scalar; without `loss` the logprobs [R]. `self.logprobs` and `self.entropy` keep the
-        [R] values of the last call, detached.
+        """The loss, a scalar; without `loss` the logprobs [R]. `self.tokens` keeps the [2 + K, R] of the last
+        loss: logprobs, entropy and its terms, detached.
 
         Args:
             rows: the R slots of the pack that the head sees; on a ring, of this rank's.
@@ -86,37 +115,47 @@ class LossModule(nn.Module):
         hidden = run_decoder(self.policy, inputs)
         index = rows if part is None else part.local
         hidden = hidden if isinstance(index, slice) else hidden.index_select(0, index)
-        weight = head_of(self.policy).weight
+        weight, head = self._head(entropy_grad=loss is not None and loss.entropy_grad)
         if loss is None:
-            logprobs, entropy = linear_logprobs(hidden, weight, labels, head=self._head(False))
-            value = logprobs
-        elif loss.separable:
-            token_loss = loss
-            value, logprobs, entropy = linear_logprob_loss(
-                hidden,
-                weight,
-                labels,
-                lambda lp, ent, chunk: token_loss(lp, ent, batch, part_of(rows, chunk)),
-                head=self._head(loss.entropy_grad),
-            )
-        else:
-            logprobs, entropy = linear_logprobs(hidden, weight, labels, head=self._head(False))
-            if part is None:
-                value = loss(logprobs, entropy, batch, rows)
-            else:
-                figures = [_of_the_ring(f, rows, part, batch.num_slots) for f in (logprobs, entropy)]
-                value = loss(figures[0], figures[1], batch, part.every)
-        self.logprobs, self.entropy = logprobs.detach(), entropy.detach()
-        return value
+            return linear_logprobs(hidden, weight, labels, head=head)[0]
+        token_loss = loss
+        if loss.separable:
+            terms_of: list[Tensor] = []
 
-    def _head(self, entropy_grad: bool) -> HeadOptions:
-        return head_options(
-            self.policy,
-            temperature=self.temperature,
-            compiled=self.config.execution != "eager",
-            entropy_grad=entropy_grad,
-            vocab=self.vocab,
-        )
+            def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
+                output = token_loss(logprobs, entropy, batch, part_of(rows, chunk))
+                terms_of.extend([] if output.terms is None else [output.terms])
+                return output.loss
+
+            value, logprobs, entropy = linear_logprob_loss(hidden, weight, labels, chunk_loss, head=head)
+            self.tokens = token_rows(logprobs, entropy, torch.cat(terms_of, 1) if terms_of else None)
+            return value
+        logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
+        if part is None:
+            output = loss(logprobs, entropy, batch, rows)
+            self.tokens = token_rows(logprobs, entropy, output.terms)
+            return output.loss
+        whole = [_of_the_ring(values, rows, part, batch.num_slots) for values in (logprobs, entropy)]
+        output = loss(whole[0], whole[1], batch, part.every)
+        terms = None
+        if output.terms is not None:
+            slots = scatter(output.terms, part.every, batch.num_slots)
+            terms = slots[:, rows] if isinstance(rows, slice) else slots.index_select(1, rows)
+        self.tokens = token_rows(logprobs, entropy, terms)
+        return output.loss
+
+    def _head(self, *, entropy_grad: bool) -> tuple[Tensor, HeadOptions]:
+        """The head's weight and options. Its Parameters are read anew each time, because wrappers that shard
+        them replace them around a forward."""
+        if self._head_parts is None:
+            compiled = self.config.execution != "eager"
+            options = head_options(
+                self.policy, temperature=self.temperature, compiled=compiled, vocab=self.vocab
+            )
+            linear = cast(nn.Linear, causal_lm(self.policy).get_output_embeddings())
+            self._head_parts = linear, options
+        linear, options = self._head_parts
+        return linear.weight, replace(options, bias=linear.bias, entropy_grad=entropy_grad)
 
 
 def _of_the_ring(figures: Tensor, rows: Rows, part: RingPart, num_slots: int) -> Tensor:

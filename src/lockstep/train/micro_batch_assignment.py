@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from lockstep.errors import TrainError
 from lockstep.packing import empty_batch
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch
+from lockstep.train.loss_module import MicroBatchOutput, step_stats
 
 
 def assigned_indices(count: int, *, parts: int) -> list[list[int | None]]:
@@ -67,22 +67,11 @@ def require_same_batches(
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatchOutput:
-    """The results of one rank for one micro-batch: detached, on its device."""
-
-    loss: Tensor
-    """Scalar: this rank's share."""
-    logprobs: Tensor
-    """[T] float32, 0 in slots that are not this rank's."""
-    entropy: Tensor
-    """[T] float32, likewise."""
-
-
 def share_stats(
     batches: Sequence[PackedBatch],
     outputs: Mapping[int, MicroBatchOutput],
     *,
+    terms: int,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> StepStats:
@@ -92,19 +81,20 @@ def share_stats(
     Args:
         outputs: this rank's, by index into `batches`. Each slot of each micro-batch belongs to exactly one
             rank: the others have 0 there (x + 0 = x bitwise, NaN stays NaN).
+        terms: how many the loss has.
     """
-    slots = [batch.num_slots for batch in batches]
-    flat = torch.zeros(len(batches) + 2 * sum(slots), dtype=torch.float32, device=device)
-    losses, logprobs, entropy = flat.split([len(batches), sum(slots), sum(slots)])
-    parts = list(zip(logprobs.split(slots), entropy.split(slots), strict=True))
+    rows, slots = 2 + terms, [batch.num_slots for batch in batches]
+    flat = torch.zeros(len(batches) + rows * sum(slots), dtype=torch.float32, device=device)
+    losses, *tokens = flat.split([len(batches), *(rows * size for size in slots)])
+    shared = [
+        MicroBatchOutput(loss=loss, tokens=part.view(rows, -1))
+        for loss, part in zip(losses.unbind(), tokens, strict=True)
+    ]
     for index, output in outputs.items():
-        losses[index] = output.loss
-        parts[index][0].copy_(output.logprobs)
-        parts[index][1].copy_(output.entropy)
+        shared[index].loss.copy_(output.loss)
+        shared[index].tokens.copy_(output.tokens)
     dist.all_reduce(flat, group=group)
-    return StepStats(
-        losses=list(losses.unbind()), logprobs=[p for p, _ in parts], entropy=[e for _, e in parts]
-    )
+    return step_stats(shared)
 
 
 def share_logprobs(

@@ -55,7 +55,7 @@ def part(rows: Rows, chunk: slice) -> Rows:
 
 
 def scatter(values: Tensor, rows: Rows, num_slots: int) -> Tensor:
-    """[R] into [T], 0 in the other slots."""
+    """[..., R] into [..., T], 0 in the other slots."""
     if isinstance(rows, slice):
         return values
-    return values.new_zeros(num_slots).index_copy_(0, rows, values)
+    return values.new_zeros(*values.shape[:-1], num_slots).index_copy_(-1, rows, values)

@@ -39,13 +39,14 @@ def single_samples(batch: PackedBatch, *, static: bool) -> list[PackedBatch]:
 
 
 def merge_samples(parts: list[Tensor], batch: PackedBatch) -> Tensor:
-    """Merge per-token values [t] of the parts, padding included, into [T] of the batch; 0 in its padding."""
-    whole = parts[0].new_zeros(batch.num_slots)
+    """Merge per-token values [..., t] of the parts, padding included, into [..., T] of the batch; 0 in its
+    padding."""
+    whole = parts[0].new_zeros(*parts[0].shape[:-1], batch.num_slots)
     width = 2 if isinstance(batch, PreferenceBatch) else 1
     start = 0
     for index, values in enumerate(parts):
         length = sum(batch.lengths[index * width : (index + 1) * width])
-        whole[start : start + length] = values[:length]
+        whole[..., start : start + length] = values[..., :length]
         start += length
     return whole
 

@@ -56,11 +56,6 @@ def no_optimizer() -> ConfigError:
     )
 
 
-def no_reference() -> ConfigError:
-    """The error of logprobs of a reference that was not kept."""
-    return ConfigError("this backend has no reference model; make it with ref=True")
-
-
 def save_amid_step() -> TrainError:
     """The error of a save between backward and optimizer step."""
     return TrainError("save in the middle of an optimizer step would lose its gradients; step first")

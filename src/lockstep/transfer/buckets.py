@@ -21,9 +21,9 @@ from lockstep.errors import EngineError
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights
 from lockstep.protocols.train import TrainBackend
-from lockstep.schema.weights import Transport, UpdateSession
+from lockstep.schema.weights import MemoryReport, Transport, UpdateSession
 from lockstep.transfer.carriers import Carrier
-from lockstep.transfer.memory_report import MemoryReport, take_memory_report
+from lockstep.transfer.memory_report import take_memory_report
 from lockstep.transfer.pack import MIB, Packed, Packer
 from lockstep.transfer.verify import compare_heads
 from lockstep.wire.buckets import TensorSpec, WireError, split_heads

@@ -4,27 +4,13 @@ allocator's own message knows only one of them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from lockstep.errors import EngineError
 from lockstep.observe.memory import GIB, is_out_of_memory, peak_rss_bytes
 from lockstep.protocols.engine import InferenceEngine, receives_weights
-
-Bytes = Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryReport:
-    """Memory in bytes by name, of trainer and engine."""
-
-    trainer: Bytes
-    engine: Bytes | None
-    """None: the engine does not report it."""
-
-    def __str__(self) -> str:
-        return f"trainer {_in_gib(self.trainer)}; engine {_in_gib(self.engine)}"
+from lockstep.schema.weights import MemoryReport
 
 
 def take_memory_report(engine: InferenceEngine, *, device: torch.device) -> MemoryReport:
@@ -72,14 +58,18 @@ def explain(
     """Text that an out-of-memory error gets in addition."""
     lines = [f"The {process} ran out of memory. Memory of trainer and engine:"]
     if before is not None:
-        lines.append(f"  before the last weight update: {before}")
+        lines.append(f"  before the last weight update: {_shown(before)}")
     if after is not None:
-        lines.append(f"  after it: {after}")
-    lines.append(f"  now: {now}")
+        lines.append(f"  after it: {_shown(after)}")
+    lines.append(f"  now: {_shown(now)}")
     return "\n".join(lines)
 
 
-def _in_gib(values: Bytes | None) -> str:
+def _shown(report: MemoryReport) -> str:
+    return f"trainer {_in_gib(report.trainer)}; engine {_in_gib(report.engine)}"
+
+
+def _in_gib(values: Mapping[str, float] | None) -> str:
     if values is None:
         return "not reported"
     return ", ".join(f"{name} {value / GIB:.2f} GiB" for name, value in values.items()) or "nothing"

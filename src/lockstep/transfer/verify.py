@@ -18,14 +18,7 @@ from lockstep.protocols.train import TrainBackend
 from lockstep.protocols.transfer import WeightTransfer
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch, TrainSample
-from lockstep.schema.rollout import (
-    Completion,
-    GenerationRequest,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    SamplingParams,
-)
+from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
 
 PROBES = 2
 """Prompts per rank."""
@@ -102,11 +95,10 @@ class Verifier:
             EngineError: the engine does not hold the trainer's weights; it is dirty now.
         """
         self.pushes += 1
-        check = getattr(self.transfer, "check", None)
-        if check is None or self.when == "off" or (self.when == "first" and self.pushes > 1):
+        if self.when == "off" or (self.when == "first" and self.pushes > 1):
             return {}
         with self.ranks.together("reading weights back"):
-            check(self.engine)
+            self.transfer.check(self.engine)
         sampled = self.ranks.each(self._sample, list[Completion], what="sampling to verify the weights")
         gap = self._gap([completion for completions in sampled for completion in completions])
         complaint = self._complaint(gap)
@@ -138,17 +130,10 @@ class Verifier:
 
     def _gap(self, completions: Sequence[Completion]) -> float:
         """Mean |engine's - trainer's| logprob, nats. Collective."""
-        groups = [
-            RolloutGroup(
-                prompt=Prompt(index=index, token_ids=completion.prompt_token_ids, text=""),
-                rollouts=(Rollout(completion=completion, reward=0.0, rewards={}),),
-            )
-            for index, completion in enumerate(completions)
-        ]
-        samples = rollout_samples(groups)
+        samples = rollout_samples(map(Trajectory.of, completions))
         batches = self.plan(samples, [sample.loss_mask.float() for sample in samples])
         gaps: list[float] = []
-        for batch, logprobs in zip(batches, self.backend.logprobs(batches, model="policy"), strict=True):
+        for batch, logprobs in zip(batches, self.backend.logprobs(batches), strict=True):
             for index, ours in zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True):
                 theirs = samples[index].rollout_logprobs
                 mask = samples[index].loss_mask

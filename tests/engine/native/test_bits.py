@@ -32,7 +32,7 @@ def trainers_logprobs(model, completions, temperature=0.7, execution="eager"):
     batch = pack(samples, [s.loss_mask.float() for s in samples], bucket=bucket)
     config = TrainConfig(attention="varlen", execution=execution)
     trainer = LocalBackend(config, model=model, total_steps=0, temperature=temperature)
-    (found,) = trainer.logprobs([batch], model="policy")
+    (found,) = trainer.logprobs([batch])
     return found[batch.loss_mask]
 
 

@@ -130,13 +130,13 @@ def _step(arm: Arm, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
 def _computed(arm: Arm, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
     backend = arm.backend
     if not arm.backward:
-        return backend.logprobs([batch], model="policy")[0], {}
+        return backend.logprobs([batch])[0], {}
     backend.drop_gradients()
     try:
         stats = backend.forward_backward([batch], arm.loss)
         gradients = {name: g.detach().clone() for name, g in backend.live_gradients().items()}
     except TrainError:
-        logprobs = backend.logprobs([batch], model="policy")[0]
+        logprobs = backend.logprobs([batch])[0]
         if bool(torch.isfinite(logprobs).all()):
             raise
         return logprobs, {}  # a loss that is not finite stops a step; here it is what is looked for

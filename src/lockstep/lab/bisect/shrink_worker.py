@@ -293,7 +293,7 @@ class _Worker:
         if options.backward:
             backend.forward_backward([fitted], token_loss(self._recording.header, options.loss))
         else:
-            backend.logprobs([fitted], model="policy")
+            backend.logprobs([fitted])
         backend.drop_gradients()
         if options.cell.device != "cpu":
             torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.samples import policy_sample
+from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.train import TrainConfig
 from lockstep.lab.engine_parity.job import EnginesJob
 from lockstep.lab.engine_parity.requests import PromptRequest
@@ -19,7 +19,7 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.load import load_model
 from lockstep.models.quiet import quiet_transformers
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.schema.rollout import Completion
+from lockstep.schema.rollout import Completion, Trajectory
 from lockstep.train.local import LocalBackend
 
 
@@ -56,37 +56,32 @@ class Trainer:
             "attention": self.attention,
         }
 
+    @staticmethod
+    def _trajectory(source: PromptRequest, completion: Completion) -> Trajectory:
+        """The completion after the requested prompt; its logprobs are not looked at."""
+        prompt, unknown = source.request.prompt_token_ids, (0.0,) * len(completion.token_ids)
+        return Trajectory.of(dataclasses.replace(completion, prompt_token_ids=prompt, logprobs=unknown))
+
     def logprobs(
         self, completions: Sequence[tuple[PromptRequest, Completion]], *, temperature: float
     ) -> list[tuple[float, ...]]:
         """Compute the logprob of every token of each completion, nats, after the requested prompt, whatever
         prompt the engine reports; () where there is nothing to score."""
         results: list[tuple[float, ...]] = [()] * len(completions)
-        samples = [
-            policy_sample(
-                dataclasses.replace(
-                    completion,
-                    prompt_token_ids=source.request.prompt_token_ids,
-                    logprobs=(0.0,) * len(completion.token_ids),
-                ),
-                advantages=0.0,
-                sample_id=index,
-            )
-            for index, (source, completion) in enumerate(completions)
-            if self._can_score(completion)
-        ]
-        if not samples:
+        scored_ones = [i for i, (_, completion) in enumerate(completions) if self._can_score(completion)]
+        if not scored_ones:
             return results
+        samples = rollout_samples(self._trajectory(*completions[i]) for i in scored_ones)
         budget = max(self.job.token_budget, *(len(sample.token_ids) for sample in samples))
         weights = [sample.loss_mask.float() for sample in samples]
         batches = plan_micro_batches(samples, weights, PackLimits(token_budget=budget))
         backend = self._plain if temperature == 1.0 else self.backend
         counts = {sample.sample_id: int(sample.loss_mask.sum()) for sample in samples}
-        for batch, scored in zip(batches, backend.logprobs(batches, model="policy"), strict=True):
+        for batch, scored in zip(batches, backend.logprobs(batches), strict=True):
             values = scored.cpu()[batch.loss_mask].tolist()
             start = 0
             for sample_id in batch.sample_ids:
-                results[sample_id] = tuple(values[start : start + counts[sample_id]])
+                results[scored_ones[sample_id]] = tuple(values[start : start + counts[sample_id]])
                 start += counts[sample_id]
         return results
 

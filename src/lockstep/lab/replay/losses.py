@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from lockstep.algorithms.dpo import DPOLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.config.algorithm import DPOConfig
-from lockstep.protocols.train import TokenLoss
+from lockstep.protocols.train import LossOutput, StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_algorithm
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.recording import RecordingHeader
@@ -24,10 +25,17 @@ class LogprobSum:
 
     separable = True
     entropy_grad = False
+    terms: tuple[str, ...] = ()
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
+    ) -> LossOutput:
         """See protocols.TokenLoss."""
-        return torch.where(batch.loss_mask[rows], -logprobs, 0.0).sum()
+        return LossOutput(torch.where(batch.loss_mask[rows], -logprobs, 0.0).sum())
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """None."""
+        return {}
 
 
 class CrossEntropy:
@@ -35,11 +43,18 @@ class CrossEntropy:
 
     separable = True
     entropy_grad = False
+    terms: tuple[str, ...] = ()
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice) -> Tensor:
+    def __call__(
+        self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
+    ) -> LossOutput:
         """See protocols.TokenLoss."""
         total = torch.where(batch.loss_mask[rows], -logprobs, 0.0).sum()
-        return total / batch.loss_mask.sum().clamp(min=1)
+        return LossOutput(total / batch.loss_mask.sum().clamp(min=1))
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """None."""
+        return {}
 
 
 def token_loss(header: RecordingHeader, name: LossName) -> TokenLoss:

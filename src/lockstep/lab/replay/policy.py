@@ -28,6 +28,7 @@ from lockstep.observe.spans import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_axes, recorded_model
 from lockstep.schema.batch import PackedBatch
+from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import InputMeta, RecordingHeader
 
 if TYPE_CHECKING:
@@ -38,14 +39,33 @@ Match = Literal["match", "mismatch", "unknown"]
 
 
 class ReplayBackend(Protocol):
-    """The part of a train backend that a replay uses."""
+    """What a replay needs of a train backend: parts of TrainBackend, and gradients."""
 
-    def logprobs(
-        self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
-    ) -> list[Tensor]: ...
+    contract: KernelContract | None
+    spans: Spans | None
+    """Times "forward" and "backward"."""
+    reduces_gradients: bool
+    """Of the class: it adds gradients up over ranks itself, in backward."""
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]: ...
+    def logprobs_own(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Like `logprobs`, for this rank's own batches, which no other rank has."""
+        ...
+
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats: ...
+    def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Like `forward_backward`, for this rank's own batches."""
+        ...
+
     def optimizer_step(self) -> dict[str, float]: ...
-    def gradients(self) -> dict[str, Tensor]: ...
+    def gradients(self) -> dict[str, Tensor]:
+        """By Parameter name: float32 copies on the host."""
+        ...
+
+    def live_gradients(self) -> dict[str, Tensor]:
+        """By Parameter name, as the backend holds them where it can, else copies."""
+        ...
+
     def gradient_norm(self) -> float: ...
     def drop_gradients(self) -> None: ...
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,37 +26,28 @@ from lockstep.train.gradients import global_norm
 
 
 class _Wrapped:
-    """The wrapped backend, and the attributes that a replay reads besides the protocol."""
+    """The wrapped backend, and the attributes that a replay reads of it."""
 
     def __init__(self, inner: ReplayBackend) -> None:
         self.inner = inner
-        self.has_live_gradients = hasattr(inner, "live_gradients")
-        """Lockstep's own backend; DeepSpeed's reduces over ranks itself."""
+        self.contract, self.reduces_gradients = inner.contract, inner.reduces_gradients
 
     @property
     def spans(self) -> Spans | None:
         """The spans in which the backend records its times."""
-        spans: Spans | None = getattr(self.inner, "spans", None)
-        return spans
+        return self.inner.spans
 
     @spans.setter
-    def spans(self, spans: Spans) -> None:
-        self.inner.spans = spans  # type: ignore[attr-defined]
+    def spans(self, spans: Spans | None) -> None:
+        self.inner.spans = spans
 
-    def _forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
-        """Run this rank's own micro-batches; DeepSpeed's own call would assign them to ranks."""
-        run = self.inner.forward_backward if self.has_live_gradients else self.inner.forward_backward_own  # type: ignore[attr-defined]
-        stats: StepStats = run(batches, loss)
-        return stats
+    def logprobs_own(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Of the wrapped backend: nothing is agreed on."""
+        return self.inner.logprobs_own(batches)
 
-    def _logprobs(self, batches: Sequence[PackedBatch], model: Literal["policy", "ref"]) -> list[Tensor]:
-        run = self.inner.logprobs if self.has_live_gradients else self.inner.logprobs_own  # type: ignore[attr-defined]
-        logprobs: list[Tensor] = run(batches, model=model)
-        return logprobs
-
-    def _live(self) -> dict[str, Tensor]:
-        gradients: dict[str, Tensor] = self.inner.live_gradients()  # type: ignore[attr-defined]
-        return gradients
+    def forward_backward_own(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
+        """Of the wrapped backend: nothing is agreed on or added up."""
+        return self.inner.forward_backward_own(batches, loss)
 
     def close(self) -> None:
         """Close the wrapped backend."""
@@ -111,29 +102,29 @@ class RankBackend(_Wrapped):
         self._enter(batches)
         with self._keep_desync(), self._explained(f"forward and backward of {self._what()}"):
             try:
-                stats = self._forward_backward(batches, loss)
+                stats = self.inner.forward_backward_own(batches, loss)
             except Exception as error:
                 self._agree_on_outcome(error)
                 raise
         self._agree_on_outcome(None)
         return stats
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Run as the backend does, which at ZeRO stage 3 gathers weights from all ranks."""
         self._enter(batches)
         with self._keep_desync(), self._explained(f"forward of {self._what()}"):
-            return self._logprobs(batches, model)
+            return self.inner.logprobs_own(batches)
 
     def without_input(self, loss: TokenLoss, *, backward: bool) -> None:
         """Run an empty micro-batch with zero gradients: this rank has no input in this step."""
-        if self.has_live_gradients:
+        if not self.reduces_gradients:
             self._enter([])
             if backward:
                 self._agree_on_outcome(None)
         elif backward:
             self.forward_backward([empty_batch(self.spare())], loss)
         else:
-            self.logprobs([empty_batch(self.spare())], model="policy")
+            self.logprobs([empty_batch(self.spare())])
 
     def report_failure(self, error: str) -> None:
         """Tell the other ranks that this rank's input failed before it reached the backend."""
@@ -172,7 +163,7 @@ class RankBackend(_Wrapped):
         failed = [f"rank {r}: {f['error']}" for r, f in enumerate(intents) if f.get("error")]
         if failed:
             self._peers_failed(failed)
-            if not self.has_live_gradients:
+            if self.reduces_gradients:
                 raise PeerFailed(
                     f"step {step}: not run, because another rank failed before it ({'; '.join(failed)}). "
                     f"Here the other ranks of a job wait {waits_in(self.zero_stage)}"
@@ -195,7 +186,7 @@ class RankBackend(_Wrapped):
                     self._peers_failed(failed)
                     self._drop()
                     return
-            if error is None and self.has_live_gradients:
+            if error is None and not self.reduces_gradients:
                 self._add_up(step)
 
     def _drop(self) -> None:
@@ -211,12 +202,12 @@ class RankBackend(_Wrapped):
 
     def _add_up(self, step: int) -> None:
         """All-reduce every trained parameter's gradient; those that took no part count as zero."""
-        live = self._live()
+        live = self.inner.live_gradients()
         module: torch.nn.Module = self.inner.module  # type: ignore[attr-defined]
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and name not in live:
                 parameter.grad = torch.zeros_like(parameter)
-        steps = self.guard.add_up(list(self._live().values()), step=step)
+        steps = self.guard.add_up(list(self.inner.live_gradients().values()), step=step)
         if set(steps) != {step}:
             where = ", ".join(f"rank {rank} at step {at}" for rank, at in enumerate(steps))
             self.notes.append(
@@ -230,7 +221,7 @@ class RankBackend(_Wrapped):
     def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Explain a hang in `what`; only DeepSpeed runs collectives of its own."""
         return (
-            contextlib.nullcontext() if self.has_live_gradients else self.guard.explained(self._step(), what)
+            self.guard.explained(self._step(), what) if self.reduces_gradients else contextlib.nullcontext()
         )
 
     # --- the rest -------------------------------------------------------------------------------------------
@@ -252,7 +243,7 @@ class RankBackend(_Wrapped):
 
     def live_gradients(self) -> dict[str, Tensor]:
         """The step's gradients, added up over ranks."""
-        gradients = self._live() if self.has_live_gradients else self.gradients()
+        gradients = self.gradients() if self.reduces_gradients else self.inner.live_gradients()
         self.delivered = bool(gradients)
         return gradients
 
@@ -317,22 +308,22 @@ class SimulatedBackend(_Wrapped):
         stats = self.inner.forward_backward(batches, loss)
         if self.failed:
             self.inner.drop_gradients()
-        elif not self.has_live_gradients:
+        elif self.reduces_gradients:
             if self.want_gradients():
                 for name, gradient in self.inner.gradients().items():
                     self._sum[name] = self._sum[name] + gradient if name in self._sum else gradient
             self.inner.drop_gradients()
         return stats
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Run as the backend does."""
-        return self.inner.logprobs(batches, model=model)
+        return self.inner.logprobs(batches)
 
     def live_gradients(self) -> dict[str, Tensor]:
         """The step's gradients, at its last rank; none before that."""
         if self.failed or not self.last:
             return {}
-        gradients = self._live() if self.has_live_gradients else self._sum
+        gradients = self._sum if self.reduces_gradients else self.inner.live_gradients()
         self.delivered = bool(gradients)
         return gradients
 
@@ -341,7 +332,7 @@ class SimulatedBackend(_Wrapped):
         are not kept."""
         if self.failed or not self.last:
             return math.nan
-        if self.has_live_gradients:
+        if not self.reduces_gradients:
             return self.inner.gradient_norm()
         return float(global_norm(list(self._sum.values()))) if self._sum else math.nan
 

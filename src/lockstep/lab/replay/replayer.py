@@ -6,7 +6,6 @@ import gc
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -157,11 +156,12 @@ class Replayer:
             stats = backend.forward_backward([batch], self.loss)
             return stats.losses[0], stats.logprobs[0]
         with self._spans("forward"):
-            logprobs = backend.logprobs([batch], model="policy")[0]
+            logprobs = backend.logprobs([batch])[0]
         if self.loss.entropy_grad or not bool(batch.loss_mask.any()):
             return None, logprobs
         moved = batch.to(logprobs.device)
-        return self.loss(logprobs, torch.zeros_like(logprobs), moved, slice(0, batch.num_slots)), logprobs
+        every = slice(0, batch.num_slots)
+        return self.loss(logprobs, torch.zeros_like(logprobs), moved, every).loss, logprobs
 
     def _timing(self, batch: PackedBatch, times: dict[str, float]) -> dict[str, Any]:
         forward, backward = times.get("time/forward", 0.0), times.get("time/backward")
@@ -208,8 +208,7 @@ class Replayer:
         backend = self.policy.backend
         norm = backend.gradient_norm()
         if self.outputs is not None and self.outputs.wants_gradients:
-            live: Callable[[], dict[str, Tensor]] = getattr(backend, "live_gradients", backend.gradients)
-            self.outputs.add_gradients(index, live())
+            self.outputs.add_gradients(index, backend.live_gradients())
         if self.options.optimizer_step:
             self.policy.moved = True
             return backend.optimizer_step()["grad_norm"]

@@ -123,7 +123,7 @@ def opening(replayer: Replayer) -> list[str]:
 def _contract_lines(replayer: Replayer) -> list[str]:
     """One line on whether the replay has the recording's kernel contract, where both have one."""
     recorded = replayer.recording.header.contract
-    here: KernelContract | None = getattr(replayer.policy.backend, "contract", None)
+    here = replayer.policy.backend.contract
     if recorded is None or here is None:
         return []
     difference = here.difference(KernelContract.from_json(recorded))

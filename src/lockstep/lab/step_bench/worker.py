@@ -262,15 +262,15 @@ class _Cell:
         """Largest |trainer - engine| over all tokens of one more generation, of all ranks. Collective."""
         import torch
 
-        from lockstep.algorithms.samples import policy_sample
-        from lockstep.schema.rollout import Completion
+        from lockstep.algorithms.samples import policy_samples, rollout_samples
+        from lockstep.schema.rollout import Completion, Trajectory
 
         shares = self.ranks.gather(self._generate(), list[Completion], what="the gap")
         every = [completion for share in shares for completion in share]
-        documents = [policy_sample(c, advantages=0.0, sample_id=i) for i, c in enumerate(every)]
+        documents = policy_samples(rollout_samples(map(Trajectory.of, every)), None)
         batches = self.parts.plan(documents, [sample.loss_mask.float() for sample in documents])
         gaps = []
-        for batch, scored in zip(batches, self.parts.backend.logprobs(batches, model="policy"), strict=True):
+        for batch, scored in zip(batches, self.parts.backend.logprobs(batches), strict=True):
             mask = batch.loss_mask.cpu()
             rollout = getattr(batch, "rollout_logprobs").cpu()[mask]  # noqa: B009  (a PolicyBatch)
             gaps.append((scored.cpu()[mask] - rollout).abs())

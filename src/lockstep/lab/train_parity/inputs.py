@@ -332,7 +332,7 @@ def _at_the_start(
     loss = token_loss(header, "recorded")
     updates, baselines = [], []
     for batches in plan:
-        logprobs = [values.cpu() for values in backend.logprobs(batches, model="policy")]
+        logprobs = [values.cpu() for values in backend.logprobs(batches)]
         known = [
             dataclasses.replace(batch, old_logprobs=values, rollout_logprobs=_rollout(batch, values))
             for batch, values in zip(batches, logprobs, strict=True)
@@ -340,7 +340,7 @@ def _at_the_start(
         ]
         updates.append(known)
         shares = [
-            loss(values, torch.zeros_like(values), batch, slice(0, batch.num_slots))
+            loss(values, torch.zeros_like(values), batch, slice(0, batch.num_slots)).loss
             for batch, values in zip(known, logprobs, strict=True)
         ]
         baselines.append(float(sum(float(share) for share in shares)))

@@ -46,7 +46,7 @@ def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> l
     backend = LocalBackend(train, model=model, total_steps=0)
     updates: list[list[PackedBatch]] = []
     for batches in plan:
-        logprobs = backend.logprobs(batches, model="policy")
+        logprobs = backend.logprobs(batches)
         updates.append(
             [
                 dataclasses.replace(batch, ref_logprobs=values.cpu())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
-from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
 from lockstep.ranks.process_group import ensure_process_group
 from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.compile_report import CompileReport
@@ -36,9 +37,8 @@ from lockstep.train.contract import contract_of, counting
 from lockstep.train.deepspeed.build import ZeroBuilder
 from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed.state import ZeroParts, whole_weights
-from lockstep.train.loss_module import LossModule
+from lockstep.train.loss_module import LossModule, MicroBatchOutput, step_stats, token_rows
 from lockstep.train.micro_batch_assignment import (
-    MicroBatchOutput,
     assign_batches,
     require_same_batches,
     share_logprobs,
@@ -83,6 +83,7 @@ class DeepSpeedBackend:
     """
 
     shards_weights = False
+    reduces_gradients = True
     """False: the backend takes a module that has its weights."""
 
     def __init__(
@@ -109,7 +110,8 @@ class DeepSpeedBackend:
         self._group = dist.distributed_c10d._get_default_group()
         mesh = {"dp": self.world_size, "ring": 1, "tp": 1}
         self._layout = Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
-        self._lora, self._has_ref = has_lora(self.module), ref
+        self._lora = has_lora(self.module)
+        self.ref = Reference(functools.partial(self._score, "ref")) if ref else None
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
         )
@@ -145,30 +147,24 @@ class DeepSpeedBackend:
         assigned = assign_batches(batches, part=self.rank, parts=self.world_size)
         return {len(batches) if index is None else index: batch for index, batch in assigned}
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; each computed by one rank.
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False; each computed by one rank."""
+        return self._score("policy", batches)
 
-        Raises:
-            ConfigError: model is "ref" and the backend was made without one.
-        """
+    def _score(self, model: Literal["policy", "ref"], batches: Sequence[PackedBatch]) -> list[Tensor]:
         if (assigned := self._assigned(batches)) is None:
             return []
-        own = self.logprobs_own(list(assigned.values()), model=model)
+        own = self._score_own(model, list(assigned.values()))
         logprobs = {
             index: values for index, values in zip(assigned, own, strict=True) if index < len(batches)
         }
         return share_logprobs(batches, logprobs, group=self._group, device=self.device)
 
-    def logprobs_own(
-        self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]
-    ) -> list[Tensor]:
-        """Like `logprobs`, for this rank's own batches; at stage 3 every rank must pass the same number.
+    def logprobs_own(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """Like `logprobs`, for this rank's own batches; at stage 3 every rank must pass the same number."""
+        return self._score_own("policy", batches)
 
-        Raises:
-            ConfigError: model is "ref" and the backend was made without one.
-        """
-        if model == "ref" and not self._has_ref:
-            raise step_errors.no_reference()
+    def _score_own(self, model: Literal["policy", "ref"], batches: Sequence[PackedBatch]) -> list[Tensor]:
         results = []
         self._outer.eval()
         with torch.no_grad(), self._as_model(model) as outer, counting(self._compile_watch):
@@ -206,14 +202,9 @@ class DeepSpeedBackend:
         if (assigned := self._assigned(batches)) is None:
             return StepStats(losses=[], logprobs=[], entropy=[])
         own = self._run(assigned, loss, count=len(batches))
-        micro_batches = {
-            index: MicroBatchOutput(loss=value, logprobs=logprobs, entropy=entropy)
-            for index, value, logprobs, entropy in zip(
-                assigned, own.losses, own.logprobs, own.entropy, strict=True
-            )
-            if index < len(batches)
-        }
-        stats = share_stats(batches, micro_batches, group=self._group, device=self.device)
+        outputs = {index: output for index, output in own.items() if index < len(batches)}
+        group, terms = self._group, len(loss.terms)
+        stats = share_stats(batches, outputs, terms=terms, group=group, device=self.device)
         self._check_losses(batches, stats.losses)
         self._trained = self._static or any(bool(batch.loss_mask.any()) for batch in batches)
         return stats
@@ -227,7 +218,7 @@ class DeepSpeedBackend:
             TrainError: like forward_backward; of another rank's loss the text says only that it is not
                 finite.
         """
-        stats = self._run(dict(enumerate(batches)), loss, count=len(batches))
+        stats = step_stats(self._run(dict(enumerate(batches)), loss, count=len(batches)).values())
         bad = not all(math.isfinite(value) for value in _values(stats.losses))
         if _any_rank(bad, self.device):
             self._check_losses(batches, stats.losses)
@@ -237,21 +228,23 @@ class DeepSpeedBackend:
             )
         return stats
 
-    def _run(self, batches: Mapping[int, PackedBatch], loss: TokenLoss, *, count: int) -> StepStats:
+    def _run(
+        self, batches: Mapping[int, PackedBatch], loss: TokenLoss, *, count: int
+    ) -> dict[int, MicroBatchOutput]:
         """Forward and backward of this rank's micro-batches, by their index among `count`."""
         if self._gradients_ready:
             raise TrainError(
                 "DeepSpeed reduces gradients in the last backward of a step, so a second forward_backward "
                 "cannot add to them; give all micro-batches in one call, or call drop_gradients() between"
             )
-        stats = StepStats(losses=[], logprobs=[], entropy=[])
+        outputs = {}
         self._outer.train()
         try:
             for position, (index, batch) in enumerate(batches.items()):
                 self._zero.engine.set_gradient_accumulation_boundary(position == len(batches) - 1)
                 watched = counting(self._compile_watch)
                 with self._memory_errors_explained(batch, index=index, count=count), watched:
-                    self._backward(batch, loss, stats)
+                    outputs[index] = self._backward(batch, loss)
             self._gradients_ready = self._trained = bool(batches)
             self._zero.after_backward()
         except BaseException:
@@ -259,30 +252,30 @@ class DeepSpeedBackend:
             raise
         finally:
             self._outer.eval()
-        return stats
+        return outputs
 
-    def _backward(self, batch: PackedBatch, loss: TokenLoss, stats: StepStats) -> None:
+    def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
         rows, labels = head_rows(batch, static=self._static, device=self.device)
         moved = batch.to(self.device)
         with self._timed("forward"):
-            value, logprobs, entropy = self._forward(moved, rows, labels, loss)
+            value, tokens = self._forward(moved, rows, labels, loss)
         with self._timed("backward"):
             self._zero.engine.backward(value * self.world_size)
-        stats.losses.append(value.detach())
-        stats.logprobs.append(scatter(logprobs.detach(), rows, batch.num_slots))
-        stats.entropy.append(scatter(entropy.detach(), rows, batch.num_slots))
+        return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))
 
     def _forward(
         self, batch: PackedBatch, rows: Rows, labels: Tensor, loss: TokenLoss
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and [2 + K, R]: logprobs, entropy and the loss's terms."""
         if self.deepcompile:
             logprobs, entropy = (_take(figures, rows) for figures in self._call_compiled(batch))
             entropy = entropy if loss.entropy_grad else entropy.detach()
-            return loss(logprobs, entropy, batch, rows), logprobs, entropy
+            output = loss(logprobs, entropy, batch, rows)
+            return output.loss, token_rows(logprobs, entropy, output.terms)
         value: Tensor = self._zero.engine(batch, rows, labels, loss)
         outer = self._outer
-        assert isinstance(outer, LossModule) and outer.logprobs is not None and outer.entropy is not None
-        return value, outer.logprobs, outer.entropy
+        assert isinstance(outer, LossModule) and outer.tokens is not None
+        return value, outer.tokens
 
     def _call_compiled(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """logprobs and entropy [T] from the compiled graph. Every slot goes through the head: the number of
@@ -342,6 +335,10 @@ class DeepSpeedBackend:
         """The gradients of the step, added up over ranks and micro-batches, whole, by Parameter name: float32
         copies on the host, not clipped. Collective; the same on every rank."""
         return self._zero.gradients() if self._gradients_ready else {}
+
+    def live_gradients(self) -> dict[str, Tensor]:
+        """`gradients`: what ZeRO holds is in parts."""
+        return self.gradients()
 
     def gradient_norm(self) -> float:
         """Euclidean norm over `gradients()`, from each rank's own share, in float32. Collective. (DeepSpeed's

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from lockstep.models.lora import has_lora
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.packing import ring_shard
-from lockstep.protocols.train import FinishSave, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
@@ -35,10 +36,9 @@ from lockstep.train.fsdp2.mesh import make_mesh
 from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
 from lockstep.train.fsdp2.state import ShardedState
 from lockstep.train.gradients import global_norm
-from lockstep.train.loss_module import RingPart
+from lockstep.train.loss_module import MicroBatchOutput, RingPart
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.micro_batch_assignment import (
-    MicroBatchOutput,
     assign_batches,
     require_same_batches,
     share_logprobs,
@@ -110,10 +110,10 @@ class FSDP2Backend:
         masters_here = total_steps > 0 and config.optimizer_device == "model"
         self._compile_watch = compile_module(self.module, config)
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
-        self._ref: ShardedModel | None = None
+        self.ref: Reference | None = None
         if frozen is not None:
             compile_module(frozen, config, like=self.module)
-            self._ref = self._sharded(frozen, stored=model.dtype)
+            self.ref = Reference(functools.partial(self._score, self._sharded(frozen, stored=model.dtype)))
         self._names = list(decay)
         self._optimizer_or_none = self._optimizer_of(decay) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
@@ -150,16 +150,12 @@ class FSDP2Backend:
 
     # --- forward and backward -------------------------------------------------------------------------------
 
-    def logprobs(self, batches: Sequence[PackedBatch], *, model: Literal["policy", "ref"]) -> list[Tensor]:
-        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False.
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """[T] float32 per batch, nats, no grad, 0 where loss_mask is False. Raises TrainError: out of memory,
+        or the ranks were not given the same batches."""
+        return self._score(self._policy, batches)
 
-        Raises:
-            ConfigError: model is "ref" and the backend was made without one.
-            TrainError: out of memory, or the ranks were not given the same batches.
-        """
-        sharded = self._policy if model == "policy" else self._ref
-        if sharded is None:
-            raise step_errors.no_reference()
+    def _score(self, sharded: ShardedModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         logprobs_of: dict[int, Tensor] = {}
         with torch.no_grad(), sharded.resharded_after(), counting(self._compile_watch):
@@ -206,7 +202,8 @@ class FSDP2Backend:
                         outputs[index] = one
         finally:
             root.eval()
-        return share_stats(batches, outputs, group=self.mesh.world, device=self.device)
+        group, terms = self.mesh.world, len(loss.terms)
+        return share_stats(batches, outputs, terms=terms, group=group, device=self.device)
 
     @property
     def _shares_results(self) -> bool:
@@ -245,12 +242,11 @@ class FSDP2Backend:
             value: Tensor = outer(moved, rows, labels, loss, part)
         with self._timed("backward"):
             value.backward()
-        assert outer.logprobs is not None and outer.entropy is not None
+        assert outer.tokens is not None
         counted = loss.separable or self.mesh.ring_rank == 0  # otherwise it is of the whole pack
         return MicroBatchOutput(
             loss=value.detach() if counted else torch.zeros_like(value),
-            logprobs=scatter(outer.logprobs, rows, batch.num_slots),
-            entropy=scatter(outer.entropy, rows, batch.num_slots),
+            tokens=scatter(outer.tokens, rows, batch.num_slots),
         )
 
     def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
