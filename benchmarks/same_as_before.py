@@ -6,8 +6,8 @@ OLD and NEW are checkouts of this repository. The same commands run with the src
 
 tiny, invariant, sft, dpo, fsdp2, demo
         Training runs: `tiny`; `tiny` with engine native, batch-invariant; SFT and DPO of SmolLM2-135M cut to
-        two layers; `tiny` under fsdp2 on two ranks; five steps of `demo`. Every field of every line of
-        metrics.jsonl but times, speeds and memory must be equal.
+        two layers; `tiny` under fsdp2 on two ranks; five steps of `demo`. Every field that OLD writes to
+        metrics.jsonl but times, speeds and memory must be equal; fields that only NEW has are listed.
 replay  40 inputs of the shipped recording, forward and backward. Every field of results.jsonl but times and
         memory must be equal, and the kept logprobs and gradients bit for bit.
 speed   `tiny` with 40 steps in 5 alternating pairs: the median ratio of a step's seconds, NEW / OLD, must lie
@@ -117,7 +117,9 @@ def compare_run(name: str, old: Path, new: Path, work: Path) -> dict[str, Any]:
     for side, tree in (("old", old), ("new", new)):
         lockstep(tree, (*RUNS[name], "--run-dir", side), work)
         sides.append(rows_of(work / side / "metrics.jsonl"))
-    return judged(differences(*sides), f"{len(sides[0])} lines of metrics.jsonl")
+    added = sorted({name for a, b in zip(*sides, strict=False) for name in b.keys() - a.keys()})
+    compared = f"{len(sides[0])} lines of metrics.jsonl" + (f" (new: {', '.join(added)})" if added else "")
+    return judged(differences(*sides), compared)
 
 
 def compare_replay(old: Path, new: Path, work: Path) -> dict[str, Any]:
@@ -158,12 +160,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def differences(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[str]:
-    """What is not equal, in words."""
+    """What OLD has and NEW has not, or not equal, in words."""
     if len(old) != len(new):
         return [f"{len(old)} and {len(new)} lines"]
     found = []
     for number, (a, b) in enumerate(zip(old, new, strict=True)):
-        for name in sorted(a.keys() | b.keys()):
+        for name in sorted(a):
             if not TIMED.search(name) and a.get(name, "-") != b.get(name, "-"):
                 found.append(f"line {number}: {name} {a.get(name, '-')} -> {b.get(name, '-')}")
     return found

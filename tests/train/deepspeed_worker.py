@@ -24,6 +24,7 @@ from lockstep.execution.regions import decoder_layers
 from lockstep.models.load import LoadedModel, load_model, share_parameters
 from lockstep.models.lora import merged_state_dict
 from lockstep.observe.spans import Spans
+from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.deepspeed.backend import DeepSpeedBackend
 from lockstep.train.local import LocalBackend
@@ -39,11 +40,11 @@ class FailsInForward(fixtures.NegativeLogprob):  # type: ignore[name-defined, mi
 
     calls = 0
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> LossOutput:
         self.calls += 1
         if self.calls > 1:
             raise ArithmeticError("on purpose")
-        result: Tensor = super().__call__(logprobs, entropy, batch, rows)
+        result: LossOutput = super().__call__(logprobs, entropy, batch, rows)
         return result
 
 
@@ -176,7 +177,8 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         assert updates[0]["lr"] == updates[1]["lr"]
         if step % 7 == 0:
             for which in ("policy", "ref") if ref else ("policy",):
-                ours, theirs = (made.logprobs(batches, model=which) for made in (backend, local))
+                scorers = [made.ref if which == "ref" else made for made in (backend, local)]
+                ours, theirs = (scorer.logprobs(batches) for scorer in scorers)
                 scored += [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     update = backend.weights(policy_version=3)
     shared = update.shared_module is backend.module
@@ -298,13 +300,13 @@ class Broken(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
     def __init__(self, sample: int, how: str) -> None:
         self.sample, self.how = sample, how
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
-        value: Tensor = super().__call__(logprobs, entropy, batch, rows)
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> LossOutput:
+        value: LossOutput = super().__call__(logprobs, entropy, batch, rows)
         if batch.sample_ids[0] != self.sample or not batch.loss_mask.any():
             return value
         if self.how == "memory":
             raise torch.OutOfMemoryError("tried to allocate 1.00 TiB")
-        return value * float(self.how)
+        return LossOutput(value.loss * float(self.how), value.terms)
 
 
 def errors(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution.regions import decoder_layers
 from lockstep.packing.packs import empty_batch
+from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.fsdp2.backend import FSDP2Backend
 from lockstep.train.local import LocalBackend
@@ -41,13 +42,14 @@ class Poisoned(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
     def __init__(self, where: str) -> None:
         self.where = where
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
-        value: Tensor = super().__call__(logprobs, entropy, batch, rows)
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> LossOutput:
+        value: LossOutput = super().__call__(logprobs, entropy, batch, rows)
         if 10 not in batch.sample_ids or not batch.loss_mask.any():
             return value
         if self.where == "loss":
-            return value * float("nan")
-        return value + (logprobs * 0.0).sum().abs().sqrt()  # 0, with an infinite slope
+            return LossOutput(value.loss * float("nan"), value.terms)
+        steep = (logprobs * 0.0).sum().abs().sqrt()  # 0, with an infinite slope
+        return LossOutput(value.loss + steep, value.terms)
 
 
 def check_not_finite(**mesh: int) -> Any:
@@ -95,11 +97,11 @@ class Breaks(fixtures.NegativeLogprob):  # type: ignore[name-defined, misc]
     def __init__(self, where: str) -> None:
         self.where, self.calls = where, 0
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> Tensor:
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Any) -> LossOutput:
         self.calls += 1
         if self.calls == 2 and self.where == "forward":
             raise ArithmeticError("on purpose")
-        value: Tensor = super().__call__(logprobs, entropy, batch, rows)
+        value: LossOutput = super().__call__(logprobs, entropy, batch, rows)
         return value
 
 
