@@ -27,7 +27,7 @@ class NegativeLogprob:
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
     ) -> LossOutput:
-        terms = logprobs.detach().exp()[None]
+        terms = torch.where(batch.loss_mask[rows], logprobs.detach().exp(), 0.0)[None]
         return LossOutput(-(logprobs * batch.loss_weights[rows]).sum(), terms)
 
 

@@ -41,7 +41,8 @@ class OfWholeDocuments(fixtures.WholeSequence):  # type: ignore[name-defined, mi
         document = torch.bucketize(torch.arange(batch.num_slots), batch.cu_seqlens[1:], right=True)[rows]
         weighted = (logprobs + 0.1 * entropy) * batch.loss_weights[rows]
         sums = torch.zeros(len(batch.lengths)).index_add(0, document, weighted)
-        return LossOutput((sums - sums.square()).sum(), logprobs.detach().exp()[None])
+        terms = torch.where(batch.loss_mask[rows], logprobs.detach().exp(), 0.0)[None]
+        return LossOutput((sums - sums.square()).sum(), terms)
 
 
 BUCKET = Bucket(tokens=128, documents=16, max_seqlen=32)

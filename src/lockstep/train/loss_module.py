@@ -120,15 +120,17 @@ class LossModule(nn.Module):
             return linear_logprobs(hidden, weight, labels, head=head)[0]
         token_loss = loss
         if loss.separable:
-            terms_of: list[Tensor] = []
+            # The first entry has the rows of a batch that has none: no chunk is called then.
+            terms_of = [hidden.new_empty(len(loss.terms), 0, dtype=torch.float32)]
 
             def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
                 output = token_loss(logprobs, entropy, batch, part_of(rows, chunk))
-                terms_of.extend([] if output.terms is None else [output.terms])
+                if output.terms is not None:
+                    terms_of.append(output.terms)
                 return output.loss
 
             value, logprobs, entropy = linear_logprob_loss(hidden, weight, labels, chunk_loss, head=head)
-            self.tokens = token_rows(logprobs, entropy, torch.cat(terms_of, 1) if terms_of else None)
+            self.tokens = token_rows(logprobs, entropy, torch.cat(terms_of, 1) if loss.terms else None)
             return value
         logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
         if part is None:
