@@ -123,7 +123,7 @@ def test_the_gap_is_the_largest_of_what_was_sampled(
     cell.requests = []
     cell.parts = SimpleNamespace(  # type: ignore[assignment]
         plan=lambda made, weights: batches,
-        backend=SimpleNamespace(logprobs=lambda batches, model: rows),
+        backend=SimpleNamespace(logprobs=lambda batches: rows),
     )
     gap = cell._logprob_gap()
     assert str(gap) == largest
