@@ -254,7 +254,7 @@ def test_an_update_waits_for_running_samples(served):
     thread = threading.Thread(target=sample)
     thread.start()
     assert running.wait(60)
-    with pytest.raises(EngineError, match="begin_update waited in vain for generate"):
+    with pytest.raises(EngineError, match="samples were still running when the deadline of the update came"):
         served.engine.begin_update(inprocess.session(50, seconds=0.01))
     assert not served.engine.dirty
     served.new_weights()
