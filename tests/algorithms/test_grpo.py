@@ -324,6 +324,8 @@ def test_metrics_by_hand() -> None:
     none_trained = dataclasses.replace(split[0], loss_mask=torch.zeros_like(split[0].loss_mask))
     empty = StepStats(losses=[], logprobs=[new[:3]], entropy=[new[:3]], terms=[terms[:, :3]])
     assert loss.metrics([none_trained], empty) == {}
+    with pytest.raises(TrainError, match="terms of 0 of 1 micro-batches"):
+        loss.metrics([batch], dataclasses.replace(stats, terms=[]))
 
 
 def test_an_unresolved_config_is_refused() -> None:

@@ -132,7 +132,15 @@ class PolicyLoss:
         entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and rollout_masked_share are
         shares of tokens.
         logprob_gap_mean, _p99 and _max are of |old - rollout|; _k1 and _k3 estimate KL(rollout || old).
+
+        Raises:
+            TrainError: the backend left out the terms that the loss returned.
         """
+        if len(stats.terms) != len(batches):
+            raise TrainError(
+                f"the train backend returned the loss's terms of {len(stats.terms)} of {len(batches)} "
+                "micro-batches; put LossOutput.terms of every call into StepStats.terms, [K, T] each"
+            )
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
         advantages = [_policy_batch(b).advantages.to(m.device) for b, m in zip(batches, masks, strict=True)]
         rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)
