@@ -42,7 +42,7 @@ from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParam
 
 LENGTHS = json.loads(Path(__file__).with_name("lengths.json").read_text())["rl_32"]
 KINDS = {
-    "attention": r"flash|fmha|store_and_attend",
+    "attention": r"flash|fmha|store_and_attend|attend_one",
     "GEMM": r"gemm|nvjet|cutlass|xmma|splitk|cublas|aten::(mm|addmm|linear|bmm)|lockstep::linear",
     "copies": r"memcpy|memset|copy|index_(put|copy)|aten::(cat|fill_)",
     "compiled and custom kernels": r"triton|lockstep::",

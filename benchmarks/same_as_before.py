@@ -12,6 +12,9 @@ replay  40 inputs of the shipped recording, forward and backward. Every field of
         memory must be equal, and the kept logprobs and gradients bit for bit.
 speed   `tiny` with 40 steps in 5 alternating pairs: the median ratio of a step's seconds, NEW / OLD, must lie
         between 0.98 and 1.02.
+native, training
+        On a GPU, of the 1B Llama shape, batch-invariant: generation of 256 x 512 tokens by the embedded
+        engine, and forward and backward of `rl_32` of lengths.json, each in 5 alternating pairs; same limits.
 
 The exit status is 0 when all that was asked for holds.
 """
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from native_turns import Side
 from safetensors.numpy import load_file
 
 TIMED = re.compile(r"seconds|_ms$|per_second|memory|timestamp|^time/|^perf/|^mfu")
@@ -56,13 +60,16 @@ def main(argv: list[str]) -> int:
         **{name: lambda old, new, at, name=name: compare_run(name, old, new, at) for name in RUNS},
         "replay": compare_replay,
         "speed": compare_speed,
+        "native": lambda old, new, at: compare_sides("generate", old, new, at),
+        "training": lambda old, new, at: compare_sides("train", old, new, at),
     }
+    on_cpu = [name for name in parts if name not in ("native", "training")]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts), metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=on_cpu, metavar="PART")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     given = parser.parse_args(argv)
     result: dict[str, Any] = {
@@ -88,7 +95,8 @@ def main(argv: list[str]) -> int:
 def commit_of(tree: Path) -> str:
     """The commit that is checked out."""
     command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    return ended.stdout.strip() or "not a checkout"
 
 
 def lockstep(tree: Path, words: tuple[str, ...], work: Path) -> None:
@@ -152,6 +160,34 @@ def compare_speed(old: Path, new: Path, work: Path) -> dict[str, Any]:
     median = statistics.median(ratios)
     text = f"seconds of a step, new / old: median {median:.3f} of {[round(ratio, 3) for ratio in ratios]}"
     return {"holds": RATIO[0] <= median <= RATIO[1], "text": text, "ratios": ratios}
+
+
+def compare_sides(do: str, old: Path, new: Path, work: Path) -> dict[str, Any]:
+    """The seconds of what benchmarks/native_side.py of each tree does on one GPU, in alternation."""
+    longest = 2048 - 64  # of rl_32
+    job = {"model": "shape:llama-3.2-1b", "invariant": True, "prompt_tokens": 64, "tokens": longest}
+    job["engine"] = {"max_batch": 256, "kv_cache_tokens": 2 * 256 * (64 + 512)}
+    asked = {"do": do, "samples": 256, "prompt_tokens": 64, "tokens": 512}
+    (work / "job.json").write_text(json.dumps(job))
+    sides = [
+        Side(
+            [sys.executable, str(tree / "benchmarks" / "native_side.py"), str(work / "job.json")],
+            work / f"{name}.log",
+            {"PYTHONPATH": os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])},
+        )
+        for name, tree in (("old", old), ("new", new))
+    ]
+    for side in sides:
+        side.answer()  # ready
+    for side in sides:
+        side.ask(**asked)
+    seconds = [[side.ask(**asked)["seconds"] for side in sides] for _ in range(PAIRS)]
+    for side in sides:
+        side.close()
+    ratios = [mine / theirs for theirs, mine in seconds]
+    median = statistics.median(ratios)
+    text = f"seconds, new / old: median {median:.3f} of {[round(ratio, 3) for ratio in ratios]}"
+    return {"holds": RATIO[0] <= median <= RATIO[1], "text": text, "seconds": seconds}
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
