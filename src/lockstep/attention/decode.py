@@ -28,8 +28,8 @@ _TYPES = {
     torch.float16: ("__half", "f16", "__float2half_rn"),
 }
 _DOCUMENTS, _KEYS = 2000, 3000
-"""Of the comparison: two million values or more. The smallest other rounding tried, of the running sum, changes
-3 in a million."""
+"""Of the comparison: two million values or more. The smallest other rounding tried, of the running sum,
+changes 3 in a million."""
 
 Attention = Callable[..., Tensor]
 """q, k, v, k_cache, v_cache, slots, starts, used as in `lockstep.attention.cached` -> [D, N, H]."""
@@ -88,8 +88,8 @@ def _checked(
     differ = int((out != expected).sum())
     if differ:
         log.warning(
-            "the decode kernel of engine native differs from the flash attention of torch %s on %s in %d of %d "
-            "values; the engine goes on with flash attention, which is slower",
+            "the decode kernel of engine native differs from the flash attention of torch %s on %s in %d of "
+            "%d values; the engine goes on with flash attention, which is slower",
             torch.__version__,
             torch.cuda.get_device_name(device),
             differ,

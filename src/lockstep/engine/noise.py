@@ -48,19 +48,24 @@ def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def exponential(keys: Tensor, counters: Tensor) -> Tensor:
-    """Independent Exp(1) values, one per (key, counter).
+    """Independent Exp(1) values, one per (key, counter): [R, M] float64, > 0. Arguments as of `uniform`."""
+    return uniform(keys, counters).log_().neg_()
+
+
+def uniform(keys: Tensor, counters: Tensor) -> Tensor:
+    """Independent uniform values, one per (key, counter). Every operation is exact, so that a compiler may
+    fuse them.
 
     Args:
         keys: [R] int64, from `noise_keys`.
         counters: [M] or [R, M] int64, >= 0.
 
     Returns:
-        [R, M] float64, > 0.
+        [R, M] float64, in (0, 1).
     """
     bits = _mix(keys.unsqueeze(-1) + (counters + 1) * _GOLDEN)
     bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
-    uniform = bits.to(torch.float64).add_(0.5).mul_(2.0**-53)
-    return uniform.log_().neg_()
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
 def sample_blocks(weights: Tensor, keys: Tensor) -> Tensor:

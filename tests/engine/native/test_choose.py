@@ -6,25 +6,26 @@ import torch.nn.functional as F
 
 from lockstep.engine.native import choose as chosen
 from lockstep.engine.native.choose import block_mass, choose, scaled
-from lockstep.engine.noise import BLOCK, noise_keys, sample_blocks
+from lockstep.engine.noise import BLOCK, ENTRY_COUNTER, noise_keys, sample_blocks, uniform
 from lockstep.execution import CompileWatch
 from lockstep.invariant import dependence, selftest
 from lockstep.ops import logprobs
 from lockstep.ops.logprobs import HeadOptions
 
 
-def keys_of(count: int) -> torch.Tensor:
-    return noise_keys(torch.arange(count), torch.arange(count) * 7 + 1)
+def places(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds and positions."""
+    return torch.arange(count), torch.arange(count) * 7 + 1
 
 
 @pytest.mark.parametrize("vocab", [320, 512, 3001])
 @pytest.mark.parametrize("head", [HeadOptions(temperature=0.7), HeadOptions(softcap=5.0, logit_scale=0.3)])
 def test_the_tokens_are_those_of_the_draw_over_blocks(vocab, head):
     logits = torch.randn(400, vocab, generator=torch.Generator().manual_seed(1)) * 4
-    keys = keys_of(400)
     x = logits * head.scale if head.cap is None else head.cap * torch.tanh(logits * head.scale / head.cap)
     weights = F.pad(torch.softmax(x, -1), (0, -vocab % 256))
-    assert torch.equal(choose(logits, keys, head), sample_blocks(weights, keys))
+    expected = sample_blocks(weights, noise_keys(*places(400)))
+    assert torch.equal(choose(logits, *places(400), head), expected)
 
 
 HEADS = [
@@ -49,8 +50,10 @@ def test_logits_are_scaled_as_the_trainer_scales_them_to_the_bit(head, dtype):
 def test_a_row_does_not_depend_on_its_neighbours(invariant):
     logits = torch.randn(33, 700, generator=torch.Generator().manual_seed(2)).bfloat16()
     how = {"head": HeadOptions(), "invariant": invariant}
-    together = choose(logits, keys_of(33), **how)
-    alone = [choose(logits[i : i + 1], keys_of(33)[i : i + 1], **how) for i in range(33)]
+    seeds, positions = places(33)
+    together = choose(logits, seeds, positions, **how)
+    rows = [slice(i, i + 1) for i in range(33)]
+    alone = [choose(logits[row], seeds[row], positions[row], **how) for row in rows]
     assert together.tolist() == torch.cat(alone).tolist()
 
 
@@ -79,10 +82,23 @@ def test_temperatures_share_the_compiled_pass():
     assert watch.report().graphs == 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, as nothing else compiles the noise")
+def test_compiled_noise_is_the_noise_to_the_bit():
+    torch._dynamo.reset()
+    with torch.device("cuda"):
+        for rows in (1, 2, 4, 16, 100, 256):
+            seeds, positions = places(rows)
+            keys = noise_keys(seeds, positions)
+            assert torch.equal(chosen._compiled(noise_keys, dynamic=True)(seeds, positions), keys)
+            for counters in (torch.arange(501), torch.arange(rows * BLOCK).view(rows, BLOCK) + ENTRY_COUNTER):
+                compiled = chosen._compiled(uniform, dynamic=True)(keys, counters)
+                assert torch.equal(compiled, uniform(keys, counters)), rows
+
+
 def test_what_is_forbidden_is_never_drawn_even_where_whole_blocks_are():
     logits = torch.full((200, 1000), float("-inf"))
     logits[:, 999], logits[:, 3] = 0.0, 0.0
-    drawn = choose(logits, keys_of(200), HeadOptions())
+    drawn = choose(logits, *places(200), HeadOptions())
     assert set(drawn.tolist()) == {3, 999}
     assert 70 < int((drawn == 3).sum()) < 130  # half of 200, +- 4 standard deviations
 
@@ -92,5 +108,5 @@ def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary():
         logits = torch.zeros(4, 300)
         logits[1, 299] = value
         logits[2] = value
-        drawn = choose(logits, keys_of(4), HeadOptions())
+        drawn = choose(logits, *places(4), HeadOptions())
         assert ((drawn >= 0) & (drawn < 300)).all()

@@ -15,31 +15,46 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.engine.noise import BLOCK, ENTRY_COUNTER, exponential
+from lockstep.engine.noise import BLOCK, ENTRY_COUNTER, noise_keys, uniform
 from lockstep.invariant import row_ops
 from lockstep.ops.logprobs import HeadOptions
 
 
 def choose(
-    logits: Tensor, keys: Tensor, head: HeadOptions, *, invariant: bool = False, compiled: bool = False
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    head: HeadOptions,
+    *,
+    invariant: bool = False,
+    compiled: bool = False,
 ) -> Tensor:
     """Tokens [R] int64, drawn from softmax(scaled(logits)).
 
     Args:
         logits: [R, V], any floating dtype.
-        keys: [R] int64, from `noise_keys`.
+        seeds: [R] int64, as of `noise_keys`.
+        positions: [R] int64, as of `noise_keys`.
         invariant: the mass of blocks is bitwise that of a row alone, as logprobs are; on CUDA neither
             ATen's sums nor a compiler's promise it.
-        compiled: otherwise, the pass over the logits through torch.compile.
+        compiled: the noise is made by one kernel and not by eighty; without `invariant`, the pass over the
+            logits goes through torch.compile as well.
     """
     mass = block_mass(logits, head, invariant=invariant, compiled=compiled)
-    counters = torch.arange(mass.shape[1], device=keys.device)
-    block = (mass - exponential(keys, counters).log()).argmax(-1, keepdim=True)
+    hashed, noise = (_compiled(f, dynamic=True) if compiled else f for f in (noise_keys, uniform))
+    keys = hashed(seeds, positions)
+
+    def exponential(counters: Tensor) -> Tensor:
+        return noise(keys, counters).log_().neg_()
+
+    block = (mass - exponential(torch.arange(mass.shape[1], device=keys.device)).log()).argmax(
+        -1, keepdim=True
+    )
     entries = block * BLOCK + torch.arange(BLOCK, device=keys.device)
     last = logits.shape[1] - 1
     inner = scaled(logits.gather(-1, entries.clamp(max=last)), head)
     inner = inner.masked_fill(entries > last, float("-inf"))
-    within = (inner - exponential(keys, entries + ENTRY_COUNTER).log()).argmax(-1, keepdim=True)
+    within = (inner - exponential(entries + ENTRY_COUNTER).log()).argmax(-1, keepdim=True)
     return (block * BLOCK + within).squeeze(-1).clamp(max=last)  # NaN anywhere: still a token
 
 
@@ -57,7 +72,7 @@ def block_mass(
         None if x is None else torch.full((), x, dtype=torch.float32, device=logits.device)
         for x in _factors(head)
     )
-    return _compiled(_block_mass)(logits, factor, limit)
+    return _compiled(_block_mass, dynamic=False)(logits, factor, limit)
 
 
 def scaled(logits: Tensor, head: HeadOptions) -> Tensor:
@@ -80,5 +95,5 @@ def _scaled(logits: Tensor, factor: float | Tensor, cap: float | Tensor | None) 
 
 
 @functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=False, fullgraph=True)
+def _compiled(function: Callable[..., Tensor], *, dynamic: bool) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=dynamic, fullgraph=True)

@@ -23,7 +23,6 @@ from torch import Tensor
 from lockstep.engine.native.choose import choose, scaled
 from lockstep.engine.native.kv_cache import SCRATCH, KVCache, upload
 from lockstep.engine.native.layers import AttentionMetadata, Layers
-from lockstep.engine.noise import noise_keys
 from lockstep.engine.sampling import SampleState, draw_logits
 from lockstep.models.heads import head_options
 from lockstep.ops.logprobs import HeadOptions, head_logits, row_stats
@@ -241,10 +240,10 @@ class Runner:
             tokens = logits.argmax(-1)
         else:
             columns = self._columns(size)
-            keys = noise_keys(columns[SEED], columns[POSITION] + 1)
             tokens = choose(
                 logits,
-                keys,
+                columns[SEED],
+                columns[POSITION] + 1,
                 head,
                 invariant=self._layers.invariant,
                 compiled=self._compiled and logits.is_cuda,
@@ -265,8 +264,8 @@ class Runner:
         if shaped:
             plain = scaled(logits[shaped], self._plain)
             drawn[shaped] = draw_logits(plain, [states[i] for i in shaped])
-        keys = noise_keys(columns[SEED], columns[POSITION] + 1)
-        tokens = choose(drawn, keys, HeadOptions(), invariant=self._layers.invariant)
+        seeds, positions = columns[SEED], columns[POSITION] + 1
+        tokens = choose(drawn, seeds, positions, HeadOptions(), invariant=self._layers.invariant)
         greedy = torch.tensor([t == 0 for t in temperatures], device=self._device)
         tokens = torch.where(greedy, drawn.argmax(-1), tokens)
         self._tokens[:size] = tokens
