@@ -42,9 +42,16 @@ def test_what_cannot_be_is_refused(engines: str, flags: dict[str, list[str]], te
         parity_engines.parse_engines(engines, **flags)
 
 
-def test_one_prompt_is_too_few():
-    args = parity_engines.parser().parse_args(["--engines", "hf", "--max-prompts", "1"])
-    with pytest.raises(ConfigError, match="--max-prompts 1"):
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--max-prompts", "1"], "--max-prompts 1"),
+        (["--device", "cpu", "--attention", "nan"], "--attention: unknown attention kernel 'nan'"),
+    ],
+)
+def test_what_no_engine_can_run_is_refused_before_one_starts(words: list[str], text: str):
+    args = parity_engines.parser().parse_args(["--engines", "hf", *words])
+    with pytest.raises(ConfigError, match=text):
         parity_engines.make_options(args)
 
 

@@ -170,6 +170,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     from lockstep.config.load import check
     from lockstep.config.model import ModelConfig
     from lockstep.config.rollout import SamplingConfig
+    from lockstep.config.support import AXES, is_kernel
     from lockstep.config.train import TrainConfig
     from lockstep.lab.engine_parity.judge import default_threshold
     from lockstep.lab.engine_parity.prompts import make_prompts, read_data
@@ -183,6 +184,9 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     settings = {"name": args.model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
     model = check(settings, ModelConfig, origin="--model, --num-layers, --seed")
     train = check({"attention": args.attention}, TrainConfig, origin="--attention")
+    if train.attention != "auto" and not is_kernel(train.attention):
+        kernels = AXES["attention"]
+        raise ConfigError(f"--attention: {unknown_name('attention kernel', train.attention, kernels)}")
     check({"temperature": args.temperature}, SamplingConfig, origin="--temperature")
     prompts = make_prompts(
         model,
