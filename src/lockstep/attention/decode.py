@@ -56,19 +56,18 @@ def decode_kernel(
         return None
     if torch.cuda.get_device_capability(q.device) in ((8, 6), (8, 7), (8, 9)) or q.shape[0] >= 2**16:
         return None
-    return _checked(q.device, q.dtype, heads, kv_heads, head_dim, scale, reference)
+    return _checked(q.device, q.dtype, (heads, kv_heads, head_dim), scale, reference)
 
 
 @functools.cache
 def _checked(
     device: torch.device,
     dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
+    sizes: tuple[int, int, int],
     scale: float,
     reference: Reference,
 ) -> Attention | None:
+    heads, kv_heads, head_dim = sizes
     kernel = _compiled(dtype, heads, kv_heads, head_dim, scale)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -125,7 +124,7 @@ def _compiled(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, scal
     shared = bytes_of_blocks + _ROWS * (keys + 8) * (dtype.itemsize + 4) + 5 * _ROWS * 4
     kernel.set_shared_memory_config(shared)
 
-    def attend(
+    def attend(  # signature: the kernel's
         q: Tensor,
         k: Tensor,
         v: Tensor,
