@@ -1,5 +1,6 @@
 """The JSON of benchmarks/native.py as Markdown, for docs/explanation/lockstep-step.md.
 
+gunzip -k benchmarks/results/native-h200.json.gz
 python benchmarks/native_tables.py benchmarks/results/native-h200.json
 """
 
