@@ -62,7 +62,7 @@ def test_declared_settings_exist():
 
 
 def test_declared_modes_are_those_that_the_setting_takes():
-    assert AXES["execution"] == get_args(Execution) and AXES["layout"] == get_args(Layout)
+    assert AXES["execution"] == get_args(Execution) and ("auto", *AXES["layout"]) == get_args(Layout)
 
 
 def test_what_a_backend_of_the_users_reads_and_refuses():

@@ -102,6 +102,32 @@ def test_what_batch_invariance_cannot_be_combined_with_is_refused_by_name(settin
     assert GRPORun(**{"engine": {"name": "native"}, **setting, "train": setting.get("train", {})})
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            {"train": {"backend": "fsdp2", "ring": 2}},
+            "train.ring = 2 shards whole documents; set train.ring = 1",
+        ),
+        ({"train": {"accumulate": "sample"}}, "one sample at a time.*set train.accumulate = 'pack'"),
+        ({"model": {"lora": {"dropout": 0.1}}}, "model.lora.dropout = 0.1 .*set model.lora.dropout = 0"),
+        ({"train": {"attention": "hf:sdpa"}}, "keys to be its rows; set train.attention = 'varlen'"),
+        ({"train": {"attention": "mine:kernel"}}, "only our own kernels know how; set train.attention"),
+        (
+            {"train": {"backend": "deepspeed", "execution": "deepcompile", "device": "cuda"}},
+            "its graph is of every slot of a pack; set train.execution = 'compile'",
+        ),
+    ],
+)
+def test_what_shared_rows_cannot_be_combined_with_is_refused_by_name(setting, message):
+    train = setting.get("train", {})
+    with pytest.raises(ValueError, match=message) as refusal:
+        GRPORun(**setting | {"train": {"layout": "shared"} | train})
+    assert "or train.layout = 'packed'" in str(refusal.value)
+    assert GRPORun(**setting)
+    assert GRPORun(train={"layout": "shared"}, model={"lora": {}})
+
+
 def test_batch_invariance_in_other_places():
     assert SFTRun(train={"batch_invariant": True, "attention": "varlen"})
     vllm = {"name": "vllm", "batch_invariant": True}

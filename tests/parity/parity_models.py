@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep import attention
 from lockstep.models.forward import head_of, hidden_states
-from lockstep.packing import Bucket, pack
+from lockstep.packing import Bucket, RowCapacity, pack, share
 from lockstep.schema.batch import PackedBatch, TrainSample
 
 _SIZES: dict[str, Any] = {
@@ -73,8 +74,39 @@ def tiny_samples() -> list[TrainSample]:
     return samples
 
 
-def packs_of(groups: list[list[int]], *, bucket: Bucket | None = None) -> list[PackedBatch]:
-    samples = tiny_samples()
+PROMPTS = (4, 4, 1, 7, 1)
+"""Of documents that begin alike: a one-token completion, a document of one token, a prompt in a prompt, and a
+prompt of one token."""
+ROWS = RowCapacity(rows=64, keys=128, segments=24, longest=16)
+"""BUCKET's, of layout shared."""
+
+
+def shared_samples() -> list[TrainSample]:
+    """`tiny_samples` that begin alike and are trained on what is behind their prompts."""
+    samples = []
+    common = torch.randint(0, 97, (4,), generator=torch.Generator().manual_seed(9))
+    for sample, prompt in zip(tiny_samples(), PROMPTS, strict=True):
+        ids, mask = sample.token_ids.clone(), sample.loss_mask.clone()
+        length = min(prompt, 4) if len(ids) > 1 else 0
+        ids[:length] = common[:length]
+        mask[: prompt - 1] = False
+        samples.append(dataclasses.replace(sample, token_ids=ids, loss_mask=mask))
+    return samples
+
+
+def packs_of(
+    groups: list[list[int]], *, bucket: Bucket | None = None, layout: str = "packed"
+) -> list[PackedBatch]:
+    """Of `tiny_samples`, or, in layout shared, of `shared_samples`."""
+    if layout == "shared":
+        packs = _packs(shared_samples(), groups)
+        return [share(batch, None if bucket is None else ROWS) for batch in packs]
+    return _packs(tiny_samples(), groups, bucket=bucket)
+
+
+def _packs(
+    samples: list[TrainSample], groups: list[list[int]], *, bucket: Bucket | None = None
+) -> list[PackedBatch]:
     # Different weights, so that a gradient credited to the wrong document cannot cancel out.
     weights = [0.1 * (1 + s.sample_id) * torch.ones(len(s)) for s in samples]
     return [pack([samples[i] for i in g], [weights[i] for i in g], bucket=bucket) for g in groups]

@@ -1,7 +1,7 @@
 """Attention kernels with one signature, on packed documents.
 
     fn(q [T, N, H], k [T, K, H], v [T, K, H],
-       *, cu_seqlens, max_seqlen, lengths, scale, window, mask=None) -> [T, N, H]
+       *, cu_seqlens, max_seqlen, lengths, scale, window, mask=None, keys=None) -> [T, N, H]
 
     cu_seqlens   [D_cap + 1] int32; document d is slots cu_seqlens[d] to cu_seqlens[d + 1]
     max_seqlen   no document is longer
@@ -11,6 +11,9 @@
     window       keys visible to a query, itself included (transformers' sliding_window); None: all before it
     mask         what `build_mask` made for this window, so that all layers of a forward share it;
                  None: made here
+    keys         None: a document's keys are its rows. Else a `Keys`, in layout `shared` only: k and v are
+                 [S, K, H], document d has cu_keys[d] to cu_keys[d + 1] of them, and its last query stands at
+                 its last key
 
 Causal within a document, blind across documents; N is a multiple of K. Rows that no document covers are
 undefined.
@@ -26,11 +29,14 @@ from lockstep.attention.adapters import (
 )
 from lockstep.attention.cpu_reference import enable_cpu_reference
 from lockstep.attention.ring import Ring, ring_attention
+from lockstep.attention.shared import Keys, SharedKeys
 
 __all__ = [
     "KERNELS",
     "PREFIX",
+    "Keys",
     "Ring",
+    "SharedKeys",
     "build_mask",
     "enable_cpu_reference",
     "implementation",

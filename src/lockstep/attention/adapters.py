@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from lockstep.attention import sdpa
 from lockstep.attention.ring import Ring, ring_attention
+from lockstep.attention.shared import Keys, SharedKeys, gather
 from lockstep.config.declarations import kernels, names
 from lockstep.errors import ConfigError, ModelError, unknown_name
 from lockstep.registry import load_object
@@ -69,12 +70,24 @@ def _register(kernel: str) -> None:
 
 
 def build_mask(
-    kernel: str, cu_seqlens: Tensor, *, num_slots: int, window: int | None
+    kernel: str,
+    cu_seqlens: Tensor,
+    *,
+    num_slots: int,
+    window: int | None,
+    keys: Keys | None = None,
+    num_keys: int | None = None,
 ) -> Tensor | BlockMask | None:
     """Build the mask that the layers of one forward share for one window; None for a kernel that needs only
-    cu_seqlens."""
+    cu_seqlens.
+
+    Args:
+        keys: of layout shared, with the number of gathered keys.
+    """
     build = _MASKS.get(kernel)
-    return None if build is None else build(cu_seqlens, num_slots=num_slots, window=window)
+    if build is None:
+        return None
+    return build(cu_seqlens, num_slots=num_slots, window=window, keys=keys, num_keys=num_keys)
 
 
 def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
@@ -95,6 +108,8 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         lengths: tuple[int, ...] | None = None,
         masks: Mapping[int, Any] | None = None,
         dense: bool = False,
+        shared: SharedKeys | None = None,
+        key_lengths: tuple[int, ...] | None = None,
         softcap: float | None = None,
         ring: Ring | None = None,
         **_: Any,
@@ -117,6 +132,10 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
             return sdpa.dense(query, key, value, mask=mask, scale=scaling).transpose(1, 2), None
         batch, length = query.shape[0], query.shape[2]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        more: dict[str, Any] = {}  # a kernel that knows no shared keys is not given any
+        if shared is not None:
+            k, v = gather(k, v, shared)
+            more["keys"] = Keys(shared["cu_keys"], shared["max_keys"], key_lengths)
         out = attend(
             q,
             k,
@@ -127,6 +146,7 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
             scale=scaling,
             window=sliding_window,
             mask=mask,
+            **more,
         )
         return out.unflatten(0, (batch, length)), None
 

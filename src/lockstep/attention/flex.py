@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from lockstep.attention.masks import aligned_places
+from lockstep.attention.shared import Keys
 from lockstep.errors import TrainError
 from lockstep.ops.masks import document_ids
 
@@ -25,6 +27,7 @@ def attention(  # signature: every kernel's, see lockstep.attention
     scale: float | None,
     window: int | None,
     mask: BlockMask | None = None,
+    keys: Keys | None = None,
 ) -> Tensor:
     """See lockstep.attention.
 
@@ -37,23 +40,44 @@ def attention(  # signature: every kernel's, see lockstep.attention
             "or 'varlen' for its reference kernels"
         )
     if mask is None:
-        mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window)
+        mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window, keys=keys, num_keys=k.shape[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = _kernel(q.device.type)(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     packed: Tensor = out[0].transpose(0, 1)
     return packed
 
 
-def build_mask(cu_seqlens: Tensor, *, num_slots: int, window: int | None) -> BlockMask:
-    """Build the block mask of a pack; blocks of other documents are never computed."""
-    ids = document_ids(cu_seqlens, num_slots)
+def build_mask(
+    cu_seqlens: Tensor,
+    *,
+    num_slots: int,
+    window: int | None,
+    keys: Keys | None = None,
+    num_keys: int | None = None,
+) -> BlockMask:
+    """Build the block mask of a pack; blocks of other documents are never computed.
 
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = (query >= key) & (ids[query] == ids[key])
-        return same if window is None else same & (query - key < window)
-
+    Args:
+        keys: where the documents' keys are, of which there are `num_keys`; None: they are its rows.
+    """
     device = str(cu_seqlens.device)
-    return create_block_mask(visible, None, None, num_slots, num_slots, device=device)
+    if keys is None:
+        ids = document_ids(cu_seqlens, num_slots)
+
+        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            same = (query >= key) & (ids[query] == ids[key])
+            return same if window is None else same & (query - key < window)
+
+        return create_block_mask(visible, None, None, num_slots, num_slots, device=device)
+    assert num_keys is not None
+    queries, gathered = aligned_places(cu_seqlens, keys.cu_keys, num_slots=num_slots, num_keys=num_keys)
+
+    def visible_key(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = queries.position[query] - gathered.position[key]
+        same = (distance >= 0) & (queries.document[query] == gathered.document[key])
+        return same if window is None else same & (distance < window)
+
+    return create_block_mask(visible_key, None, None, num_slots, num_keys, device=device)
 
 
 def _kernel(device_type: str) -> Callable[..., Any]:

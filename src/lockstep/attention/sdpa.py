@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.attention.masks import band, dense_mask
+from lockstep.attention.masks import aligned_mask, band, dense_mask
+from lockstep.attention.shared import Keys
 from lockstep.ops.masks import document_ids
 
 
@@ -21,18 +22,21 @@ def attention(  # signature: every kernel's, see lockstep.attention
     scale: float | None,
     window: int | None,
     mask: Tensor | None = None,
+    keys: Keys | None = None,
 ) -> Tensor:
     """See lockstep.attention. With `lengths` there is one call per document and never a [T, T] mask."""
     if lengths is not None and mask is None:
-        return _per_document(q, k, v, lengths=lengths, scale=scale, window=window)
+        key_lengths = lengths if keys is None else keys.lengths
+        assert key_lengths is not None, "known where the queries' are"
+        return _per_document(q, k, v, lengths=(lengths, key_lengths), scale=scale, window=window)
     if mask is None:
-        mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window)
+        mask = build_mask(cu_seqlens, num_slots=q.shape[0], window=window, keys=keys, num_keys=k.shape[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return dense(q, k, v, mask=mask, scale=scale)[0].transpose(0, 1)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float | None) -> Tensor:
-    """[B, N, S, H] attention under `mask` [B, 1, S, S]; None: causal over the whole row."""
+    """[B, N, S, H] attention under `mask`, broadcast to [B, 1, S, keys]; None: causal over the whole row."""
     if mask is not None:
         # With a mask, enable_gqa would send CUDA to the math kernel, which materialises the scores.
         group = q.shape[1] // k.shape[1]
@@ -43,24 +47,50 @@ def dense(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float 
     )
 
 
-def build_mask(cu_seqlens: Tensor, *, num_slots: int, window: int | None) -> Tensor:
-    """[1, 1, T, T] bool, block-diagonal and causal."""
-    return dense_mask(document_ids(cu_seqlens, num_slots)[None], window=window)
+def build_mask(
+    cu_seqlens: Tensor,
+    *,
+    num_slots: int,
+    window: int | None,
+    keys: Keys | None = None,
+    num_keys: int | None = None,
+) -> Tensor:
+    """[1, 1, T, T] bool, block-diagonal and causal; with `keys` [1, 1, T, num_keys]."""
+    if keys is None:
+        return dense_mask(document_ids(cu_seqlens, num_slots)[None], window=window)
+    assert num_keys is not None
+    return aligned_mask(cu_seqlens, keys.cu_keys, num_slots=num_slots, num_keys=num_keys, window=window)
 
 
 def _per_document(
-    q: Tensor, k: Tensor, v: Tensor, *, lengths: tuple[int, ...], scale: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    lengths: tuple[tuple[int, ...], tuple[int, ...]],
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
+    """Args: lengths: of the documents, in queries and in keys."""
     dtype = q.dtype
     if q.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
         # torch's CPU kernel is slower in half precision than in float32, most of it in the backward.
         q, k, v = q.float(), k.float(), v.float()
     outputs = []
-    for one_q, one_k, one_v in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        length = one_q.shape[0]
-        mask = None
-        if window is not None and window < length:
-            mask = band(torch.arange(length, device=q.device), window=window)
+    parts = zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
+    for one_q, one_k, one_v in parts:
+        if one_q.shape[0] == 0:
+            continue
+        mask = _document_mask(one_q.shape[0], one_k.shape[0], window=window, device=q.device)
         rows = (x.transpose(0, 1)[None] for x in (one_q, one_k, one_v))
         outputs.append(dense(*rows, mask=mask, scale=scale)[0].transpose(0, 1))
     return torch.cat(outputs).to(dtype)
+
+
+def _document_mask(length: int, keys: int, *, window: int | None, device: torch.device) -> Tensor | None:
+    """[length, keys] bool; None where the kernel's own causal mask is the same. With more keys than queries
+    it is not: that one aligns the first query with the first key."""
+    if length == keys and (window is None or window >= length):
+        return None
+    slots = torch.arange(keys, device=device)
+    return band(slots, window=window)[keys - length :]

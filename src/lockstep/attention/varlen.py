@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from lockstep.attention.cpu_reference import enable_cpu_reference
+from lockstep.attention.shared import Keys
 
 # torch 2.11 hands the head counts to the kernel unchecked and never splits the keys of packed documents; from
 # 2.12 on the first must be announced, and the second ruled out: a row's bits would depend on its pack.
@@ -33,6 +34,7 @@ def attention(  # signature: every kernel's, see lockstep.attention
     scale: float | None,
     window: int | None,
     mask: None = None,
+    keys: Keys | None = None,
 ) -> Tensor:
     """See lockstep.attention. float16 or bfloat16 on CUDA; on CPU the reference kernels, any float dtype."""
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -45,9 +47,9 @@ def attention(  # signature: every kernel's, see lockstep.attention
         k,
         v,
         cu_seqlens,
-        cu_seqlens,
+        cu_seqlens if keys is None else keys.cu_keys,
         max_seqlen,
-        max_seqlen,
+        max_seqlen if keys is None else keys.max_keys,
         scale=scale,
         window_size=window_size,
         **_OPTIONS,

@@ -10,6 +10,7 @@ A and B are flags of `lockstep replay`; flags outside of them (--max-inputs, --i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,12 +49,33 @@ def main(argv: Sequence[str]) -> int:
         name: replay_cli.make_options(cell_args, recording, replay_cli.cell_fields(cell_args))
         for name, cell_args in parsed.items()
     }
+    if not args.crash:
+        options = {
+            name: _without_shared_rows(name, one, parsed[name].layout == "shared")
+            for name, one in options.items()
+        }
     if options["a"].cell == options["b"].cell and not args.crash:
         raise ConfigError("--a and --b are the same cell; name a flag in which they differ")
     with quiet_transformers():
         if args.crash:
             return _crash(recording, options["b"], out, args)
         return _bisect(recording, options, out, args)
+
+
+def _without_shared_rows(name: str, options: ReplayOptions, given: bool) -> ReplayOptions:
+    """A cell with a row for each token: a shared one's gradients are those of several documents, which no row
+    of another cell is to be compared with. Raises ConfigError."""
+    if options.cell.layout != "shared":
+        return options
+    if given:
+        raise ConfigError(
+            f"--{name} has --layout shared: one row is computed for several documents there, whose gradients "
+            "are not those of a row of another cell; use --layout packed"
+        )
+    note = "layout: 'shared' -> 'packed' (a row for each token, whose gradients can be compared)"
+    return dataclasses.replace(
+        options, cell=dataclasses.replace(options.cell, layout="packed"), notes=(*options.notes, note)
+    )
 
 
 def split_recording(argv: Sequence[str]) -> tuple[str | None, list[str]]:

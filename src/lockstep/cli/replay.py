@@ -65,6 +65,11 @@ def _cell_flags(group: Any) -> None:
     group.add_argument("--joint", action="store_true", help="the whole decoder as one graph")
     group.add_argument("--deepcompile", action="store_true", help="DeepSpeed's compiler")
     group.add_argument("--packing", action=_SWITCH, help="documents end to end, or one a row with pads")
+    group.add_argument(
+        "--layout",
+        choices=["packed", "padded", "shared"],
+        help="--packing, --no-packing, or packed with common prefixes computed once",
+    )
     group.add_argument("--padding-side", choices=["left", "right"], help="of --no-packing")
     group.add_argument(
         "--capacity", type=arguments.positive, metavar="TOKENS", help="static capacity of compiled packs"
@@ -234,6 +239,10 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         fields["execution"] = "joint"
     if args.deepcompile:
         fields["execution"] = "deepcompile"
+    if args.packing is not None and args.layout is not None:
+        raise ConfigError("--packing and --layout both choose the layout; give one of them")
+    if args.layout is not None:
+        fields["layout"] = args.layout
     if args.packing is not None:
         fields["layout"] = "packed" if args.packing else "padded"
     return fields

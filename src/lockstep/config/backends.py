@@ -23,12 +23,13 @@ def shards_weights(train: TrainConfig) -> bool:
     return all(getattr(train, name) in values for name, values in backend.shards_weights.items())
 
 
-def check_backend(train: TrainConfig, *, lora: bool) -> None:
+def check_backend(train: TrainConfig, *, lora: bool, lora_dropout: float = 0.0) -> None:
     """Raise ConfigError unless `train.backend` supports the other settings. What a `module:Class` reads and
     refuses is its own matter: see check_own_settings.
 
     Args:
         lora: whether the policy has LoRA layers.
+        lora_dropout: of theirs, in training.
 
     Raises:
         ConfigError: what, why, and what to set.
@@ -48,6 +49,9 @@ def check_backend(train: TrainConfig, *, lora: bool) -> None:
         )
     check_capacity(train)
     _check_batch_invariant(train)
+    refusal = shared_refusal(train, lora_dropout=lora_dropout) if train.layout == "shared" else None
+    if refusal is not None:
+        raise ConfigError(f"train.layout = 'shared': {refusal}")
     if train.ring > 1:
         _check_ring(train)
     if backend is None or backend.spans_ranks:
@@ -151,9 +155,32 @@ def _check_batch_invariant(train: TrainConfig) -> None:
         )
 
 
+def shared_refusal(train: TrainConfig, *, lora_dropout: float) -> str | None:
+    """Say which other setting train.layout = "shared" cannot be combined with, and why; None: there is none.
+    The support table says the rest."""
+    refused = (
+        (train.ring > 1, f"train.ring = {train.ring} shards whole documents", "train.ring = 1"),
+        (
+            train.accumulate == "sample",
+            "train.accumulate = 'sample' computes one sample at a time, which shares nothing",
+            "train.accumulate = 'pack'",
+        ),
+        (
+            lora_dropout > 0,
+            f"model.lora.dropout = {lora_dropout} would drop the same parts of a prompt for all of its "
+            "completions",
+            "model.lora.dropout = 0",
+        ),
+    )
+    for applies, why, instead in refused:
+        if applies:
+            return f"{why}; set {instead}, or train.layout = 'packed'"
+    return None
+
+
 def _check_ring(train: TrainConfig) -> None:
     ring = f"train.ring = {train.ring}"
-    if train.layout != "packed":
+    if train.layout not in ("auto", "packed"):
         raise ConfigError(
             f"{ring} shards packs, and train.layout = {train.layout!r} has none; set train.layout = "
             "'packed', or train.ring = 1"

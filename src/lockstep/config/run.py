@@ -64,7 +64,9 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check_support(self) -> RunConfig:
         check_support(self)
-        check_backend(self.train, lora=self.model.lora is not None)
+        lora = self.model.lora
+        dropout = 0.0 if lora is None else lora.dropout
+        check_backend(self.train, lora=lora is not None, lora_dropout=dropout)
         return self
 
     @model_validator(mode="after")

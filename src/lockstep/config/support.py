@@ -32,7 +32,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "engine": names("engine"),
     "attention": names("attention"),
     "execution": names("execution"),
-    "layout": ("packed", "padded"),
+    "layout": ("packed", "padded", "shared"),
     "device": ("cpu", "cuda"),
     "dtype": ("float32", "bfloat16", "float16"),
 }
@@ -133,7 +133,10 @@ def check_device_support(
         ConfigError: an unsupported combination.
     """
     resolved = {"attention": attention, "device": device.partition(":")[0], "dtype": dtype}
-    cell = {axis: value for axis, value in {**_cell(run), **resolved}.items() if value != "auto"}
+    cell = {**_cell(run), **resolved}
+    if cell["layout"] == "auto":
+        cell["layout"] = "packed"
+    cell = {axis: value for axis, value in cell.items() if value != "auto"}
     _check_names(cell)
     entry = lookup(cell, own=own)
     if entry.status == "unsupported":

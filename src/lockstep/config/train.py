@@ -9,7 +9,7 @@ from lockstep.config.base import Config, Name, NonNegativeInt, OneOf, PositiveIn
 from lockstep.config.declarations import names
 
 Backend = Annotated[str, AfterValidator(OneOf("train backend", names("backend")))]
-Layout = Literal["packed", "padded"]
+Layout = Literal["auto", "packed", "padded", "shared"]
 Execution = Literal["eager", "compile", "joint", "deepcompile"]
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
@@ -40,15 +40,17 @@ class TrainConfig(Config):
     execution: Execution = "eager"
     """compile: every block of layers by torch.compile. joint: forward and backward of the whole decoder as
     one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's."""
-    layout: Layout = "packed"
-    """packed: documents end to end in one row. padded: one document a row, pads computed."""
+    layout: Layout = "auto"
+    """packed: documents end to end in one row. padded: one document a row, pads computed. shared: packed, and
+    what documents begin with in common, such as a group's prompt, is computed once. auto: packed."""
     padding_side: Literal["left", "right"] = "right"
     """Of layout padded."""
     device: Name = "auto"
     """auto: cuda where there is one, else cpu."""
 
     token_budget: PositiveInt = 4096
-    """Token slots of one micro-batch: what decides activation memory."""
+    """Token slots of one micro-batch, in layout shared those that are computed: what decides activation
+    memory."""
     static_capacity: bool | None = None
     """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled
     modes, else off."""

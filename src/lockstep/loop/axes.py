@@ -3,7 +3,9 @@ not changed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,11 +13,13 @@ from lockstep.config.engine import resolved
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.config.support import check_device_support, check_support
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import Layout, TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.own_parts import own_support
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.ranks.context import RankContext
+
+Run = TypeVar("Run", bound=RunConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,13 +63,15 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
         invariant = engine == "native" and _keeps_batch_invariance(
             run, attention=attention, device=device, dtype=dtype
         )
+    own = own_support(run, attention=attention)
+    layout: Layout = "packed" if train.layout == "auto" else train.layout
     entry = check_device_support(
-        run,
+        _with_layout(run, layout),
         attention=attention,
         device=device,
         dtype=dtype,
         batch_invariant=invariant,
-        own=own_support(run, attention=attention),
+        own=own,
     )
     static = train.static_capacity
     return Axes(
@@ -74,7 +80,7 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
         engine=engine,
         attention=attention,
         execution=train.execution,
-        layout=train.layout,
+        layout=layout,
         dtype=dtype,
         static_capacity=train.execution != "eager" if static is None else static,
         batch_invariant=invariant,
@@ -82,6 +88,19 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
         support=entry.status,
         support_note=entry.reason,
     )
+
+
+def keep_layout(run: Run, manifest: Mapping[str, Any]) -> Run:
+    """Return the run to resume, in layout packed if it was started in it: in earlier versions "auto" was
+    never shared."""
+    axes = manifest.get("axes")
+    if run.train.layout != "auto" or not isinstance(axes, Mapping) or axes.get("layout") != "packed":
+        return run
+    return _with_layout(run, "packed")
+
+
+def _with_layout(run: Run, layout: Layout) -> Run:
+    return run.model_copy(update={"train": run.train.model_copy(update={"layout": layout})})
 
 
 def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:
@@ -164,6 +183,7 @@ def resolved_train(train: TrainConfig, axes: Axes) -> TrainConfig:
         update={
             "device": axes.device,
             "attention": axes.attention,
+            "layout": axes.layout,
             "static_capacity": axes.static_capacity,
             "batch_invariant": axes.batch_invariant,
         }

@@ -180,7 +180,7 @@ def build_online(
 
 def _planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
     return Planner(
-        train=run.train,
+        train=resolved_train(run.train, axes),
         static_capacity=axes.static_capacity,
         max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
         max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
@@ -434,7 +434,7 @@ class Planner:
         limits = PackLimits(
             token_budget=self.train.token_budget,
             static_capacity=static,
-            layout=self.train.layout,
+            layout="packed" if self.train.layout == "auto" else self.train.layout,
             max_seqlen=self.max_seqlen if static else None,
             max_documents=self.max_documents if static else None,
             min_packs=at_least,

@@ -39,7 +39,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
     """Return the shapes that reach the trainer in one step: the first thing to look at when a step is
     slow."""
-    slots = sum(batch.num_slots for batch in batches)
+    slots = sum(batch.num_rows for batch in batches)
+    real = sum(b.num_tokens if b.shared is None else b.shared.num_rows for b in batches)
     tokens = sum(batch.num_tokens for batch in batches)
     return {
         "input/micro_batches": float(len(batches)),
@@ -48,5 +49,5 @@ def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
         "input/trained_tokens": float(sum(int(batch.loss_mask.sum()) for batch in batches)),
         "input/documents": float(sum(len(batch.sample_ids) for batch in batches)),
         "input/longest_document": float(max(max(batch.lengths) for batch in batches)),
-        "input/fill": tokens / slots if slots else math.nan,
+        "input/fill": real / slots if slots else math.nan,
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import OfflineRun
-from lockstep.loop.axes import Axes
+from lockstep.loop.axes import Axes, keep_layout, resolved_train
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
     Planner,
@@ -53,6 +53,7 @@ def train_offline(
         connect_ranks(run, ranks) as ranks,
         Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks) as session,
     ):
+        run = keep_layout(run, session.dir.read_manifest())
         with ranks.together("loading model and data"):
             policy = load_policy(run, engine=None, ranks=ranks)
             axes, model = policy.axes, policy.model
@@ -124,7 +125,7 @@ def _load(run: OfflineRun, task: OfflineTask, model: LoadedModel) -> tuple[Offli
 
 def _planner(run: OfflineRun, axes: Axes, ranks: RankContext) -> Planner:
     return Planner(
-        train=run.train,
+        train=resolved_train(run.train, axes),
         static_capacity=axes.static_capacity,
         max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
         max_documents=run.documents_per_update,

@@ -1,4 +1,4 @@
-"""The decoder's forward over a PackedBatch, in either layout; lockstep.ops.logprobs applies the head."""
+"""The decoder's forward over a PackedBatch, in any layout; lockstep.ops.logprobs applies the head."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ from lockstep.models.architectures import layer_windows
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.heads import Head, head_of
 from lockstep.ops.masks import document_ids
+from lockstep.packing import share
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.ring import RingShard, RingStep
+
+ModelLayout = Literal["auto", "packed", "padded", "shared"]
+"""auto: shared if the batch has SharedRows, else packed."""
 
 __all__ = [
     "DecoderInputs",
     "Head",
+    "ModelLayout",
     "Ring",
     "check_ring",
     "decoder_inputs",
@@ -40,13 +45,14 @@ def hidden_states(
     module: nn.Module,
     batch: PackedBatch,
     *,
-    layout: Literal["packed", "padded"] = "packed",
+    layout: ModelLayout = "packed",
     padding_side: Literal["left", "right"] = "right",
 ) -> Tensor:
     """Return the last hidden state of every slot of `batch`, [T, C]: the input of the head.
 
     `packed` runs the T slots through every layer as one row. `padded` runs a dense [B, L] batch, one document
     a row and pads computed, where (B, L) is `dense_shape(batch)`; rows of pad documents are then zeros.
+    `shared` runs what documents begin with in common once (`SharedRows`; made here if the batch has none).
 
     Args:
         module: a transformers causal LM with an attention kernel of lockstep.attention, or transformers' own.
@@ -61,11 +67,12 @@ class DecoderInputs:
     """The decoder's inputs for one batch: tensors and ints, made on the host before any graph."""
 
     token_ids: Tensor
-    """[1, T] packed, [1, t] on a ring, [B, L] padded, int64."""
+    """[1, T] packed, [1, R] shared, [1, t] on a ring, [B, L] padded, int64."""
     positions: Tensor
     """The same shape, int64."""
     cells: Tensor | None
-    """Padded: [num_tokens] int64, the index into [B * L] of every real slot in pack order. Packed: None."""
+    """Padded: [num_tokens] int64, the index into [B * L] of every real slot in pack order. Shared: [T], the
+    row of every slot. Packed: None."""
     num_slots: int
     """T; on a ring t, the rank's own rows."""
     kwargs: dict[str, Any]
@@ -76,7 +83,7 @@ def decoder_inputs(
     module: nn.Module,
     batch: PackedBatch,
     *,
-    layout: Literal["packed", "padded"] = "packed",
+    layout: ModelLayout = "packed",
     padding_side: Literal["left", "right"] = "right",
     compiled: bool | None = None,
     ring: Ring | None = None,
@@ -99,6 +106,8 @@ def decoder_inputs(
     if ring is not None:
         check_ring(kernel, base.config, layout=layout, compiled=compiled, device=batch.token_ids.device)
         return _ring_inputs(batch, ring)
+    if layout == "auto":
+        layout = "packed" if batch.shared is None else "shared"
     if layout == "packed":
         return DecoderInputs(
             token_ids=batch.token_ids[None],
@@ -107,6 +116,8 @@ def decoder_inputs(
             num_slots=batch.num_slots,
             kwargs=_packed_kwargs(kernel, batch, base.config, compiled=compiled),
         )
+    if layout == "shared":
+        return _shared_inputs(kernel, batch, base.config, compiled=compiled)
     rows = _dense_rows(batch, padding_side)
     return DecoderInputs(
         token_ids=rows.token_ids,
@@ -117,15 +128,23 @@ def decoder_inputs(
     )
 
 
-def run_decoder(module: nn.Module, inputs: DecoderInputs) -> Tensor:
-    """Return [T, C], on a ring [t, C]: the second half of `hidden_states`, only tensor operations."""
+def run_decoder(module: nn.Module, inputs: DecoderInputs, slots: Tensor | slice | None = None) -> Tensor:
+    """Return [T, C], on a ring [t, C]: the second half of `hidden_states`, only tensor operations.
+
+    Args:
+        slots: return those only; on a ring, rows of this rank. None: all.
+    """
     base = getattr(module, causal_lm(module).base_model_prefix)
     output = base(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, **inputs.kwargs)
     hidden: Tensor = output.last_hidden_state
     if inputs.cells is None:
-        return hidden[0, : inputs.num_slots]
-    real = hidden.flatten(0, 1).index_select(0, inputs.cells)
-    return F.pad(real, (0, 0, 0, inputs.num_slots - real.shape[0]))
+        hidden = hidden[0, : inputs.num_slots]
+    elif "shared" in inputs.kwargs:  # [T, C] may be many times larger than the rows that were computed
+        return hidden[0].index_select(0, inputs.cells if slots is None else inputs.cells[slots])
+    else:
+        real = hidden.flatten(0, 1).index_select(0, inputs.cells)
+        hidden = F.pad(real, (0, 0, 0, inputs.num_slots - real.shape[0]))
+    return hidden if slots is None or isinstance(slots, slice) else hidden.index_select(0, slots)
 
 
 def dense_shape(batch: PackedBatch) -> tuple[int, int]:
@@ -171,7 +190,7 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
     Raises:
         ConfigError: says what to set.
     """
-    if layout != "packed":
+    if layout not in ("auto", "packed"):
         raise ConfigError(
             f"ring attention shards packs: train.layout = {layout!r}; set 'packed', or ring = 1"
         )
@@ -193,6 +212,52 @@ def check_ring(kernel: str, config: Any, *, layout: str, compiled: bool, device:
             f"ring attention runs the kernels of 'varlen'; train.attention = {kernel!r} on {device.type}: "
             "set 'varlen', or train.ring = 1"
         )
+
+
+def _shared_inputs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bool) -> DecoderInputs:
+    """The inputs of the rows that are computed. Positions are those in the document.
+
+    Raises:
+        ConfigError: an attention implementation of transformers' own.
+    """
+    if kernel.startswith("hf:"):
+        raise ConfigError(
+            f"train.layout = 'shared' with train.attention = {kernel!r}: transformers' own implementations "
+            "take a document's keys to be its rows; set train.attention = 'varlen', 'sdpa' or 'flex', or "
+            "train.layout = 'packed'"
+        )
+    if batch.shared is None:
+        batch = share(batch).to(batch.token_ids.device)
+    shared = batch.shared
+    assert shared is not None
+    keys = attention.Keys(shared.cu_keys, shared.max_keys, None if compiled else shared.key_lengths)
+    of_graph: attention.SharedKeys = {
+        "keys": shared.keys,
+        "order": shared.order,
+        "ends": shared.ends,
+        "cu_keys": shared.cu_keys,
+        "max_keys": shared.max_keys,
+    }
+    kwargs: dict[str, Any] = {
+        "cu_seqlens": shared.cu_rows,
+        "max_seqlen": shared.max_rows,
+        "shared": of_graph,
+    }
+    if kernel == "flex" or (kernel == "sdpa" and compiled):
+        sizes = {"num_slots": batch.num_rows, "num_keys": shared.keys.shape[0]}
+        kwargs["masks"] = {
+            window or 0: attention.build_mask(kernel, shared.cu_rows, window=window, keys=keys, **sizes)
+            for window in dict.fromkeys(layer_windows(config))
+        }
+    elif not compiled:
+        kwargs |= {"lengths": shared.row_lengths, "key_lengths": shared.key_lengths}
+    return DecoderInputs(
+        token_ids=batch.token_ids.index_select(0, shared.slots)[None],
+        positions=batch.positions.index_select(0, shared.slots)[None],
+        cells=shared.rows,
+        num_slots=batch.num_slots,
+        kwargs=kwargs,
+    )
 
 
 def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bool) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from lockstep.packing.packs import (
     repack,
 )
 from lockstep.packing.ring import ring_shard
+from lockstep.packing.shared import RowCapacity, share, share_in_few_shapes
 from lockstep.schema.ring import RingShard
 
 __all__ = [
     "Bucket",
     "PackLimits",
     "RingShard",
+    "RowCapacity",
     "balance",
     "buckets_for",
     "empty_batch",
@@ -24,4 +26,6 @@ __all__ = [
     "plan_micro_batches",
     "repack",
     "ring_shard",
+    "share",
+    "share_in_few_shapes",
 ]

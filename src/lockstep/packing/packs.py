@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
+from lockstep.packing.groups import balanced_groups, prompt_groups
+from lockstep.packing.shared import share, share_in_few_shapes
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,
@@ -139,6 +141,7 @@ def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
         "loss_mask": _fill([batch.loss_mask[:used]], bucket.tokens, False),
         "loss_weights": _fill([batch.loss_weights[:used]], bucket.tokens, 0.0),
         "lengths": tuple(lengths + tail),
+        "shared": None,
     }
     for name in ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"):
         values = getattr(batch, name, None)
@@ -166,8 +169,9 @@ class PackLimits:
     """Most slots of one micro-batch."""
     static_capacity: bool = False
     """Pad every pack to one of few buckets (`buckets_for`). Otherwise packs are exact."""
-    layout: Literal["packed", "padded"] = "packed"
-    """padded: rows x longest row stays within the budget; documents of similar length share a batch."""
+    layout: Literal["packed", "padded", "shared"] = "packed"
+    """padded: rows x longest row stays within the budget; documents of similar length share a batch. shared:
+    rows that are computed do; samples of one prompt, side by side, share a batch."""
     max_seqlen: int | None = None
     """Longest document of the whole run. None: that of the samples at hand, rounded up to a power of two
     under static_capacity, which may change from step to step and then makes a new graph."""
@@ -190,18 +194,7 @@ def plan_micro_batches(
         return []
     lengths = [len(sample) for sample in samples]
     longest = _longest(lengths, limits)
-    units = _units(samples)
-    if limits.layout == "packed":
-        per_pack = limits.max_documents
-        unit_groups = balance(
-            [sum(lengths[i] for i in unit) for unit in units],
-            token_budget=limits.token_budget,
-            min_packs=limits.min_packs,
-            max_documents=None if per_pack is None else per_pack // len(units[0]),
-        )
-        groups = [[i for unit in group for i in units[unit]] for group in unit_groups]
-    else:
-        groups = _dense_groups(lengths, units, limits, width=longest if limits.static_capacity else None)
+    groups = _groups(samples, limits, width=longest if limits.static_capacity else None)
     buckets: tuple[Bucket, ...] = ()
     if limits.static_capacity:
         most = min(limits.max_documents or len(samples), _power_of_four(max(map(len, groups))))
@@ -211,9 +204,39 @@ def plan_micro_batches(
     batches = []
     for group in groups:
         used = sum(lengths[i] for i in group)
-        bucket = next(b for b in buckets if used <= b.tokens) if buckets else None
+        bucket = None
+        if buckets and limits.layout != "shared":
+            bucket = next(b for b in buckets if used <= b.tokens)
         batches.append(pack([samples[i] for i in group], [loss_weights[i] for i in group], bucket=bucket))
+    if limits.layout == "shared":
+        batches = [share(batch) for batch in batches]
+        if limits.static_capacity:
+            return share_in_few_shapes(batches, sizes=[b.tokens for b in buckets], longest=longest)
     return batches
+
+
+def _groups(samples: Sequence[TrainSample], limits: PackLimits, *, width: int | None) -> list[list[int]]:
+    """Indices of the samples of each pack."""
+    lengths, units = [len(sample) for sample in samples], _units(samples)
+    if limits.layout == "padded":
+        return _dense_groups(lengths, units, limits, width=width)
+    per_pack = limits.max_documents
+    if limits.layout == "shared":
+        balance(lengths, token_budget=limits.token_budget, min_packs=len(lengths))  # refuses what cannot fit
+        return balanced_groups(
+            samples,
+            units if len(units) < len(samples) else prompt_groups(samples),
+            token_budget=limits.token_budget,
+            min_packs=limits.min_packs,
+            max_documents=per_pack,
+        )
+    unit_groups = balance(
+        [sum(lengths[i] for i in unit) for unit in units],
+        token_budget=limits.token_budget,
+        min_packs=limits.min_packs,
+        max_documents=None if per_pack is None else per_pack // len(units[0]),
+    )
+    return [[i for unit in group for i in units[unit]] for group in unit_groups]
 
 
 def _longest(lengths: Sequence[int], limits: PackLimits) -> int:

@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": KERNELS,
     "execution": ("eager", "compile", "joint", "deepcompile"),
-    "layout": ("packed", "padded"),
+    "layout": ("packed", "padded", "shared"),
     "padding_side": ("left", "right"),
     "dtype": ("float32", "bfloat16", "float16"),
     "static_capacity": (True, False),

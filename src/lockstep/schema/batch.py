@@ -97,6 +97,52 @@ class PreferenceSample(TrainSample):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SharedRows:
+    """Which rows a decoder computes for a pack whose documents share prefixes, and what each attends to.
+
+    The slots of a pack stay those of whole documents. A *row* is one token that runs through the layers: a
+    common prefix has rows once, and what follows it has rows for each document. Rows lie in *segments*: the
+    queries of a segment are its rows, and its keys the rows of all that comes before it in the document, then
+    its own, gathered. The last query stands at the last key.
+
+    Example: documents 5 6 7 and 5 6 8 9, nothing trained before slot 1 of either; so slot 0 is shared.
+
+        slots        0 | 1 2 | 4 5 6             [R]: of the pack, whose token the row has
+        rows         0 1 2 | 0 3 4 5             [T]: by slot
+        keys         0 | 0 1 2 | 0 3 4 5         [S]: rows, by segment
+    """
+
+    slots: Tensor
+    """[R] int64: the slot whose token and position each row has; the last slot in padding."""
+    rows: Tensor
+    """[T] int64: the row of every slot; slots of pad documents have the last."""
+    keys: Tensor
+    """[S] int64: the row of every gathered key."""
+    order: Tensor
+    """[S] int64: the gathered keys by their row, those of one row in their order in `keys`."""
+    ends: Tensor
+    """[R + 1] int64: row r is the key of order[ends[r]] to order[ends[r + 1]]."""
+    cu_rows: Tensor
+    """[G_cap + 1] int32: segment g is rows cu_rows[g] to cu_rows[g + 1]; unused entries repeat R."""
+    cu_keys: Tensor
+    """[G_cap + 1] int32: and gathered keys cu_keys[g] to cu_keys[g + 1]."""
+    row_lengths: tuple[int, ...]
+    """Rows of each segment that has rows or keys: the host's copy of cu_rows."""
+    key_lengths: tuple[int, ...]
+    """Keys of each of them."""
+    max_rows: int
+    """No segment has more rows. At least 2: a flash kernel takes another way for a single query."""
+    max_keys: int
+    """No segment has more keys."""
+    num_rows: int
+    """Rows without padding: what the pack costs."""
+
+    def to(self, device: torch.device | str) -> SharedRows:
+        """Return it with every tensor on `device`."""
+        return dataclasses.replace(self, **_moved(self, device))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
     """One micro-batch: documents laid end to end, padded to a static capacity. See the module for an
     example."""
@@ -123,11 +169,20 @@ class PackedBatch:
     sample_ids: tuple[int, ...]
     """TrainSample.sample_id of each real document, in order; shorter than `lengths` by the number of pad
     documents."""
+    shared: SharedRows | None = None
+    """Derived from the other fields (lockstep.packing.share), for train.layout = "shared". None: not yet, or
+    every slot is computed."""
 
     @property
     def num_slots(self) -> int:
         """T."""
         return self.token_ids.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the layers compute, padding included: T, or fewer where documents share prefixes. Of
+        layout padded: models.forward.dense_shape."""
+        return self.num_slots if self.shared is None else self.shared.slots.shape[0]
 
     @property
     def num_tokens(self) -> int:
@@ -136,12 +191,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the batch with every tensor on `device` (cu_seqlens too)."""
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
+        shared = None if self.shared is None else self.shared.to(device)
+        return dataclasses.replace(self, shared=shared, **_moved(self, device))  # type: ignore[arg-type]
 
     def split(self, per_token: Tensor) -> list[Tensor]:
         """Split `[T, ...]` into one `[L, ...]` per real document, in the order of `sample_ids`."""
@@ -171,3 +222,12 @@ class PreferenceBatch(PackedBatch):
 
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, by the frozen reference."""
+
+
+def _moved(record: PackedBatch | SharedRows, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors of a record on `device`, by field."""
+    return {
+        field.name: value.to(device, non_blocking=True)
+        for field in dataclasses.fields(record)
+        if isinstance(value := getattr(record, field.name), Tensor)
+    }

@@ -112,9 +112,7 @@ class LossModule(nn.Module):
             compiled=self.compiled,
             ring=None if part is None else part.ring,
         )
-        hidden = run_decoder(self.policy, inputs)
-        index = rows if part is None else part.local
-        hidden = hidden if isinstance(index, slice) else hidden.index_select(0, index)
+        hidden = run_decoder(self.policy, inputs, rows if part is None else part.local)
         weight, head = self._head(entropy_grad=loss is not None and loss.entropy_grad)
         if loss is None:
             return linear_logprobs(hidden, weight, labels, head=head)[0]

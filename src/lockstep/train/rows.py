@@ -17,8 +17,13 @@ def head_rows(batch: PackedBatch, *, static: bool, device: torch.device) -> tupl
     Args:
         batch: on the host: the index is made where the mask is, so that a GPU is not waited for.
         static: every slot, masked ones labelled -100, so that shapes do not depend on the mask. Otherwise
-            only the trained ones.
+            only the trained ones. Where documents share rows, the slots that the rows are of: every trained
+            slot has a row of its own.
     """
+    if static and batch.shared is not None:
+        slots = batch.shared.slots
+        labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL).index_select(0, slots)
+        return slots.to(device, non_blocking=True), labels.to(device, non_blocking=True)
     if static:
         labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
         return slice(0, batch.num_slots), labels.to(device, non_blocking=True)

@@ -60,6 +60,7 @@ def _slice(batch: PackedBatch, documents: slice, slots: slice) -> PackedBatch:
     }
     changes["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).to(batch.cu_seqlens)
     changes |= {"lengths": lengths, "sample_ids": batch.sample_ids[documents], "max_seqlen": max(lengths)}
+    changes["shared"] = None  # a sample shares nothing with itself
     if versions := getattr(batch, "policy_versions", ()):
         changes["policy_versions"] = versions[documents]
     return dataclasses.replace(batch, **changes)

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.train import Layout
 from lockstep.execution import decoder_layers, is_compiled
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import dense_shape
@@ -76,11 +77,12 @@ class Call:
 def token_rows(
     batch: PackedBatch,
     *,
-    layout: Literal["packed", "padded"],
+    layout: Layout,
     padding_side: Literal["left", "right"] = "right",
 ) -> tuple[Tensor, tuple[int, int]]:
     """Locate real tokens: index [tokens] into the flattened rows, and the (B, L) of the rows."""
     lengths = batch.lengths[: len(batch.sample_ids)]
+    assert layout in ("packed", "padded"), "cells of a bisection are in one of them"
     if layout == "packed":
         return torch.arange(sum(lengths)), (1, batch.num_slots)
     rows, width = dense_shape(batch)

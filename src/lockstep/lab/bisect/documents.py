@@ -53,6 +53,7 @@ def take(batch: AnyBatch, parts: Sequence[tuple[int, int]]) -> AnyBatch:
         max_seqlen=max(lengths),
         lengths=tuple(lengths),
         sample_ids=tuple(batch.sample_ids[i] for i, _ in parts),
+        shared=None,
     )
 
 

@@ -101,7 +101,7 @@ def _one_of(field: str, *known: str) -> Callable[[str], tuple[str, dict[str, Any
 
 
 def _packing(value: str) -> tuple[str, dict[str, Any]]:
-    layout = "packed" if _switch(value) else "padded"
+    layout = "shared" if value == "shared" else "packed" if _switch(value) else "padded"
     return layout, {"layout": layout}
 
 
@@ -187,7 +187,10 @@ KINDS: dict[str, _Kind] = {
         help="eager, compile, joint, deepcompile",
     ),
     "packing": _Kind(
-        fields=("layout",), parse=_packing, usual=("off", "on"), help="off: padded rows; on: one packed row"
+        fields=("layout",),
+        parse=_packing,
+        usual=("off", "on"),
+        help="off: padded rows; on: one packed row; shared: and common prefixes computed once",
     ),
     "padding-side": _Kind(
         fields=("padding_side",), parse=_padding_side, usual=("right", "left"), help="right, left"

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.lab.replay.budget import MemoryLimit
 from lockstep.lab.replay.cell import Cell
 from lockstep.models.forward import dense_shape
-from lockstep.packing import Bucket, buckets_for, repack
+from lockstep.packing import Bucket, buckets_for, repack, share, share_in_few_shapes
 from lockstep.recording.replayable import recorded_axes
 from lockstep.schema.batch import PackedBatch
 
@@ -39,6 +39,8 @@ class Bucketing:
     documents: int = 0
     """For kind recorded, if static: entries of cu_seqlens in every batch. Without it, equal token capacities
     would have different shapes."""
+    shared: bool = False
+    """Whether common prefixes are computed once; kind exact, or static: `buckets` then hold rows."""
     limit: MemoryLimit | None = None
     """Memory that a batch may take; None: nothing is estimated."""
 
@@ -49,10 +51,23 @@ class Bucketing:
             DataError: no bucket holds it.
             RecordingError: it would take more memory than `limit` allows.
         """
+        if self.shared:
+            return self._with_shared_rows(batch)
         if self.limit is not None:
             slots, documents = self._planned(batch)
             self.limit.check(slots=slots, documents=documents)
         return self._fitted(batch)
+
+    def _with_shared_rows(self, batch: PackedBatch) -> PackedBatch:
+        """Only host memory is used before the limit is checked, in proportion to the batch's real tokens."""
+        exact = share(repack(batch, None))
+        if self.static:
+            sizes = [bucket.tokens for bucket in self.buckets]
+            exact = share_in_few_shapes([exact], sizes=sizes, longest=self.buckets[0].max_seqlen)[0]
+        if self.limit is not None:
+            assert exact.shared is not None
+            self.limit.check(slots=exact.num_rows, documents=exact.shared.cu_rows.shape[0])
+        return exact
 
     def _planned(self, batch: PackedBatch) -> tuple[int, int]:
         """(Rows that every layer will compute, entries of cu_seqlens), before anything is allocated."""
@@ -117,14 +132,17 @@ def _rows(bucket: Bucket) -> int:
 
 
 def shape_of(batch: PackedBatch) -> tuple[int, int, int]:
-    """The shape that a graph is compiled for: (slots, entries of cu_seqlens, longest document)."""
+    """The shape that a graph is compiled for: (slots, entries of cu_seqlens, longest document); with shared
+    rows (rows, entries of cu_rows, gathered keys)."""
+    if batch.shared is not None:
+        return batch.num_rows, batch.shared.cu_rows.shape[0], len(batch.shared.keys)
     return batch.num_slots, batch.cu_seqlens.shape[0], batch.max_seqlen
 
 
 def computed_slots(batch: PackedBatch, cell: Cell) -> int:
-    """Rows that every layer computes: T of a pack, B x L of a padded batch."""
-    if cell.layout == "packed":
-        return batch.num_slots
+    """Rows that every layer computes: T of a pack, R of shared rows, B x L of a padded batch."""
+    if cell.layout != "padded":
+        return batch.num_rows
     rows, width = dense_shape(batch)
     return rows * width
 
@@ -145,6 +163,15 @@ def plan_buckets(
     longest = max(max(each, default=1) for each in lengths)
     most_documents = max(len(each) for each in lengths)
     recorded = header.capacity.get("token_budget") or 0
+    if cell.layout == "shared":
+        if not (axes["static_capacity"] if same else cell.execution != "eager"):
+            return Bucketing(kind="exact", static=False, shared=True)
+        width = header.capacity.get("max_seqlen") if same else None
+        return _static_rows(
+            totals,
+            budget=options.capacity or recorded or _round_up(max(totals), _ALIGNMENT),
+            longest=max(longest, width or _round_up(longest, _ALIGNMENT)),
+        )
     if same and options.capacity is None:
         width = max(header.capacity.get("max_seqlen") or 1, 1)
         documents = most_documents + -(-max(recorded, *totals, 0) // width)
@@ -164,6 +191,16 @@ def plan_buckets(
     width = min(width, budget)
     buckets = buckets_for(token_budget=budget, max_seqlen=width, max_documents=most_documents)
     return Bucketing(kind="static", static=True, buckets=buckets)
+
+
+def _static_rows(totals: Sequence[int], *, budget: int, longest: int) -> Bucketing:
+    """Capacities of rows: those of a run with this budget, and one for the largest input, which may share
+    less than the run's packs."""
+    buckets = buckets_for(token_budget=max(budget, longest), max_seqlen=longest, max_documents=1)
+    most = _round_up(max(totals), _ALIGNMENT)
+    if most > buckets[-1].tokens:
+        buckets += (Bucket(tokens=most, documents=1, max_seqlen=longest),)
+    return Bucketing(kind="static", static=True, shared=True, buckets=buckets)
 
 
 def select_inputs(recording: Recording, options: ReplayOptions) -> tuple[int, ...]:

@@ -78,7 +78,8 @@ class Cell:
         checkpointing = "" if self.activation_checkpointing else "no-"
         invariant = "" if self.batch_invariant else "no-"
         flags = ["--attention", self.attention, compiled.get(self.execution, f"--{self.execution}")]
-        flags += ["--packing" if self.layout == "packed" else "--no-packing"]
+        packing = {"packed": ["--packing"], "padded": ["--no-packing"]}
+        flags += packing.get(self.layout, ["--layout", self.layout])
         flags += ["--padding-side", self.padding_side, "--dtype", self.dtype, "--device", self.device]
         flags += [f"--{checkpointing}activation-checkpointing", f"--{invariant}batch-invariant"]
         for name, value in (

@@ -1,0 +1,78 @@
+"""Which samples share a pack where documents share rows: groups of one prompt stay together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lockstep.packing.balance import balance
+from lockstep.packing.shared import count_rows, same_prompt
+from lockstep.schema.batch import TrainSample
+
+Units = list[list[int]]
+
+
+def prompt_groups(samples: Sequence[TrainSample]) -> Units:
+    """Return indices of consecutive samples with the same prompt: what is before the first trained slot. One
+    that trains nothing joins a group whose prompt it begins with."""
+    groups: Units = []
+    for index, sample in enumerate(samples):
+        if groups and same_prompt(samples[groups[-1][0]], sample):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def balanced_groups(
+    samples: Sequence[TrainSample],
+    units: Units,
+    *,
+    token_budget: int,
+    min_packs: int = 1,
+    max_documents: int | None = None,
+) -> list[list[int]]:
+    """Assign units to packs, balanced by the rows that they have.
+
+    A unit of more rows than the budget is cut; so are all of them where few large ones would leave some ranks
+    with much less work than others. A part has its prompt's rows again.
+
+    Args:
+        units: indices that belong together, such as `prompt_groups`.
+        min_packs: fewest packs: with more than one, the time of a step is that of the heaviest.
+
+    Returns:
+        Indices by pack, ascending, as `balance` does.
+    """
+    best: tuple[int, list[list[int]]] | None = None
+    pieces = 1
+    while best is None or pieces < 2 * max(map(len, units)):
+        parts = [part for unit in units for part in _cut(unit, pieces)]
+        parts = [part for unit in parts for part in _fitting(samples, unit, token_budget)]
+        rows = [count_rows([samples[i] for i in part]) for part in parts]
+        most = None if max_documents is None else max(1, max_documents // max(map(len, parts)))
+        packs = balance(rows, token_budget=token_budget, min_packs=min_packs, max_documents=most)
+        rounds = -(-len(packs) // min_packs)
+        cost = rounds * max(sum(rows[i] for i in pack) for pack in packs) if min_packs > 1 else sum(rows)
+        if best is None or cost < best[0]:
+            best = cost, [sorted(i for part in pack for i in parts[part]) for pack in packs]
+        if min_packs == 1:
+            break
+        pieces *= 2
+    return best[1]
+
+
+def _cut(unit: Sequence[int], pieces: int) -> Units:
+    pieces = min(pieces, len(unit))
+    bounds = [len(unit) * i // pieces for i in range(pieces + 1)]
+    return [list(unit[a:b]) for a, b in pairwise(bounds)]
+
+
+def _fitting(samples: Sequence[TrainSample], unit: Sequence[int], budget: int) -> Units:
+    """The unit in as few parts as have at most `budget` rows each; a part of one is not cut any more."""
+    pieces = 1
+    while True:
+        parts = _cut(unit, pieces)
+        if pieces >= len(unit) or all(count_rows([samples[i] for i in p]) <= budget for p in parts):
+            return parts
+        pieces += 1

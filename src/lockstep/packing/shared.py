@@ -1,0 +1,247 @@
+"""Common prefixes of the documents of a pack, computed once: the rows of layout `shared`.
+
+Two documents share their leading slots as long as the tokens are the same and neither trains on anything. So
+the slots of a shared prefix have no label in any document, and every trained slot has a row of its own. Rows
+make a tree (documents of a group share their prompt, all of them perhaps a system prompt), found by sorting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.errors import DataError
+from lockstep.schema.batch import PackedBatch, SharedRows, TrainSample
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCapacity:
+    """A static capacity of shared rows: packs of one have equal shapes inside of the layers."""
+
+    rows: int
+    """R."""
+    keys: int
+    """S, the gathered keys; at least `rows` more than what the pack has beyond its rows."""
+    segments: int
+    """G_cap: of real rows and of padding."""
+    longest: int
+    """Most rows and most keys of a segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    document: int
+    start: int
+    """The first of its slots in the document."""
+    stop: int
+    before: tuple[range, ...]
+    """The rows in front of it, from the document's first slot on."""
+    rows: range
+
+
+def share(batch: PackedBatch, capacity: RowCapacity | None = None) -> PackedBatch:
+    """Return the batch with `shared`: a pure function of its tokens, lengths and mask.
+
+    Args:
+        batch: on any device; its tensors are read on the host.
+        capacity: what to pad to; None: exactly the rows that there are.
+
+    Raises:
+        DataError: more than the capacity holds.
+    """
+    real = len(batch.sample_ids)
+    starts = [0, *accumulate(batch.lengths[:real])]
+    documents = [slice(a, b) for a, b in pairwise(starts)]
+    ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
+    segments = _segments([ids[d] for d in documents], [mask[d] for d in documents])
+    return dataclasses.replace(batch, shared=_laid_out(segments, starts, batch.num_slots, capacity))
+
+
+def share_in_few_shapes(
+    batches: Sequence[PackedBatch], *, sizes: Sequence[int], longest: int
+) -> list[PackedBatch]:
+    """Pad the rows of shared batches, so that few graphs serve them all: as many rows as one of `sizes`, keys
+    a power of two times as many, and segments a power of four.
+
+    Args:
+        batches: with `shared`, without padding.
+        sizes: numbers of rows, rising; the last holds every batch.
+        longest: tokens of the longest document that any step may have.
+    """
+    most = max(len(_rows_of(batch).row_lengths) for batch in batches)
+    room = 1 << 2 * ((most - 1).bit_length() + 1 >> 1)
+    padded = []
+    for batch in batches:
+        shared = _rows_of(batch)
+        rows = next(size for size in sizes if shared.num_rows <= size)
+        keys = rows
+        while keys < rows + len(shared.keys) - shared.num_rows:
+            keys *= 2
+        segments = room + -(-keys // longest)
+        capacity = RowCapacity(rows=rows, keys=keys, segments=segments, longest=longest)
+        padded.append(share(batch, capacity))
+    return padded
+
+
+def _rows_of(batch: PackedBatch) -> SharedRows:
+    assert batch.shared is not None, "share was called"
+    return batch.shared
+
+
+def count_rows(samples: Sequence[TrainSample]) -> int:
+    """Return how many rows a pack of these samples has."""
+    _, adjacent = _sorted([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples])
+    return sum(map(len, samples)) - sum(adjacent)
+
+
+def same_prompt(one: TrainSample, other: TrainSample) -> bool:
+    """Return whether two samples have one prompt. What a sample that trains nothing begins with counts as its
+    prompt."""
+    prompts = [prompt_of(sample) for sample in (one, other)]
+    common = _adjacent(*prompts)
+    if common == 0:
+        return False
+    return all(
+        common == len(prompt) or sample.num_trained == 0
+        for prompt, sample in zip(prompts, (one, other), strict=True)
+    ) and common == min(map(len, prompts))
+
+
+def prompt_of(sample: TrainSample) -> Ids:
+    """Return the leading tokens of a sample that may be shared."""
+    return _prompt(sample.token_ids.numpy(), sample.loss_mask.numpy())
+
+
+def _prompt(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
+    """The leading tokens that may be shared: those before the first trained slot, and never all of them, so
+    that every document has a row of its own."""
+    trained = mask.argmax() if mask.any() else len(ids)
+    prompt: Ids = ids[: min(int(trained), len(ids) - 1)]
+    return prompt
+
+
+def _adjacent(one: Ids, other: Ids) -> int:
+    """How many leading tokens two prompts have in common."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _sorted(ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> tuple[list[int], list[int]]:
+    """The documents in the order of their prompts, and what each has in common with the one behind it."""
+    prompts = [_prompt(document, mask) for document, mask in zip(ids, masks, strict=True)]
+    # Of big-endian numbers, the order of the bytes is that of the numbers.
+    order = sorted(range(len(prompts)), key=lambda i: (prompts[i].astype(">i8").tobytes(), i))
+    return order, [_adjacent(prompts[a], prompts[b]) for a, b in pairwise(order)]
+
+
+def _segments(ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> list[_Segment]:
+    """The segments, each behind those it needs: a prefix, then what follows it."""
+    order, adjacent = _sorted(ids, masks)
+    segments: list[_Segment] = []
+    used = 0
+    # Documents order[first:last] share their slots before `depth`, which have the rows `before`.
+    todo: list[tuple[int, int, int, tuple[range, ...]]] = [(0, len(order), 0, ())] if order else []
+    while todo:
+        first, last, depth, before = todo.pop()
+        leaf = last - first == 1
+        stop = len(ids[order[first]]) if leaf else min(adjacent[first : last - 1])
+        if stop > depth:
+            rows = range(used, used + stop - depth)
+            used = rows.stop
+            segments.append(_Segment(order[first], depth, stop, before, rows))
+            before = (*before, rows)
+        if not leaf:
+            cuts = [first, *(i + 1 for i in range(first, last - 1) if adjacent[i] == stop), last]
+            todo += [(a, b, stop, before) for a, b in reversed(list(pairwise(cuts)))]
+    return segments
+
+
+def _laid_out(
+    segments: Sequence[_Segment], starts: Sequence[int], num_slots: int, capacity: RowCapacity | None
+) -> SharedRows:
+    """Args: starts: [documents + 1], the first slot of each, then the end of the last."""
+    keys = [part for s in segments for part in (*s.before, s.rows)]
+    row_lengths = [len(s.rows) for s in segments]
+    key_lengths = [sum(map(len, s.before)) + len(s.rows) for s in segments]
+    num_rows = sum(row_lengths)
+    slots = [range(starts[s.document] + s.start, starts[s.document] + s.stop) for s in segments]
+    if capacity is None:
+        capacity = RowCapacity(
+            rows=num_rows, keys=sum(key_lengths), segments=len(segments), longest=max(key_lengths)
+        )
+        max_rows = max(2, *row_lengths)
+    else:
+        max_rows = max(2, capacity.longest)
+    pad_rows, pad_keys = _padding(row_lengths, key_lengths, capacity)
+    row_lengths, key_lengths = row_lengths + pad_rows, key_lengths + pad_keys
+    row_of_key = _filled(keys, capacity.keys, capacity.rows - 1)
+    counts = torch.bincount(row_of_key, minlength=capacity.rows)
+    return SharedRows(
+        slots=_filled(slots, capacity.rows, num_slots - 1),
+        rows=_rows_of_slots(segments, starts, num_slots, last=capacity.rows - 1),
+        keys=row_of_key,
+        order=row_of_key.argsort(stable=True),
+        ends=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+        cu_rows=_cu(row_lengths, capacity.segments),
+        cu_keys=_cu(key_lengths, capacity.segments),
+        row_lengths=tuple(row_lengths),
+        key_lengths=tuple(key_lengths),
+        max_rows=max_rows,
+        max_keys=capacity.longest,
+        num_rows=num_rows,
+    )
+
+
+def _rows_of_slots(
+    segments: Sequence[_Segment], starts: Sequence[int], num_slots: int, *, last: int
+) -> Tensor:
+    """The last segment of a document ends with it: its keys are the rows of the document."""
+    rows = torch.full((num_slots,), last)
+    for s in segments:
+        first, end = starts[s.document], starts[s.document + 1]
+        if first + s.stop == end:
+            rows[first:end] = _filled((*s.before, s.rows), end - first, 0)
+    return rows
+
+
+def _padding(
+    row_lengths: Sequence[int], key_lengths: Sequence[int], capacity: RowCapacity
+) -> tuple[list[int], list[int]]:
+    """Rows and keys of the segments that fill a capacity: no row is without a key, and every key is in a
+    segment, because a kernel leaves undefined what no segment covers."""
+    rows, keys = capacity.rows - sum(row_lengths), capacity.keys - sum(key_lengths)
+    full, rest = divmod(max(keys, 0), capacity.longest)
+    pad_keys = [capacity.longest] * full + ([rest] if rest else [])
+    if (
+        not 0 <= rows <= keys
+        or max(key_lengths) > capacity.longest
+        or len(row_lengths) + len(pad_keys) > capacity.segments
+    ):
+        raise DataError(
+            f"{sum(row_lengths)} rows and {sum(key_lengths)} keys in {len(row_lengths)} segments of at most "
+            f"{max(key_lengths)} keys exceed {capacity}"
+        )
+    pad_rows: list[int] = []
+    for length in pad_keys:
+        pad_rows.append(min(length, rows - sum(pad_rows)))
+    return pad_rows, pad_keys
+
+
+def _filled(ranges: Sequence[range], size: int, value: int) -> Tensor:
+    parts = [torch.arange(part.start, part.stop) for part in ranges]
+    return torch.cat([*parts, torch.full((size - sum(map(len, ranges)),), value)])
+
+
+def _cu(lengths: Sequence[int], segments: int) -> Tensor:
+    ends = [0, *accumulate(lengths)]
+    return torch.tensor(ends + [ends[-1]] * (segments + 1 - len(ends)), dtype=torch.int32)
