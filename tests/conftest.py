@@ -1,6 +1,8 @@
 import importlib.util
 import signal
 
+import pytest
+
 # A shell without job control starts background commands with SIGINT ignored, and children inherit that:
 # the tests of Ctrl-C would then wait for an interrupt that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -12,3 +14,10 @@ if importlib.util.find_spec("hypothesis") is not None:
 
     settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any speed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With -n, keep the tests of a file in one process: spread over two, each makes what a module-scoped
+    fixture makes, such as a launch of ranks that trains every stack."""
+    if getattr(config.option, "dist", None) == "load":
+        config.option.dist = "loadfile"
