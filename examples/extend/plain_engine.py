@@ -6,9 +6,8 @@ lockstep train grpo --recipe tiny --engine.name plain_engine:PlainEngine
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.requests import RequestCheck
+from lockstep.engine.requests import RequestCheck, completion_text
 from lockstep.engine.sampling import Sampler, SampleState
-from lockstep.engine.stop import completion_text
 from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.engine.hf.cached_attention import attend, attend_plainly
+from lockstep.engine.hf.kv_cache import attend, attend_plainly
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lockstep.engine.noise import BLOCK, exponential, noise_keys, sample_blocks
+from lockstep.engine.sampling import BLOCK, exponential, noise_keys, sample_blocks
 
 # splitmix64 of the reference C code (prng.di.unimi.it/splitmix64.c), seed 1234567: its first outputs
 REFERENCE = [6457827717110365317, 3203168211198807973, 9817491932198370423]

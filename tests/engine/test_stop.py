@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.engine.stop import StopStrings, check_stop_strings, completion_text, decode
+from lockstep.engine.requests import StopStrings, check_stop_strings, completion_text, decode
 from lockstep.errors import EngineError
 
 

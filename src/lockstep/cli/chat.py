@@ -143,7 +143,7 @@ class Printer:
 
     def show(self, token_ids: Sequence[int]) -> None:
         """Print what is new, unless it ends in the middle of a character."""
-        from lockstep.engine.stop import decode
+        from lockstep.engine.requests import decode
 
         text = decode(self._tokenizer, token_ids)
         if not text.endswith("\ufffd"):

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _LOGITS_ELEMENTS = 2**28
 """Largest number of outputs of one product in a test."""
 _BLOCK = 256
-"""Entries of a block of the vocabulary: lockstep.engine.noise."""
+"""Entries of a block of the vocabulary: lockstep.engine.sampling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

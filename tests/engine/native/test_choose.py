@@ -1,4 +1,4 @@
-"""Against lockstep.engine.noise's own draw, which works on probabilities instead of logarithms."""
+"""Against lockstep.engine.sampling's own draw, which works on probabilities instead of logarithms."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lockstep.engine.native import choose as chosen
 from lockstep.engine.native.choose import block_mass, choose, scaled
-from lockstep.engine.noise import BLOCK, ENTRY_COUNTER, noise_keys, sample_blocks, uniform
+from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, noise_keys, sample_blocks, uniform
 from lockstep.execution import CompileWatch
 from lockstep.invariant import dependence, selftest
 from lockstep.ops import logprobs

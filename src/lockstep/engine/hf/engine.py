@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.hf.generation import EndedRow, Generation, Limits
+from lockstep.engine.hf.generation import EndedRow, Generation
 from lockstep.engine.hf.kv_cache import SampleCache
 from lockstep.engine.hf.skeleton import Skeleton
-from lockstep.engine.requests import RequestCheck
+from lockstep.engine.requests import RequestCheck, completion_text
 from lockstep.engine.sampling import Sampler
-from lockstep.engine.stop import completion_text
 from lockstep.engine.streaming import Ended, OnToken, Streaming, Turn
 from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError
@@ -67,7 +66,14 @@ class HFEngine(Streaming):
             with torch.inference_mode():
                 if self._generation is None:
                     self._skeleton.linears.refresh()
-                    self._generation = self._new_generation()
+                    self._generation = Generation(
+                        self._skeleton,
+                        self._cache,
+                        sampler=self._sampler,
+                        model=self._model,
+                        max_batch=self._config.max_batch,
+                        on_token=self.on_token,
+                    )
                 ended = self._generation.advance(self._inbox, abort=self._abort)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -83,21 +89,6 @@ class HFEngine(Streaming):
         self._generation = None
         self._peak_bytes = max(self._peak_bytes, self._cache.num_bytes)
         self._cache.clear()
-
-    def _new_generation(self) -> Generation:
-        model = self._model
-        return Generation(
-            self._skeleton,
-            self._cache,
-            sampler=self._sampler,
-            limits=Limits(
-                eos_token_ids=model.eos_token_ids,
-                max_positions=model.max_positions,
-                max_batch=self._config.max_batch,
-            ),
-            tokenizer=model.tokenizer,
-            on_token=self.on_token,
-        )
 
     def update_weights(self, update: WeightUpdate) -> None:
         """Sample from this version from now on.
@@ -161,7 +152,7 @@ class HFEngine(Streaming):
 
     def _completion(self, ended: EndedRow) -> Completion:
         row, stop = ended.row, ended.stop
-        state, request = row.state, row.group.request
+        state, request = row.state, row.group.turn.request
         prompt_tokens = len(request.prompt_token_ids)
         cached = 0 if row.sample == 0 else prompt_tokens
         self._prompt_tokens += prompt_tokens

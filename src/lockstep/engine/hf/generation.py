@@ -6,18 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache
 from lockstep.engine.hf.skeleton import Skeleton
+from lockstep.engine.requests import StopStrings
 from lockstep.engine.sampling import Sampler, SampleState
-from lockstep.engine.stop import StopStrings
 from lockstep.engine.streaming import OnToken, Turn
 from lockstep.errors import EngineError
-from lockstep.schema.rollout import FinishReason, GenerationRequest
+from lockstep.models.load import LoadedModel
+from lockstep.schema.rollout import FinishReason
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens of one prefill forward: bounds its activations."""
@@ -30,19 +30,12 @@ class Group:
     """A prompt in use, and its samples that wait for a row."""
 
     turn: Turn
+    length: int
+    """Tokens of the prompt."""
     waiting: deque[int]
     running: int = 0
     hidden: Tensor | None = None
-    """[C]: the last hidden state of the prompt."""
-
-    @property
-    def request(self) -> GenerationRequest:
-        return self.turn.request
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
+    """[C]: the last hidden state of the prompt, while samples wait for it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,15 +48,6 @@ class Row:
     stops: StopStrings | None
     logprobs: list[float] = field(default_factory=list)
     done: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Limits of every sample."""
-
-    eos_token_ids: tuple[int, ...]
-    max_positions: int
-    max_batch: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,15 +73,15 @@ class Generation:
         cache: SampleCache,
         *,
         sampler: Sampler,
-        limits: Limits,
-        tokenizer: Any | None,
+        model: LoadedModel,
+        max_batch: int,
         on_token: OnToken | None,
     ) -> None:
         self._skeleton = skeleton
         self._cache = cache
         self._sampler = sampler
-        self._limits = limits
-        self._tokenizer = tokenizer
+        self._model = model
+        self._max_batch = max_batch
         self._on_token = on_token
         self._ended: list[EndedRow] = []
         self._queue: deque[Group] = deque()
@@ -113,7 +97,8 @@ class Generation:
         while not self._ended:
             while inbox:
                 turn = inbox.popleft()
-                self._queue.append(Group(turn=turn, waiting=deque(range(len(turn.samples)))))
+                length, samples = len(turn.request.prompt_token_ids), range(len(turn.samples))
+                self._queue.append(Group(turn=turn, length=length, waiting=deque(samples)))
             if abort.is_set():
                 self._abort_all()
             elif self._gaps_are_due():
@@ -130,19 +115,17 @@ class Generation:
         done = sum(row.done for row in self._rows)
         if done == len(self._rows):
             return True
-        free = self._limits.max_batch - len(self._rows) + done
-        if self._waiting() and free * _COMPACT_SHARE >= self._limits.max_batch:
+        free = self._max_batch - len(self._rows) + done
+        waiting = self._queue or any(group.waiting for group in self._groups)
+        if waiting and free * _COMPACT_SHARE >= self._max_batch:
             return True
         return done * _COMPACT_SHARE >= len(self._rows)
-
-    def _waiting(self) -> bool:
-        return bool(self._queue) or any(group.waiting for group in self._groups)
 
     # admission
 
     def _admit(self) -> None:
         """Fill the free rows: first with waiting samples of prompts in use, then with new prompts."""
-        free = self._limits.max_batch - len(self._rows)
+        free = self._max_batch - len(self._rows)
         admitted: list[Row] = []
         new: list[Group] = []
         for group in self._groups:
@@ -153,25 +136,29 @@ class Generation:
             admitted += self._take(group, free - len(admitted))
         if not admitted:
             return
-        self._reserve(admitted, new)
+        self._cache.reserve(
+            prompts=len(self._groups) + len(new),
+            prompt_length=max(group.length for group in (*self._groups, *new)),
+            rows=len(self._rows) + len(admitted),
+            length=max(self._counts, default=0) + 1,
+        )
         self._prefill(new)
         self._groups += new
-        hidden = torch.stack([_required(row.group.hidden) for row in admitted])
+        # None: a prompt lost it while samples waited for it, and stack raises
+        hidden = torch.stack([row.group.hidden for row in admitted])  # type: ignore[misc]
         self._rows += admitted
         self._counts += [0] * len(admitted)
         for group in self._groups:
             if not group.waiting:
                 group.hidden = None
         self._plan = None
-        tokens, logprobs = self._sample(hidden, admitted)
-        self._last = torch.cat([self._last, tokens])
-        self._record(admitted, tokens, logprobs)
+        self._last = torch.cat([self._last, self._sample(hidden, admitted)])
 
     def _take(self, group: Group, count: int) -> list[Row]:
         taken = [group.waiting.popleft() for _ in range(min(count, len(group.waiting)))]
         group.running += len(taken)
-        request, sampling = group.request, group.request.sampling
-        ends = (() if sampling.ignore_eos else self._limits.eos_token_ids) + sampling.stop_token_ids
+        request, sampling = group.turn.request, group.turn.request.sampling
+        ends = (() if sampling.ignore_eos else self._model.eos_token_ids) + sampling.stop_token_ids
         return [
             Row(
                 group=group,
@@ -182,71 +169,54 @@ class Generation:
                     prompt_token_ids=request.prompt_token_ids,
                     end_ids=ends,
                 ),
-                stops=StopStrings(self._tokenizer, sampling.stop) if sampling.stop else None,
+                stops=StopStrings(self._model.tokenizer, sampling.stop) if sampling.stop else None,
             )
             for i in taken
         ]
 
-    def _reserve(self, admitted: Sequence[Row], new: Sequence[Group]) -> None:
-        groups = [*self._groups, *new]
-        self._cache.reserve(
-            prompts=len(groups),
-            prompt_length=max(g.length for g in groups),
-            rows=len(self._rows) + len(admitted),
-            length=max(self._counts, default=0) + 1,
-        )
-
     def _prefill(self, new: Sequence[Group]) -> None:
         """Compute the prompts, a bounded number of tokens at a time, and keep each one's last hidden
         state."""
-        first_slot, start = len(self._groups), 0
+        device, first_slot, start = self._skeleton.device, len(self._groups), 0
         while start < len(new):
             stop, tokens = start + 1, new[start].length
             while stop < len(new) and tokens + new[stop].length <= _PREFILL_TOKENS:
                 tokens += new[stop].length
                 stop += 1
-            self._prefill_pack(new[start:stop], first_slot + start)
+            groups = new[start:stop]
+            lengths = tuple(group.length for group in groups)
+            ids = [i for group in groups for i in group.turn.request.prompt_token_ids]
+            positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+            self._cache.plan = Prefill(
+                lengths=lengths, slots=tuple(range(first_slot + start, first_slot + stop))
+            )
+            hidden = self._skeleton.hidden_states(torch.tensor(ids, device=device), positions, self._cache)
+            ends = torch.tensor(lengths).cumsum(0) - 1
+            for group, last in zip(groups, hidden[ends.to(device)], strict=True):
+                group.hidden = last
             start = stop
-
-    def _prefill_pack(self, groups: Sequence[Group], slot: int) -> None:
-        device = self._skeleton.device
-        lengths = tuple(g.length for g in groups)
-        token_ids = torch.tensor([i for g in groups for i in g.request.prompt_token_ids], device=device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        self._cache.plan = Prefill(lengths=lengths, slots=tuple(range(slot, slot + len(groups))))
-        hidden = self._skeleton.hidden_states(token_ids, positions, self._cache)
-        ends = torch.tensor(lengths).cumsum(0) - 1
-        for group, last in zip(groups, hidden[ends.to(device)], strict=True):
-            group.hidden = last
 
     # decoding
 
     def _step(self) -> None:
         """Sample one token for every row."""
-        plan = self._decode_plan()
-        self._cache.reserve(prompts=0, prompt_length=0, rows=0, length=plan.max_count + 1)
-        self._cache.plan = plan
-        positions = plan.prompt_lengths[plan.prompt_of] + plan.counts
-        hidden = self._skeleton.hidden_states(self._last, positions, self._cache)
-        self._counts = [count + 1 for count in self._counts]
-        self._last, logprobs = self._sample(hidden, self._rows)
-        self._record(self._rows, self._last, logprobs)
-
-    def _decode_plan(self) -> Decode:
         if self._plan is None:
             self._plan = make_plan(self._groups, self._rows, self._counts, self._skeleton.device)
         else:
-            plan = self._plan
-            plan.counts = plan.counts + 1
-            plan.max_count += 1
-            plan.masks = {}
-        return self._plan
+            self._plan.counts = self._plan.counts + 1
+            self._plan.max_count += 1
+            self._plan.masks = {}
+        plan = self._cache.plan = self._plan
+        self._cache.reserve(prompts=0, prompt_length=0, rows=0, length=plan.max_count + 1)
+        positions = plan.prompt_lengths[plan.prompt_of] + plan.counts
+        hidden = self._skeleton.hidden_states(self._last, positions, self._cache)
+        self._counts = [count + 1 for count in self._counts]
+        self._last = self._sample(hidden, self._rows)
 
-    def _sample(self, hidden: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        return self._sampler.sample(self._skeleton.logits(hidden), [row.state for row in rows])
-
-    def _record(self, rows: Sequence[Row], tokens: Tensor, logprobs: Tensor) -> None:
-        """Append each row's new token; report rows that it ends and mark them done."""
+    def _sample(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Sample and append each row's next token; report rows that it ends and mark them done. [R] int64."""
+        states = [row.state for row in rows]
+        tokens, logprobs = self._sampler.sample(self._skeleton.logits(hidden), states)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.done:
                 continue
@@ -264,6 +234,7 @@ class Generation:
             ended = self._finish_reason(row, token)
             if ended is not None:
                 self._finish(row, *ended)
+        return tokens
 
     def _finish_reason(self, row: Row, token: int) -> tuple[FinishReason, int | str | None] | None:
         state, params = row.state, row.state.params
@@ -273,7 +244,7 @@ class Generation:
             stop_string = row.stops.find(state.token_ids)
             if stop_string is not None and len(state.token_ids) >= params.min_tokens:
                 return "stop", stop_string
-        if len(state.token_ids) >= params.max_tokens or state.position >= self._limits.max_positions:
+        if len(state.token_ids) >= params.max_tokens or state.position >= self._model.max_positions:
             return "length", None
         return None
 
@@ -353,8 +324,3 @@ def _closing_moves(gone: Sequence[bool]) -> tuple[list[tuple[int, int]], int]:
     targets = [i for i in range(kept) if gone[i]]
     sources = [i for i in range(kept, len(gone)) if not gone[i]]
     return list(zip(sources, targets, strict=True)), kept
-
-
-def _required(hidden: Tensor | None) -> Tensor:
-    assert hidden is not None, "a prompt lost its last hidden state while samples waited for it"
-    return hidden

@@ -1,4 +1,4 @@
-"""Keys and values of running samples, stored so that a group shares its prompt.
+"""Keys and values of running samples, stored so that a group shares its prompt, and attention over them.
 
 Two stores per layer, both preallocated and written in place:
 
@@ -7,7 +7,8 @@ Two stores per layer, both preallocated and written in place:
 
 A decode step attends from each sample's one query to both stores and merges the two results by their
 log-sum-exps (exact; the split of FlashAttention, Dao et al. 2022, and of cascade attention). R running
-samples, P prompts in use, A and S allocated lengths, N query heads, K key/value heads, H head dim.
+samples, P prompts in use, M samples per prompt at most, A and S allocated lengths, N query heads, K key/value
+heads, G = N / K, H head dim, T tokens of a prefill.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+IMPLEMENTATION = "lockstep_cached"
+"""Name in transformers' AttentionInterface. It has no mask function, so transformers builds no masks for
+it."""
 _LENGTH_STEP = 64
 """Allocated lengths are multiples of this, and grow by half at least."""
 
@@ -60,52 +65,52 @@ class Decode:
 
 
 class SampleCache(Cache):
-    """A transformers cache of two stores; `plan` describes the forward that calls `update`."""
+    """A transformers cache of two stores, a pair of tensors per layer each; `plan` describes the forward that
+    calls `update`."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.plan: Prefill | Decode | None = None
-        self._prompts: list[tuple[Tensor, Tensor]] = []
-        self._completions: list[tuple[Tensor, Tensor]] = []
+        self.prompts: list[tuple[Tensor, Tensor]] = []
+        """Keys and values [P_cap, K, A, H]."""
+        self.completions: list[tuple[Tensor, Tensor]] = []
+        """Keys and values [R_cap, K, S, H]."""
         self._sizes = (0, 0, 0, 0)
 
     def reserve(self, *, prompts: int, prompt_length: int, rows: int, length: int) -> None:
         """Make room and keep existing entries. Sizes never shrink."""
         needed = (prompts, prompt_length, rows, length)
-        new = tuple(
-            have if want <= have else _rounded(want, have, step)
-            for want, have, step in zip(needed, self._sizes, (1, _LENGTH_STEP, 1, _LENGTH_STEP), strict=True)
-        )
-        if new == self._sizes:
+        new = list(self._sizes)
+        for i, (want, have, step) in enumerate(
+            zip(needed, self._sizes, (1, _LENGTH_STEP, 1, _LENGTH_STEP), strict=True)
+        ):
+            if want > have:
+                new[i] = -(-max(want, have + have // 2) // step) * step
+        if tuple(new) == self._sizes:
             return
         self._sizes = (new[0], new[1], new[2], new[3])
-        for store, shape in ((self._prompts, new[:2]), (self._completions, new[2:])):
+        for store, shape in ((self.prompts, new[:2]), (self.completions, new[2:])):
             for layer, (keys, values) in enumerate(store):
                 store[layer] = (_resized(keys, *shape), _resized(values, *shape))
-
-    def prompt_store(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [P_cap, K, A, H]."""
-        return self._prompts[layer]
-
-    def completion_store(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [R_cap, K, S, H]."""
-        return self._completions[layer]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores [1, K, T, H] new keys and values and returns them; attention reads the stores itself."""
-        if layer_idx == len(self._prompts):
-            self._allocate(key_states, value_states)
+        if layer_idx == len(self.prompts):
+            for layers, sizes in ((self.prompts, self._sizes[:2]), (self.completions, self._sizes[2:])):
+                shape = (sizes[0], key_states.shape[1], sizes[1], key_states.shape[3])
+                # zeros: NaN would pass a mask
+                layers.append((key_states.new_zeros(shape), value_states.new_zeros(shape)))
         if isinstance(self.plan, Prefill):
             start = 0
             for length, slot in zip(self.plan.lengths, self.plan.slots, strict=True):
-                for store, new in zip(self._prompts[layer_idx], (key_states, value_states), strict=True):
+                for store, new in zip(self.prompts[layer_idx], (key_states, value_states), strict=True):
                     store[slot, :, :length] = new[0, :, start : start + length]
                 start += length
         elif isinstance(self.plan, Decode):
             rows = key_states.shape[2]
-            for store, new in zip(self._completions[layer_idx], (key_states, value_states), strict=True):
+            for store, new in zip(self.completions[layer_idx], (key_states, value_states), strict=True):
                 new_RKH = new[0].transpose(0, 1)
                 if self.plan.uniform_counts:
                     store[:rows, :, self.plan.max_count] = new_RKH
@@ -116,37 +121,28 @@ class SampleCache(Cache):
 
     def move_rows(self, source: Sequence[int], target: Sequence[int], *, used: int) -> None:
         """Copy completions of rows `source` over rows `target`, their first `used` tokens."""
-        _move(self._completions, source, target, used)
+        _move(self.completions, source, target, used)
 
     def move_prompts(self, source: Sequence[int], target: Sequence[int], *, used: int) -> None:
         """Copy prompt entries `source` over entries `target`, their first `used` tokens."""
-        _move(self._prompts, source, target, used)
+        _move(self.prompts, source, target, used)
 
     def clear(self) -> None:
         """Free the memory."""
-        self._prompts.clear()
-        self._completions.clear()
+        self.prompts.clear()
+        self.completions.clear()
         self._sizes = (0, 0, 0, 0)
         self.plan = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated now."""
-        stores = (*self._prompts, *self._completions)
+        stores = (*self.prompts, *self.completions)
         return sum(t.numel() * t.element_size() for pair in stores for t in pair)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions are always passed in, so transformers need not count."""
         return 0
-
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        prompts, prompt_length, rows, length = self._sizes
-
-        def empty(like: Tensor, entries: int, tokens: int) -> Tensor:
-            return like.new_zeros(entries, like.shape[1], tokens, like.shape[3])  # NaN would pass a mask
-
-        self._prompts.append((empty(keys, prompts, prompt_length), empty(values, prompts, prompt_length)))
-        self._completions.append((empty(keys, rows, length), empty(values, rows, length)))
 
 
 def additive_masks(plan: Decode, window: int | None) -> tuple[Tensor | None, Tensor | None]:
@@ -177,18 +173,9 @@ def additive_masks(plan: Decode, window: int | None) -> tuple[Tensor | None, Ten
         inside = suffix_index + own_length[:, None] > (position - window)[:, None]
         completion_ok = inside if completion_ok is None else completion_ok & inside
     return (
-        None if prompt_ok is None else _additive(prompt_ok.unsqueeze(1)),
-        None if completion_ok is None else _additive(completion_ok[:, None, None]),
+        None if prompt_ok is None else torch.where(prompt_ok.unsqueeze(1), 0.0, -1e30),
+        None if completion_ok is None else torch.where(completion_ok[:, None, None], 0.0, -1e30),
     )
-
-
-def _additive(allowed: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape, device=allowed.device).masked_fill_(~allowed, -1e30)
-
-
-def _rounded(want: int, have: int, step: int) -> int:
-    target = max(want, have + have // 2)
-    return -(-target // step) * step
 
 
 def _resized(old: Tensor, entries: int, tokens: int) -> Tensor:
@@ -208,3 +195,128 @@ def _move(
         for tensor in pair:
             index = torch.tensor(source, device=tensor.device)
             tensor[torch.tensor(target, device=tensor.device), :, :used] = tensor[index, :, :used]
+
+
+def register_attention() -> None:
+    """Make IMPLEMENTATION known to transformers; idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, cached_attention)
+
+
+def cached_attention(  # signature: transformers' AttentionInterface
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    sample_cache: SampleCache,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Called by the model's attention layers with query [1, N, T, H] and new keys and values [1, K, T, H].
+
+    Returns:
+        [1, T, N, H] and None (no attention weights).
+    """
+    plan = sample_cache.plan
+    if isinstance(plan, Prefill):
+        return _prefill(query, key, value, plan, scaling, sliding_window), None
+    assert isinstance(plan, Decode)
+    return _decode(query, module.layer_idx, sample_cache, plan, scaling, sliding_window), None  # type: ignore[arg-type]
+
+
+def _prefill(
+    query: Tensor, key: Tensor, value: Tensor, plan: Prefill, scaling: float | None, window: int | None
+) -> Tensor:
+    """Causal attention inside each document; [1, T, N, H]."""
+    out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    start = 0
+    for length in plan.lengths:
+        span = slice(start, start + length)
+        start += length
+        mask = None
+        if window is not None and length > window:
+            index = torch.arange(length, device=query.device)
+            distance = index[:, None] - index
+            mask = (distance >= 0) & (distance < window)
+        out[:, span] = F.scaled_dot_product_attention(
+            query[:, :, span],
+            key[:, :, span],
+            value[:, :, span],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2)
+    return out
+
+
+def _decode(
+    query: Tensor, layer: int, cache: SampleCache, plan: Decode, scaling: float | None, window: int | None
+) -> Tensor:
+    """One query per row over its prompt and its completion; [1, R, N, H]."""
+    if window not in plan.masks:
+        plan.masks[window] = additive_masks(plan, window)
+    prompt_mask, completion_mask = plan.masks[window]
+    q_RNH = query[0].transpose(0, 1)
+    rows, heads, dim = q_RNH.shape
+    prompts = len(plan.prompt_lengths)
+
+    keys, values = cache.prompts[layer]
+    kv_heads = keys.shape[1]
+    grouped = q_RNH if plan.identity else q_RNH.index_select(0, plan.gather)
+    # the G query heads of a key/value head and the M samples of a prompt are queries of one matrix product
+    grouped = grouped.view(prompts, -1, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    samples = grouped.shape[3]
+    grouped = grouped.reshape(prompts, kv_heads, -1, dim)
+    if prompt_mask is not None and prompt_mask.shape[2] > 1:
+        prompt_mask = prompt_mask.repeat(1, 1, heads // kv_heads, 1)
+    used = slice(plan.max_prompt)
+    out_p, lse_p = attend(grouped, keys[:prompts, :, used], values[:prompts, :, used], prompt_mask, scaling)
+    out_p = out_p.reshape(prompts, heads, samples, dim).transpose(1, 2).reshape(-1, heads, dim)
+    lse_p = lse_p.reshape(prompts, heads, samples).transpose(1, 2).reshape(-1, heads)
+    if not plan.identity:
+        out_p, lse_p = out_p.index_select(0, plan.scatter), lse_p.index_select(0, plan.scatter)
+
+    keys, values = cache.completions[layer]
+    used = slice(plan.max_count + 1)
+    own = q_RNH.reshape(rows, kv_heads, heads // kv_heads, dim)
+    out_c, lse_c = attend(own, keys[:rows, :, used], values[:rows, :, used], completion_mask, scaling)
+    out_c, lse_c = out_c.reshape(rows, heads, dim), lse_c.reshape(rows, heads)
+
+    share = torch.sigmoid(lse_p - lse_c).unsqueeze(-1)
+    return torch.lerp(out_c.float(), out_p.float(), share).to(query.dtype).unsqueeze(0)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention and the log-sum-exp of its scores.
+
+    Args:
+        q: [B, K, Q, H]; k, v: [B, K, S, H]; mask: additive float32, broadcastable to [B, K, Q, S], or None.
+
+    Returns:
+        out [B, K, Q, H] in q's dtype, lse [B, K, Q] float32.
+    """
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scaling
+        )
+        return out, lse
+    return attend_plainly(q, k, v, mask, scaling)
+
+
+def attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` by matrix products: for devices without a fused kernel that returns the log-sum-exp."""
+    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is not None:
+        scores = scores + mask
+    lse = torch.logsumexp(scores, -1)
+    return (scores - lse.unsqueeze(-1)).exp_().to(q.dtype) @ v, lse

@@ -1,6 +1,6 @@
 """The next token of each row, as tensor operations: what a CUDA graph can hold.
 
-The draw is `lockstep.engine.noise`'s: Gumbel-max over blocks of the vocabulary, then inside of the block.
+The draw is `lockstep.engine.sampling`'s: Gumbel-max over blocks of the vocabulary, then inside of the block.
 Here a block's mass stays a logarithm, so that the logits are read once and no copy of them in float32 is
 written.
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.engine.noise import BLOCK, ENTRY_COUNTER, noise_keys, uniform
+from lockstep.engine.sampling import BLOCK, ENTRY_COUNTER, noise_keys, uniform
 from lockstep.invariant import row_ops
 from lockstep.ops.logprobs import HeadOptions
 

@@ -23,9 +23,8 @@ from lockstep.engine.native.kv_cache import KVCache, most_tokens
 from lockstep.engine.native.layers import Layers
 from lockstep.engine.native.runner import Runner
 from lockstep.engine.native.scheduler import Group, Sample, Scheduler
-from lockstep.engine.requests import RequestCheck
+from lockstep.engine.requests import RequestCheck, StopStrings, completion_text
 from lockstep.engine.sampling import SampleState, is_shaped
-from lockstep.engine.stop import StopStrings, completion_text
 from lockstep.engine.streaming import Ended, OnToken, Streaming, Turn
 from lockstep.engine.weights import copy_weights
 from lockstep.errors import EngineError

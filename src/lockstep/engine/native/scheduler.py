@@ -32,8 +32,8 @@ from lockstep.engine.native.runner import (
     Chunk,
     Columns,
 )
+from lockstep.engine.requests import StopStrings
 from lockstep.engine.sampling import SampleState
-from lockstep.engine.stop import StopStrings
 from lockstep.engine.streaming import Turn
 
 _ROOM, _LAST = 7, 8

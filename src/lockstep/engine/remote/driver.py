@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.remote.reply_fields import number
+from lockstep.engine.requests import completion_text
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.stop import completion_text
 from lockstep.engine.streaming import Turn
 from lockstep.errors import EngineError
 from lockstep.schema.rollout import FinishReason, GenerationRequest

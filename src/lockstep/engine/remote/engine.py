@@ -26,9 +26,8 @@ from lockstep.engine.remote.driver import Driver, Job, Sample, check_sample
 from lockstep.engine.remote.http import BadReply, HttpClient, HttpError, Reply, Unreachable
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.remote.stall import StallDetector
-from lockstep.engine.requests import RequestCheck
+from lockstep.engine.requests import RequestCheck, completion_text
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.stop import completion_text
 from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.errors import EngineError
 from lockstep.protocols.engine import EngineStats

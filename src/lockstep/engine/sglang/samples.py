@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from lockstep.engine.remote.driver import Job, Sample
 from lockstep.engine.remote.http import BadReply
 from lockstep.engine.remote.reply_fields import logprobs, mapping, token_ids, whole
-from lockstep.engine.stop import StopStrings
+from lockstep.engine.requests import StopStrings
 from lockstep.errors import EngineError
 from lockstep.observe.text import printable
 

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.engine import EngineConfig
-from lockstep.engine.requests import RequestCheck
+from lockstep.engine.requests import RequestCheck, completion_text
 from lockstep.engine.spec import EngineSpec
-from lockstep.engine.stop import completion_text
 from lockstep.engine.streaming import Ended, Streaming, Turn
 from lockstep.engine.vllm.core import NAME, Core, claim, release, same_threads
 from lockstep.engine.vllm.translate import vllm_environment, vllm_logprobs_mode, vllm_sampling
