@@ -30,6 +30,7 @@ from lockstep.recording.storage.weights import find_weights, load_weights
 from lockstep.schema.batch import PolicyBatch
 from lockstep.schema.recording import RecordedInput
 from lockstep.train.local import LocalBackend
+from lockstep.train.loss_module import require_finite
 
 BASE: dict[str, Any] = {
     "steps": 3,
@@ -229,12 +230,10 @@ def test_weights_first_and_none(train: Train) -> None:
 
 
 def test_what_a_step_failed_on_is_there(tiny_toml: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    real = LocalBackend._check_losses
+    def check(losses: Any, batches: Any, *, step: int) -> None:
+        require_finite([*losses[:-1], losses[-1] * (math.nan if step == 1 else 1.0)], batches, step=step)
 
-    def check(self: LocalBackend, batches: Any, losses: Any) -> None:
-        real(self, batches, [*losses[:-1], losses[-1] * (math.nan if self.steps_done == 1 else 1.0)])
-
-    monkeypatch.setattr(LocalBackend, "_check_losses", check)
+    monkeypatch.setattr("lockstep.train.local.require_finite", check)
     run = load_run(tiny_toml, overrides=BASE | {"run_dir": str(tmp_path / "run")})
     with pytest.raises(TrainError, match="the loss is nan"):
         train_online(run)  # type: ignore[arg-type]

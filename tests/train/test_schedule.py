@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from lockstep.config.train import TrainConfig
-from lockstep.train.schedule import lr_at
+from lockstep.train.optimizer import lr_at
 
 
 def ours(**options: Any) -> list[float]:

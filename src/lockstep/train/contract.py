@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from lockstep import invariant
 from lockstep.attention import kernel_of
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.execution import CompileWatch
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.contract import kernel_contract
 from lockstep.models.load import LoadedModel
@@ -23,12 +21,6 @@ def compile_options(module: nn.Module) -> dict[str, Any] | None:
     """Options that torch.compile needs for this module; None unless it is batch-invariant. An engine that
     computes the same bits passes the same options."""
     return invariant.inductor_options() if invariant.is_converted(module) else None
-
-
-def counting(watch: CompileWatch | None) -> contextlib.AbstractContextManager[None]:
-    """Count compilations inside this context as the trainer's; an engine in the same process counts its
-    own."""
-    return contextlib.nullcontext() if watch is None else watch.counting()
 
 
 def contract_of(config: TrainConfig, model: LoadedModel, device: torch.device) -> KernelContract | None:

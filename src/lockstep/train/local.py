@@ -28,14 +28,13 @@ from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
 from lockstep.train.compiled import compile_module
-from lockstep.train.contract import contract_of, counting
+from lockstep.train.contract import contract_of
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.local_memory import advice
-from lockstep.train.loss_module import LossModule, MicroBatchOutput, step_stats
+from lockstep.train.loss_module import LossModule, MicroBatchOutput, require_finite, step_stats
 from lockstep.train.make_optimizer import make_optimizer
-from lockstep.train.optimizer import MasterOptimizer, trained_parameters
+from lockstep.train.optimizer import lr_at, trained_parameters
 from lockstep.train.rows import head_rows, scatter
-from lockstep.train.schedule import lr_at
 from lockstep.train.single_samples import merge_samples, single_samples
 from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
 from lockstep.train.state.save_load import load_state, save_state
@@ -84,7 +83,7 @@ class LocalBackend:
         self.config, self.model, self.total_steps = config, model, total_steps
         self.module = model.module.eval()
         self.temperature = temperature
-        self.spans = spans
+        self.spans = spans or Spans()
         self.steps_done = 0
         self.device = next(self.module.parameters()).device
         self.contract = contract_of(config, model, self.device)
@@ -99,23 +98,20 @@ class LocalBackend:
         self._gradients = GradientStore(
             [p.parameter for p in named], float32=config.grad_accum_dtype == "float32"
         )
-        self._optimizer_or_none = make_optimizer(named, config=config) if total_steps > 0 else None
+        self._optimizer = make_optimizer(named, config=config) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
+        self._by_sample = config.accumulate == "sample"
+        """A forward and backward of its own for every sample."""
         if config.activation_checkpointing:
             checkpoint_activations(self.module)
-        self._compile_watch = compile_module(self.module, config)
+        watch = self._compile_watch = compile_module(self.module, config)
+        self._counting = contextlib.nullcontext if watch is None else watch.counting
         self._outer = self._with_loss(self.module)
         self._ref: LossModule | None = None
         """None: there is no reference, or it is the policy without its adapters."""
         if frozen is not None:
             compile_module(frozen, config, like=self.module)
             self._ref = self._with_loss(frozen)
-
-    @property
-    def _optimizer(self) -> MasterOptimizer:
-        if self._optimizer_or_none is None:
-            raise step_errors.no_optimizer()
-        return self._optimizer_or_none
 
     def _with_loss(self, module: nn.Module) -> LossModule:
         return LossModule(
@@ -135,16 +131,16 @@ class LocalBackend:
 
     def _score(self, model: Literal["policy", "ref"], batches: Sequence[PackedBatch]) -> list[Tensor]:
         results = []
-        with torch.no_grad(), self._as_model(model) as outer, counting(self._compile_watch):
+        with torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batches):
-                    parts = [self._logprobs(outer, one) for one in self._parts(batch)]
-                    results.append(parts[0] if self._in_packs else merge_samples(parts, batch))
+                    values = []
+                    for part in single_samples(batch, static=self._static) if self._by_sample else [batch]:
+                        rows, labels = head_rows(part, static=self._static, device=self.device)
+                        logprobs = outer(part.to(self.device), rows, labels, None)
+                        values.append(scatter(logprobs, rows, part.num_slots))
+                    results.append(merge_samples(values, batch) if self._by_sample else values[0])
         return results
-
-    def _logprobs(self, outer: LossModule, batch: PackedBatch) -> Tensor:
-        rows, labels = head_rows(batch, static=self._static, device=self.device)
-        return scatter(outer(batch.to(self.device), rows, labels, None), rows, batch.num_slots)
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Add the gradients of all micro-batches of one optimizer step.
@@ -152,16 +148,16 @@ class LocalBackend:
         Raises:
             TrainError: a loss is not finite, or memory ran out; all gradients of the step are dropped.
         """
-        self._gradients.expect(self._backwards(batches))
+        self._gradients.expect(sum(len(b.sample_ids) if self._by_sample else 1 for b in batches))
         outputs = []
         self.module.train()
         try:
-            with counting(self._compile_watch):
+            with self._counting():
                 for index, batch in enumerate(batches):
                     with self._memory_errors_explained(index, batches):
                         outputs.append(self._backward(batch, loss))
             stats = step_stats(outputs)
-            self._check_losses(batches, stats.losses)
+            require_finite(stats.losses, batches, step=self.steps_done)
         except BaseException:  # half a step's gradients must not leak into the next one
             self.drop_gradients()
             raise
@@ -174,23 +170,11 @@ class LocalBackend:
         """The same: there is one rank."""
         return self.forward_backward(batches, loss)
 
-    @property
-    def _in_packs(self) -> bool:
-        return self.config.accumulate == "pack"
-
-    def _backwards(self, batches: Sequence[PackedBatch]) -> int:
-        """Upper bound on the number of backward passes of these micro-batches."""
-        return sum(1 if self._in_packs else len(batch.sample_ids) for batch in batches)
-
-    def _parts(self, batch: PackedBatch) -> list[PackedBatch]:
-        """The batches that get a forward and backward of their own, on the host: packs or single samples."""
-        return [batch] if self._in_packs else single_samples(batch, static=self._static)
-
     def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
-        """Forward, loss and backward of one micro-batch."""
-        if self._in_packs:
+        """Forward, loss and backward of one micro-batch, at once or sample by sample."""
+        if not self._by_sample:
             return self._backward_at_once(batch, loss)
-        ones = [self._backward_at_once(one, loss) for one in self._parts(batch)]
+        ones = [self._backward_at_once(one, loss) for one in single_samples(batch, static=self._static)]
         return MicroBatchOutput(
             loss=torch.stack([one.loss for one in ones]).sum(),
             tokens=merge_samples([one.tokens for one in ones], batch),
@@ -202,16 +186,13 @@ class LocalBackend:
         if labels.numel() == 0:  # nothing to train on, and no graph to go back through
             zeros = torch.zeros(2 + len(loss.terms), batch.num_slots, device=self.device)
             return MicroBatchOutput(loss=zeros.sum(), tokens=zeros)
-        with self._timed("forward"):
+        with self.spans("forward"):
             value: Tensor = self._outer(moved, rows, labels, loss)
-        with self._timed("backward"):
+        with self.spans("backward"):
             value.backward()
         tokens = self._outer.tokens
         assert tokens is not None, "a loss was given"
         return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))
-
-    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
     @contextlib.contextmanager
     def _as_model(self, model: Literal["policy", "ref"]) -> Iterator[LossModule]:
@@ -239,15 +220,12 @@ class LocalBackend:
                 f"slots; {what}. No weight was changed. torch says: {error}"
             ) from error
 
-    def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        step_errors.require_finite(losses, batches, step=self.steps_done)
-
     def _blame(self) -> str:
         """Find the micro-batch whose gradients are not finite by running each once more, alone."""
         pending = list(self._pending)
         self.drop_gradients()
         for index, (batch, loss) in enumerate(pending):
-            self._gradients.expect(self._backwards([batch]))
+            self._gradients.expect(len(batch.sample_ids) if self._by_sample else 1)
             self.module.train()
             self._backward(batch, loss)
             self.module.eval()
@@ -289,7 +267,15 @@ class LocalBackend:
     # --- update ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _updated(self) -> dict[str, float]:
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
+        clipping) and lr.
+
+        Raises:
+            ConfigError: the backend was made with total_steps = 0.
+            TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
+                recompiled more often than train.max_recompiles.
+        """
         gradients = self._gradients.collect()
         present = [g for g in gradients if g is not None]
         if not present:
@@ -299,27 +285,18 @@ class LocalBackend:
             with torch.enable_grad():
                 reason = self._blame()
             raise step_errors.norm_not_finite(norm, step=self.steps_done, reason=reason)
+        if self._optimizer is None:
+            raise step_errors.no_optimizer()
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         self._optimizer.step(gradients, lr=lr, scale=scale)
-        return {"grad_norm": norm, "lr": lr}
-
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
-        clipping) and lr.
-
-        Raises:
-            TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
-                recompiled more often than train.max_recompiles.
-        """
-        update = self._updated()
         self.drop_gradients()
         self.steps_done += 1
         if self._compile_watch is not None:
             self._compile_watch.check()
             self._compile_watch.mark_warm()
-        return update
+        return {"grad_norm": norm, "lr": lr}
 
     def compile_report(self) -> CompileReport | None:
         """Report what torch.compile did so far; None in eager mode."""
@@ -386,7 +363,7 @@ class LocalBackend:
         return {f"{MODEL}{name}": tensor for name, tensor in weights.items()} | self._optimizer_state()
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        if self._optimizer_or_none is None:
+        if self._optimizer is None:
             return {}
         masters = self._optimizer.separate_masters()
         return {f"{MASTER}{name}": tensor for name, tensor in masters.items()} | self._optimizer.state()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
+from lockstep.errors import TrainError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_decoder
 from lockstep.models.heads import head_of, head_options
@@ -59,6 +61,25 @@ def step_stats(outputs: Iterable[MicroBatchOutput]) -> StepStats:
         stats.entropy.append(output.tokens[1])
         stats.terms.append(output.tokens[2:])
     return stats
+
+
+def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, step: int) -> None:
+    """Check the losses of all micro-batches of a step, with one wait for the device.
+
+    Args:
+        losses: scalars, one per batch.
+
+    Raises:
+        TrainError: names the first micro-batch whose loss is NaN or infinite, and its samples.
+    """
+    values = torch.stack(list(losses)).tolist() if losses else []
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            raise TrainError(
+                f"step {step}, micro-batch {index} of {len(values)}: the loss is {value}; its samples are "
+                f"{list(batches[index].sample_ids)}. No weight was changed. Look at these samples "
+                "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = 'float32'"
+            )
 
 
 class LossModule(nn.Module):

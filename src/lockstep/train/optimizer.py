@@ -1,4 +1,4 @@
-"""Optimizers over a float32 master copy of the weights.
+"""Optimizers over a float32 master copy of the weights, and the learning rate of a step.
 
 The model's Parameters are in the compute dtype; rounding an update of 1e-6 to bfloat16 loses it. So each
 Parameter has a float32 master, updates go to the master, and one cast per step writes the Parameter. A
@@ -7,6 +7,7 @@ float32 Parameter on the optimizer's device is its own master and costs nothing 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,30 @@ def trained_parameters(module: nn.Module) -> list[NamedParameter]:
     if not named:
         raise ConfigError("no parameter of the model requires grad; there is nothing to train")
     return named
+
+
+def lr_at(step: int, *, config: TrainConfig, total_steps: int) -> float:
+    """Learning rate of the update number `step` (0 is the first one) of `total_steps`.
+
+    Warm-up is linear and never 0: update s of w warm-up steps has lr * (s + 1) / (w + 1), so that the first
+    update already moves the weights. Afterwards it is transformers' get_scheduler (optimization.py:
+    constant_with_warmup, linear, cosine with half a period) at the same step, compressed into [min_lr_ratio,
+    1]; steps beyond `total_steps` keep the last value.
+
+    Raises:
+        ValueError: `step` is negative.
+    """
+    if step < 0:
+        raise ValueError(f"step = {step} is negative; the first update is step 0")
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    decay = 1.0  # linear and cosine reach 0 at progress 1
+    if config.schedule == "linear":
+        decay = 1.0 - progress
+    elif config.schedule == "cosine":
+        decay = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +129,6 @@ class MasterOptimizer(ABC):
         for index, (named, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if gradient is None or named.decay != decay:
                 continue
-            self._begin(index)
             start, total = 0, gradient.numel()
             while start < total:
                 stop = min(total, start + limit - filled) if self.splits else total
@@ -168,9 +192,6 @@ class MasterOptimizer(ABC):
         it."""
         return {}
 
-    def _begin(self, index: int) -> None:  # noqa: B027 (a hook: SGD has nothing to count)
-        """Called once per step for every parameter that is updated, before its first piece."""
-
     @abstractmethod
     def _update(
         self,
@@ -199,9 +220,6 @@ class AdamW(MasterOptimizer):
         # On the host: a count is read to build a bucket, never by a kernel that could have waited.
         self.updates = [torch.zeros((), dtype=torch.float32) for _ in self.masters]
 
-    def _begin(self, index: int) -> None:
-        self.updates[index] += 1
-
     def _update(
         self,
         bucket: Sequence[Piece],
@@ -214,6 +232,9 @@ class AdamW(MasterOptimizer):
         fused = self.device.type in ("cpu", "cuda")
         if not fused and scale != 1.0:
             torch._foreach_mul_(gradients, scale)
+        for piece in bucket:
+            if piece.start == 0:
+                self.updates[piece.index] += 1
         # The kernel counts the update itself, so it gets the count before this one; a piece has a count of
         # its own.
         counts = [(self.updates[p.index] - 1).to(self.device) for p in bucket]

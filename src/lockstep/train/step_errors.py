@@ -2,33 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
 from lockstep.errors import ConfigError, TrainError
-from lockstep.schema.batch import PackedBatch
-
-
-def require_finite(losses: Sequence[Tensor], batches: Sequence[PackedBatch], *, step: int) -> None:
-    """Check the losses of all micro-batches of a step, with one wait for the device.
-
-    Args:
-        losses: scalars, one per batch.
-
-    Raises:
-        TrainError: names the first micro-batch whose loss is NaN or infinite, and its samples.
-    """
-    values = torch.stack(list(losses)).tolist() if losses else []
-    for index, value in enumerate(values):
-        if not math.isfinite(value):
-            raise TrainError(
-                f"step {step}, micro-batch {index} of {len(values)}: the loss is {value}; its samples are "
-                f"{list(batches[index].sample_ids)}. No weight was changed. Look at these samples "
-                "(advantages, rollout_logprobs, loss_weights), lower train.lr, or set model.dtype = 'float32'"
-            )
 
 
 def norm_not_finite(norm: float, *, step: int, reason: str = "") -> TrainError:

@@ -42,7 +42,7 @@ class ReplayBackend(Protocol):
     """What a replay needs of a train backend: parts of TrainBackend, and gradients."""
 
     contract: KernelContract | None
-    spans: Spans | None
+    spans: Spans
     """Times "forward" and "backward"."""
     reduces_gradients: bool
     """Of the class: it adds gradients up over ranks itself, in backward."""

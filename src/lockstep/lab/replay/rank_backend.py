@@ -33,12 +33,12 @@ class _Wrapped:
         self.contract, self.reduces_gradients = inner.contract, inner.reduces_gradients
 
     @property
-    def spans(self) -> Spans | None:
+    def spans(self) -> Spans:
         """The spans in which the backend records its times."""
         return self.inner.spans
 
     @spans.setter
-    def spans(self, spans: Spans | None) -> None:
+    def spans(self, spans: Spans) -> None:
         self.inner.spans = spans
 
     def logprobs_own(self, batches: Sequence[PackedBatch]) -> list[Tensor]:

@@ -33,20 +33,19 @@ from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
-from lockstep.train.contract import contract_of, counting
+from lockstep.train.contract import contract_of
 from lockstep.train.deepspeed.build import ZeroBuilder
 from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed.state import ZeroParts, whole_weights
-from lockstep.train.loss_module import LossModule, MicroBatchOutput, step_stats, token_rows
+from lockstep.train.loss_module import LossModule, MicroBatchOutput, require_finite, step_stats, token_rows
 from lockstep.train.micro_batch_assignment import (
     assign_batches,
     require_same_batches,
     share_logprobs,
     share_stats,
 )
-from lockstep.train.optimizer import trained_parameters
+from lockstep.train.optimizer import lr_at, trained_parameters
 from lockstep.train.rows import Rows, head_rows, scatter
-from lockstep.train.schedule import lr_at
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -96,7 +95,8 @@ class DeepSpeedBackend:
         ref: bool = False,
         spans: Spans | None = None,
     ) -> None:
-        self.config, self.model, self.total_steps, self.spans = config, model, total_steps, spans
+        self.config, self.model, self.total_steps = config, model, total_steps
+        self.spans = spans or Spans()
         self.module = model.module.eval()
         self.device = next(self.module.parameters()).device
         self.steps_done = 0
@@ -129,6 +129,8 @@ class DeepSpeedBackend:
         if self.deepcompile:
             self._zero.engine.compile(backend="inductor")
             self._compile_watch = CompileWatch(max_recompiles=config.max_recompiles)
+        watch = self._compile_watch
+        self._counting = contextlib.nullcontext if watch is None else watch.counting
         self._ref: nn.Module | None = None
         self._ref_engine: Any = None
         if reference is not None:
@@ -167,7 +169,7 @@ class DeepSpeedBackend:
     def _score_own(self, model: Literal["policy", "ref"], batches: Sequence[PackedBatch]) -> list[Tensor]:
         results = []
         self._outer.eval()
-        with torch.no_grad(), self._as_model(model) as outer, counting(self._compile_watch):
+        with torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(batch, index=index, count=len(batches)):
                     rows, labels = head_rows(batch, static=self._static, device=self.device)
@@ -242,7 +244,7 @@ class DeepSpeedBackend:
         try:
             for position, (index, batch) in enumerate(batches.items()):
                 self._zero.engine.set_gradient_accumulation_boundary(position == len(batches) - 1)
-                watched = counting(self._compile_watch)
+                watched = self._counting()
                 with self._memory_errors_explained(batch, index=index, count=count), watched:
                     outputs[index] = self._backward(batch, loss)
             self._gradients_ready = self._trained = bool(batches)
@@ -257,9 +259,9 @@ class DeepSpeedBackend:
     def _backward(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
         rows, labels = head_rows(batch, static=self._static, device=self.device)
         moved = batch.to(self.device)
-        with self._timed("forward"):
+        with self.spans("forward"):
             value, tokens = self._forward(moved, rows, labels, loss)
-        with self._timed("backward"):
+        with self.spans("backward"):
             self._zero.engine.backward(value * self.world_size)
         return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))
 
@@ -312,13 +314,10 @@ class DeepSpeedBackend:
     def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
         """Check the losses of all ranks; raises TrainError on every rank."""
         try:
-            step_errors.require_finite(losses, batches, step=self.steps_done)
+            require_finite(losses, batches, step=self.steps_done)
         except TrainError:
             self._recover()
             raise
-
-    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
     # --- gradients ------------------------------------------------------------------------------------------
 

@@ -31,12 +31,12 @@ from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train import step_errors
 from lockstep.train.compiled import compile_module
-from lockstep.train.contract import contract_of, counting
+from lockstep.train.contract import contract_of
 from lockstep.train.fsdp2.mesh import make_mesh
 from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
 from lockstep.train.fsdp2.state import ShardedState
 from lockstep.train.gradients import global_norm
-from lockstep.train.loss_module import MicroBatchOutput, RingPart
+from lockstep.train.loss_module import MicroBatchOutput, RingPart, require_finite
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.micro_batch_assignment import (
     assign_batches,
@@ -44,9 +44,8 @@ from lockstep.train.micro_batch_assignment import (
     share_logprobs,
     share_stats,
 )
-from lockstep.train.optimizer import MasterOptimizer, NamedParameter, trained_parameters
+from lockstep.train.optimizer import MasterOptimizer, NamedParameter, lr_at, trained_parameters
 from lockstep.train.rows import Rows, head_rows, ring_rows, scatter
-from lockstep.train.schedule import lr_at
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -92,7 +91,7 @@ class FSDP2Backend:
     ) -> None:
         _refuse_impossible(config, model)
         self.config, self.model, self.total_steps = config, model, total_steps
-        self.temperature, self.spans, self.steps_done = temperature, spans, 0
+        self.temperature, self.spans, self.steps_done = temperature, spans or Spans(), 0
         self.module = model.module.eval()
         self.device = device_of(self.module)
         if config.ring > 1:
@@ -108,7 +107,8 @@ class FSDP2Backend:
         frozen = copy.deepcopy(self.module).requires_grad_(False) if ref else None
         decay = {p.name: p.decay for p in trained_parameters(self.module)}
         masters_here = total_steps > 0 and config.optimizer_device == "model"
-        self._compile_watch = compile_module(self.module, config)
+        watch = self._compile_watch = compile_module(self.module, config)
+        self._counting = contextlib.nullcontext if watch is None else watch.counting
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
         self.ref: Reference | None = None
         if frozen is not None:
@@ -158,7 +158,7 @@ class FSDP2Backend:
     def _score(self, sharded: ShardedModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         logprobs_of: dict[int, Tensor] = {}
-        with torch.no_grad(), sharded.resharded_after(), counting(self._compile_watch):
+        with torch.no_grad(), sharded.resharded_after(), self._counting():
             for index, batch in self._assigned(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     rows, labels, part = self._rows(batch)
@@ -178,7 +178,7 @@ class FSDP2Backend:
         self._added_up = None
         try:
             stats = self._accumulate(batches, loss)
-            self._check_losses(batches, stats.losses)
+            require_finite(stats.losses, batches, step=self.steps_done)  # each rank has the losses of all
         except BaseException:  # half a step's gradients must not leak into the next one
             self._recover()
             raise
@@ -193,7 +193,7 @@ class FSDP2Backend:
         root = self._policy.outer
         root.train()
         try:
-            with self._policy.resharded_after(), counting(self._compile_watch):
+            with self._policy.resharded_after(), self._counting():
                 for position, (index, batch) in enumerate(assigned):
                     self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
@@ -238,9 +238,9 @@ class FSDP2Backend:
         rows, labels, part = self._rows(batch)
         moved = batch.to(self.device)
         outer = self._policy.outer
-        with self._timed("forward"):
+        with self.spans("forward"):
             value: Tensor = outer(moved, rows, labels, loss, part)
-        with self._timed("backward"):
+        with self.spans("backward"):
             value.backward()
         assert outer.tokens is not None
         counted = loss.separable or self.mesh.ring_rank == 0  # otherwise it is of the whole pack
@@ -248,9 +248,6 @@ class FSDP2Backend:
             loss=value.detach() if counted else torch.zeros_like(value),
             tokens=scatter(outer.tokens, rows, batch.num_slots),
         )
-
-    def _timed(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.spans is None else self.spans(name)
 
     # --- errors ---------------------------------------------------------------------------------------------
 
@@ -274,10 +271,6 @@ class FSDP2Backend:
                 "or train.parameter_device = 'cpu', or use more ranks. No weight was changed. torch says: "
                 f"{error}"
             ) from error
-
-    def _check_losses(self, batches: Sequence[PackedBatch], losses: Sequence[Tensor]) -> None:
-        """Raises TrainError on every rank: each has the losses of all."""
-        step_errors.require_finite(losses, batches, step=self.steps_done)
 
     def _recover(self) -> None:
         """Clean up after a forward or backward that raised."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.train import TrainConfig
-from lockstep.train.schedule import lr_at
+from lockstep.train.optimizer import lr_at
 
 MODEL = "model/"
 MASTER = "master/"
