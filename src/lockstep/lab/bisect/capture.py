@@ -82,8 +82,8 @@ def token_rows(
 ) -> tuple[Tensor, tuple[int, int]]:
     """Locate real tokens: index [tokens] into the flattened rows, and the (B, L) of the rows."""
     lengths = batch.lengths[: len(batch.sample_ids)]
-    assert layout in ("packed", "padded"), "cells of a bisection are in one of them"
-    if layout == "packed":
+    assert layout != "shared", "cells of a bisection have a row for each token"
+    if layout != "padded":
         return torch.arange(sum(lengths)), (1, batch.num_slots)
     rows, width = dense_shape(batch)
     firsts = [
