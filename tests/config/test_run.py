@@ -30,7 +30,7 @@ FILE = {"source": "rows.jsonl"}
             {"train": {"execution": "joint", "static_capacity": False}},
             "one graph of the whole decoder for every length",
         ),
-        ({"train": {"cuda_graph": True}}, r"no effect with train.execution = 'eager'.*set .*= 'joint'"),
+        ({"train": {"cuda_graph": True}}, r"no effect with train.execution = 'auto'.*set .*= 'joint'"),
         (
             {"algorithm": {"rollout_correction": {"kind": "icepop", "low": 3.0}}},
             "would be masked",

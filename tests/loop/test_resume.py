@@ -155,3 +155,20 @@ def test_options_that_the_config_leaves_open_are_those_the_run_began_with_or_it_
     note = "the run was started with algorithm.ratio = token and goes on with sequence_product"
     assert note in resumed(4, manifest["algorithm"] | {"ratio": "token"})
     assert "by a version in which rloo had a ratio per token" in resumed(5, None)
+
+
+@pytest.mark.parametrize("kind", ["tiny_toml", "sft_toml"])
+def test_a_resumed_run_takes_its_execution_mode_from_its_manifest(
+    kind: str, lockstep: Commands, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The manifest is made to tell of a mode that the run cannot have, so that who reads it stops."""
+    run, toml = tmp_path / "run", request.getfixturevalue(kind)
+    ended = lockstep("train", toml, "--run-dir", run, "--steps", "1", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert 'execution = "auto"' in (run / "config.toml").read_text()
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["axes"]["execution"] == "eager"
+    manifest["axes"]["execution"] = "deepcompile"
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    ended = lockstep("train", "--resume", run, "--steps", "2", cwd=tmp_path)
+    assert ended.code == 2 and "manifest.json, field axes" in ended.err, ended.out + ended.err

@@ -128,6 +128,8 @@ def show(plan: MemoryPlan, *, available: int, source: str) -> None:
         f"one optimizer step: {plan.documents_per_step} documents of at most {plan.longest_document} tokens, "
         f"at most {plan.micro_batches} micro-batches of at most {plan.tokens_per_micro_batch} tokens"
     )
+    if plan.auto_execution:
+        console.print(f"train.execution auto -> {plan.execution}: {plan.auto_execution}")
     each = f", each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     table = Table(title=f"memory on {plan.device}{each}")
     for heading, justify in (
@@ -163,6 +165,7 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
         "fits": plan.peak_bytes <= available,
         "device": str(plan.device),
         "ranks": plan.ranks,
+        "execution": plan.execution,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "parameters": plan.shape.parameters,
         "trained_parameters": plan.shape.trained,

@@ -185,7 +185,7 @@ def _check_ring(train: TrainConfig) -> None:
             f"{ring} shards packs, and train.layout = {train.layout!r} has none; set train.layout = "
             "'packed', or train.ring = 1"
         )
-    if train.execution != "eager":
+    if train.execution not in ("eager", "auto"):
         raise ConfigError(
             f"{ring}: ring attention talks to other ranks inside of a layer, which compiled layers cannot; "
             f"set train.execution = 'eager' instead of {train.execution!r}, or train.ring = 1"

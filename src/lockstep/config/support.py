@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.config.base import is_module_path
-from lockstep.config.declarations import Entry, by_status, declarations, names, rows_in_order
+from lockstep.config.declarations import Entry, Status, by_status, declarations, names, rows_in_order
 from lockstep.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -132,11 +132,7 @@ def check_device_support(
     Raises:
         ConfigError: an unsupported combination.
     """
-    resolved = {"attention": attention, "device": device.partition(":")[0], "dtype": dtype}
-    cell = {**_cell(run), **resolved}
-    if cell["layout"] == "auto":
-        cell["layout"] = "packed"
-    cell = {axis: value for axis, value in cell.items() if value != "auto"}
+    cell = _resolved_cell(run, attention=attention, device=device, dtype=dtype)
     _check_names(cell)
     entry = lookup(cell, own=own)
     if entry.status == "unsupported":
@@ -144,6 +140,22 @@ def check_device_support(
     if batch_invariant:
         _check_batch_invariant(run, cell)
     return entry
+
+
+def support_status(
+    run: RunAxes, *, attention: str, device: str, dtype: str, own: Sequence[Entry] = ()
+) -> Status:
+    """Return the status of what `check_device_support` would check."""
+    cell = _resolved_cell(run, attention=attention, device=device, dtype=dtype)
+    return lookup(cell, own=own).status
+
+
+def _resolved_cell(run: RunAxes, *, attention: str, device: str, dtype: str) -> dict[str, str]:
+    cell = _cell(run) | {"attention": attention, "device": device.partition(":")[0], "dtype": dtype}
+    for axis, usual in (("layout", "packed"), ("execution", "eager")):  # where nothing speaks for more
+        if cell[axis] == "auto":
+            cell[axis] = usual
+    return {axis: value for axis, value in cell.items() if value != "auto"}
 
 
 def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:

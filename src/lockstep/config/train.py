@@ -37,9 +37,10 @@ class TrainConfig(Config):
     attention: Name = "auto"
     """sdpa, varlen, flex, hf:NAME, or your own `module:function`; auto: varlen if batch-invariant or on CUDA
     below float32, else sdpa."""
-    execution: Execution = "eager"
+    execution: Execution | Literal["auto"] = "auto"
     """compile: every block of layers by torch.compile. joint: forward and backward of the whole decoder as
-    one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's."""
+    one graph (not with ZeRO 3 or ring attention). deepcompile: DeepSpeed's. auto: compile on CUDA, where a
+    parity test covers it and the run's steps save more time than compiling takes; else eager."""
     layout: Layout = "auto"
     """packed: documents end to end in one row. padded: one document a row, pads computed. shared: packed, and
     what documents begin with in common, such as a group's prompt, is computed once. auto: packed."""
@@ -120,6 +121,12 @@ class TrainConfig(Config):
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ValueError(f"betas = {list(betas)} must be at least 0 and below 1, such as [0.9, 0.999]")
         return betas
+
+
+def outside_of_runs(train: TrainConfig) -> TrainConfig:
+    """Return `train` as a backend takes it that no run builds: an execution "auto", which depends on the
+    run's steps, is eager."""
+    return train if train.execution != "auto" else train.model_copy(update={"execution": "eager"})
 
 
 class EvalConfig(Config):

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from lockstep.config.engine import resolved
+from lockstep.config.load import override
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import GRPORun, RunConfig
-from lockstep.config.support import check_device_support, check_support
+from lockstep.config.support import check_device_support, check_support, support_status
 from lockstep.config.train import Layout, TrainConfig
 from lockstep.errors import ConfigError
+from lockstep.loop.auto_execution import Choice, choose_execution
 from lockstep.loop.own_parts import own_support
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.ranks.context import RankContext
@@ -40,13 +42,19 @@ class Axes:
     """supported: a parity test covers this combination; or untested."""
     support_note: str
     """What the support table says about it; may be empty."""
+    auto_execution: str = ""
+    """Why train.execution = "auto" became `execution`; empty: it was not "auto", or there was no choice."""
 
 
-def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | None = None) -> Axes:
+def resolve_axes(
+    run: RunConfig, *, engine: str | None, ranks: RankContext | None = None, parameters: int | None = None
+) -> Axes:
     """Resolve the auto values of `run`, and look the result up in the support table.
 
     Args:
         ranks: with several ranks each has its own device: local rank r has cuda:r.
+        parameters: of the model; None: it is not loaded yet, and until then train.execution = "auto", which
+            depends on its size, is eager.
 
     Raises:
         ConfigError: train.device names a device that this machine does not have, or the combination is not
@@ -65,6 +73,11 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
         )
     own = own_support(run, attention=attention)
     layout: Layout = "packed" if train.layout == "auto" else train.layout
+    execution = Choice(value="eager" if train.execution == "auto" else train.execution, reason="")
+    if train.execution == "auto" and parameters is not None:
+        world = 1 if ranks is None else ranks.world_size
+        execution = resolve_execution(run, device=device, dtype=dtype, parameters=parameters, ranks=world)
+    run = with_execution(run, execution.value)
     entry = check_device_support(
         _with_layout(run, layout),
         attention=attention,
@@ -79,28 +92,41 @@ def resolve_axes(run: RunConfig, *, engine: str | None, ranks: RankContext | Non
         backend=train.backend,
         engine=engine,
         attention=attention,
-        execution=train.execution,
+        execution=execution.value,
         layout=layout,
         dtype=dtype,
-        static_capacity=train.execution != "eager" if static is None else static,
+        static_capacity=execution.value != "eager" if static is None else static,
         batch_invariant=invariant,
         deterministic=train.deterministic,
         support=entry.status,
         support_note=entry.reason,
+        auto_execution=execution.reason,
     )
 
 
-def keep_layout(run: Run, manifest: Mapping[str, Any]) -> Run:
-    """Return the run to resume, in layout packed if it was started in it: in earlier versions "auto" was
-    never shared."""
-    axes = manifest.get("axes")
-    if run.train.layout != "auto" or not isinstance(axes, Mapping) or axes.get("layout") != "packed":
-        return run
-    return _with_layout(run, "packed")
+def resolve_execution(run: RunConfig, *, device: str, dtype: str, parameters: int, ranks: int) -> Choice:
+    """Return what train.execution = "auto" means for a run whose engine is resolved: compile where the
+    support table has a parity test of it and `choose_execution` finds that it pays, else eager.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: of the computation, as in "bfloat16".
+        parameters: of the model.
+        ranks: that share a step.
+    """
+    attention = resolve_attention(
+        run.train.attention, device=device, dtype=dtype, batch_invariant=run.train.batch_invariant
+    )
+    compiled, own = with_execution(run, "compile"), own_support(run, attention=attention)
+    status = support_status(compiled, attention=attention, device=device, dtype=dtype, own=own)
+    return choose_execution(
+        run, parameters=parameters, device=device, ranks=ranks, tested=status == "supported"
+    )
 
 
-def _with_layout(run: Run, layout: Layout) -> Run:
-    return run.model_copy(update={"train": run.train.model_copy(update={"layout": layout})})
+def with_execution(run: Run, execution: str) -> Run:
+    """Return `run` with another execution mode, unchecked."""
+    return run.model_copy(update={"train": run.train.model_copy(update={"execution": execution})})
 
 
 def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:
@@ -127,13 +153,47 @@ def resolve_engine(run: GRPORun, *, ranks: RankContext | None = None) -> GRPORun
     Raises:
         ConfigError: a setting of `run.engine` has no effect with that engine.
     """
+    return run if run.engine.name != "auto" else with_engine(run, torch.device(_device(run.train, ranks)))
+
+
+def with_engine(run: GRPORun, device: torch.device) -> GRPORun:
+    """As `resolve_engine`, on a device that this machine need not have."""
     if run.engine.name != "auto":
         return run
-    device = torch.device(_device(run.train, ranks))
     native = bool(run.train.batch_invariant) or is_native(run.model, device)
     run = run.model_copy(update={"engine": resolved(run.engine, native=native)})
     check_support(run)
     return run
+
+
+def as_started(run: Run, manifest: Mapping[str, Any]) -> Run:
+    """Return `run` with what its "auto" values that depend on sizes became when it was started, so that a
+    resumed run keeps its bits; a run that has not begun as it is.
+
+    Args:
+        manifest: of the run's folder.
+
+    Raises:
+        ConfigError: the manifest holds another value than such a setting can have.
+    """
+    run, axes = _keep_layout(run, manifest), manifest.get("axes", {})
+    if run.train.execution != "auto" or "execution" not in axes:
+        return run
+    kept = {"train.execution": axes["execution"]}
+    return cast(Run, override(run, kept, origin="manifest.json, field axes"))
+
+
+def _keep_layout(run: Run, manifest: Mapping[str, Any]) -> Run:
+    """Return the run to resume, in layout packed if it was started in it: in earlier versions "auto" was
+    never shared."""
+    axes = manifest.get("axes")
+    if run.train.layout != "auto" or not isinstance(axes, Mapping) or axes.get("layout") != "packed":
+        return run
+    return _with_layout(run, "packed")
+
+
+def _with_layout(run: Run, layout: Layout) -> Run:
+    return run.model_copy(update={"train": run.train.model_copy(update={"layout": layout})})
 
 
 def is_native(model: ModelConfig, device: torch.device) -> bool:
@@ -184,6 +244,7 @@ def resolved_train(train: TrainConfig, axes: Axes) -> TrainConfig:
             "device": axes.device,
             "attention": axes.attention,
             "layout": axes.layout,
+            "execution": axes.execution,
             "static_capacity": axes.static_capacity,
             "batch_invariant": axes.batch_invariant,
         }

@@ -290,10 +290,11 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
 
     def load() -> LoadedModel:
         whole = not backend.shards_weights
-        model = load_model(run.model, attention=axes.attention, device=device, materialize=whole)
-        return dataclasses.replace(model, execution=axes.execution)
+        return load_model(run.model, attention=axes.attention, device=device, materialize=whole)
 
     model, batch_invariance = load(), None
+    parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    axes = resolve_axes(run, engine=engine, ranks=ranks, parameters=parameters)
     if axes.batch_invariant:
         batch_invariance = make_invariant(model, axes=axes, required=run.train.batch_invariant)
         if batch_invariance.refused is not None:
@@ -301,6 +302,7 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
             del model  # it may be converted in part; two of them may not fit
             model = load()
             axes = dataclasses.replace(axes, batch_invariant=False)
+    model = dataclasses.replace(model, execution=axes.execution)
     return Policy(axes=axes, model=model, batch_invariance=batch_invariance)
 
 

@@ -18,6 +18,7 @@ from lockstep.config.declarations import backends, engines
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
+from lockstep.loop.axes import resolve_execution, with_engine, with_execution
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, phase_totals, planned_shape
 from lockstep.models.memory_shape import MemoryPart, ModelShape, either
@@ -45,6 +46,10 @@ class MemoryPlan:
     """Tokens."""
     ranks: int
     """Ranks in all; the parts are those of one rank."""
+    execution: str
+    """The execution mode; what "auto" becomes."""
+    auto_execution: str
+    """Why it does; empty: it was not "auto", or there is no choice."""
 
     @property
     def peak_bytes(self) -> int:
@@ -70,6 +75,7 @@ def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> Memo
     """
     dtype = resolve_dtype(run.model.dtype, device)
     shape = planned_shape(run.model, dtype=dtype)
+    run, auto_execution = _resolved(run, shape, dtype=dtype, device=device, ranks=ranks)
     documents, longest = _documents(run)
     per_pack = max(1, run.train.token_budget // longest)
     micro_batches = math.ceil(documents / per_pack)
@@ -92,7 +98,27 @@ def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> Memo
         documents_per_step=documents,
         longest_document=longest,
         ranks=ranks,
+        execution=run.train.execution,
+        auto_execution=auto_execution,
     )
+
+
+def _resolved(
+    run: RunConfig, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, ranks: int
+) -> tuple[RunConfig, str]:
+    """Return the run with its engine and execution mode as they will be, and why that mode."""
+    if isinstance(run, GRPORun):
+        run = with_engine(run, device)
+    if run.train.execution != "auto":
+        return run, ""
+    choice = resolve_execution(
+        run,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        parameters=shape.parameters,
+        ranks=ranks,
+    )
+    return with_execution(run, choice.value), choice.reason
 
 
 def _train_parts(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import OfflineRun
-from lockstep.loop.axes import Axes, keep_layout, resolved_train
+from lockstep.loop.axes import Axes, as_started, resolved_train
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
     Planner,
@@ -53,7 +53,7 @@ def train_offline(
         connect_ranks(run, ranks) as ranks,
         Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks) as session,
     ):
-        run = keep_layout(run, session.dir.read_manifest())
+        run = as_started(run, session.dir.read_manifest())
         with ranks.together("loading model and data"):
             policy = load_policy(run, engine=None, ranks=ranks)
             axes, model = policy.axes, policy.model

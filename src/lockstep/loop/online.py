@@ -21,7 +21,7 @@ from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import evaluates
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import keep_layout
+from lockstep.loop.axes import as_started
 from lockstep.loop.batch_invariance import batch_invariance_lines, batch_invariance_manifest, contract_change
 from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.compile_meter import CompileMeter
@@ -62,9 +62,9 @@ def train_online(
         cleanup.enter_context(deterministic(run.train))
         ranks = cleanup.enter_context(connect_ranks(run, ranks))
         session = cleanup.enter_context(Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks))
-        hold_out = _holds_out(session)
+        run, hold_out = as_started(run, session.dir.read_manifest()), _holds_out(session)
         parts = build_online(
-            keep_layout(run, session.dir.read_manifest()),
+            run,
             rewards=rewards,
             on_progress=session.display.progress,
             ranks=ranks,

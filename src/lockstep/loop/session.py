@@ -79,7 +79,6 @@ class Session:
             run.name,
             total_steps=run.steps,
             mode=run.log.display if self.ranks.is_first else "off",
-            compiled=run.train.execution != "eager",
         )
         self.spans = Spans(on_change=self.display.phase)
         self.dir = open_run_dir(run, self.ranks, resume=resume)
@@ -217,6 +216,7 @@ class Session:
             DataError: a resumed run finds other training data than it was started with.
         """
         self._axes = axes
+        self.display.status.compiled = axes.execution != "eager"
         same = dataclasses.asdict(axes) | {
             "device": axes.device.partition(":")[0],
             "data fingerprint": fingerprint,
@@ -244,6 +244,8 @@ class Session:
             f"{model.name} on {axes.device} in {axes.dtype}: {axes.backend} backend{engine}, {kernel} "
             f"attention, {axes.execution}, {axes.layout}"
         )
+        if axes.auto_execution:
+            self.display.note(f"train.execution auto -> {axes.execution}: {axes.auto_execution}")
         if self.ranks.world_size > 1:
             self.display.note(self.ranks.description)
         if axes.support == "untested":

@@ -96,7 +96,7 @@ def forward_sizes(
     kept += shape.hidden * (12 if b == 4 else 8)  # the last norm
     # Gradients of the widest intermediate values, and the final hidden states with theirs.
     transient = b * (3 * shape.intermediate + 4 * shape.hidden)
-    kind = "compiled" if train.execution != "eager" else device
+    kind = "compiled" if train.execution not in ("eager", "auto") else device
     rows = min(tokens, max(1, CHUNK_ELEMENTS[kind] // shape.vocab))
     per_logit = {"cpu": 2 * b, "cuda": b + 8, "compiled": 2 * b}[kind]
     sizes: list[tuple[str, int, Phase, str]] = [

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import is_compiled
 from lockstep.models.causal_lm import checkpoint_activations
@@ -75,6 +75,7 @@ class LocalBackend:
         ref: bool = False,
         spans: Spans | None = None,
     ) -> None:
+        config = outside_of_runs(config)
         if config.execution not in ("eager", "compile", "joint"):
             raise ConfigError(
                 f"train.execution = {config.execution!r} is not available with train.backend = 'local'; "

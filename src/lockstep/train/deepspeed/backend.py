@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import CompileWatch
 from lockstep.models.causal_lm import checkpoint_activations
@@ -95,6 +95,7 @@ class DeepSpeedBackend:
         ref: bool = False,
         spans: Spans | None = None,
     ) -> None:
+        config = outside_of_runs(config)
         self.config, self.model, self.total_steps = config, model, total_steps
         self.spans = spans or Spans()
         self.module = model.module.eval()

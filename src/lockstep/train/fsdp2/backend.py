@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.attention import kernel_of
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import TrainConfig, outside_of_runs
 from lockstep.errors import ConfigError, TrainError
 from lockstep.models.causal_lm import causal_lm, checkpoint_activations
 from lockstep.models.export import export_tensors
@@ -89,6 +89,7 @@ class FSDP2Backend:
         ref: bool = False,
         spans: Spans | None = None,
     ) -> None:
+        config = outside_of_runs(config)
         _refuse_impossible(config, model)
         self.config, self.model, self.total_steps = config, model, total_steps
         self.temperature, self.spans, self.steps_done = temperature, spans or Spans(), 0

@@ -1,0 +1,139 @@
+"""train.execution = "auto": compiled where the steps of the run pay for it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.load import load_run
+from lockstep.config.run import RunConfig
+from lockstep.errors import ConfigError
+from lockstep.loop.auto_execution import (
+    COMPILE_SECONDS,
+    SAVED_SAMPLING,
+    SAVED_TRAINING,
+    choose_execution,
+    seconds_saved_per_step,
+    steps_to_pay,
+    tokens_per_step,
+)
+from lockstep.loop.axes import as_started, resolve_axes, resolve_engine, resolve_execution
+
+BILLION = 10**9
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "execution-modes.md"
+RL = {
+    "engine.name": "native",
+    "rollout.prompts_per_step": 8,
+    "rollout.group_size": 16,
+    "data.max_prompt_tokens": 500,
+    "rollout.sampling.max_tokens": 500,
+}
+
+
+def grpo(**settings: Any) -> RunConfig:
+    return load_run(kind="grpo", overrides=RL | {name.replace("__", "."): v for name, v in settings.items()})
+
+
+def sft(**settings: Any) -> RunConfig:
+    fields = {"batch_size": 32, "data.max_length": 1024} | settings
+    return load_run(kind="sft", overrides={name.replace("__", "."): v for name, v in fields.items()})
+
+
+def chosen(run: RunConfig, *, parameters: int = BILLION, device: str = "cuda", ranks: int = 1) -> str:
+    return resolve_execution(run, device=device, dtype="bfloat16", parameters=parameters, ranks=ranks).value
+
+
+def test_what_a_step_saves_worked_by_hand() -> None:
+    assert tokens_per_step(grpo()) == 8 * 16 * 1000
+    assert tokens_per_step(sft()) == 32 * 1024
+    pairs = load_run(kind="dpo", overrides={"batch_size": 32, "data.max_length": 1024})
+    assert tokens_per_step(pairs) == 2 * 32 * 1024
+    # 2.4e-15 s a token and parameter in training, and 1.5e-15 in sampling: 0.3072 + 0.192
+    assert seconds_saved_per_step(grpo(), parameters=BILLION, ranks=1) == pytest.approx(0.4992)
+    twice = grpo(train__epochs_per_batch=2)
+    assert seconds_saved_per_step(twice, parameters=BILLION, ranks=2) == pytest.approx((0.6144 + 0.192) / 2)
+    for other in (grpo(engine__name="hf"), grpo(engine__eager=True)):
+        assert seconds_saved_per_step(other, parameters=BILLION, ranks=1) == pytest.approx(0.3072)
+    assert seconds_saved_per_step(sft(), parameters=BILLION, ranks=1) == pytest.approx(0.0786432)
+    assert (steps_to_pay(0.4992), steps_to_pay(0.0786432), steps_to_pay(30.0)) == (
+        121,
+        763,
+        3,
+    )  # 120.2, 762.9
+
+
+def test_it_compiles_from_the_step_on_at_which_it_pays() -> None:
+    assert [chosen(grpo(steps=steps)) for steps in (120, 121)] == ["eager", "compile"]
+    assert chosen(grpo(steps=121), ranks=2) == "eager"
+    assert chosen(grpo(steps=61), parameters=2 * BILLION) == "compile"
+    assert [chosen(sft(steps=steps)) for steps in (762, 763)] == ["eager", "compile"]
+    assert (
+        "pays from 121 steps on, and the run has 90"
+        in choose_execution(grpo(steps=90), parameters=BILLION, device="cuda:1", ranks=1, tested=True).reason
+    )
+
+
+def test_a_cpu_and_the_tiny_recipe_stay_eager() -> None:
+    assert chosen(grpo(steps=10**6), device="cpu") == "eager"
+    tiny = load_run("tiny")
+    assert choose_execution(tiny, parameters=10**6, device="cuda", ranks=1, tested=True).value == "eager"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train.backend": "fsdp2", "train.ring": 2},
+        {"train.backend": "fsdp2"},
+        {"engine.name": "vllm"},
+        {"train.attention": "flex", "train.layout": "padded", "engine.name": "hf"},
+        {"train.attention": "hf:flash_attention_2", "engine.name": "hf"},
+        {"train.static_capacity": False},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_what_cannot_compile_or_is_not_tested_compiled_is_eager(settings: dict[str, Any]) -> None:
+    choice = resolve_execution(
+        grpo(steps=10**6, **settings), device="cuda", dtype="bfloat16", parameters=BILLION, ranks=1
+    )
+    assert choice.value == "eager" and choice.reason
+
+
+def test_axes_hold_the_mode_and_not_the_word_auto() -> None:
+    run = resolve_engine(load_run("tiny"))  # type: ignore[arg-type]
+    assert run.train.execution == "auto", "the default"
+    for parameters in (None, 10**12):
+        axes = resolve_axes(run, engine=run.engine.name, parameters=parameters)
+        assert axes.execution == ("eager" if axes.device == "cpu" or parameters is None else "compile")
+    explicit = load_run("tiny", overrides={"train.execution": "compile", "train.device": "cpu"})
+    axes = resolve_axes(explicit, engine="hf", parameters=1)
+    assert (axes.execution, axes.static_capacity, axes.auto_execution) == ("compile", True, "")
+
+
+def test_a_resumed_run_keeps_what_its_manifest_says() -> None:
+    run = sft()
+    assert as_started(run, {}) is run, "it has not begun"
+    assert as_started(run, {"axes": {"execution": "compile"}}).train.execution == "compile"
+    explicit = sft(**{"train.execution": "eager"})
+    assert as_started(explicit, {"axes": {"execution": "compile"}}) is explicit
+    with pytest.raises(ConfigError, match=r"manifest.json.*\n.*train.execution"):
+        as_started(run, {"axes": {"execution": ["fast"]}})
+
+
+def test_the_table_of_the_docs_is_what_the_estimate_gives() -> None:
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    head = next(row for row in rows if "tokens a step" in row[0])
+    tokens = [int(cell.replace(",", "")) for cell in head[1:]]
+    found = 0
+    for row in rows[rows.index(head) + 1 :]:
+        size = re.match(r" ([\d.]+)B ", row[0])
+        if size is None:
+            continue
+        found += 1
+        per_token = (SAVED_TRAINING + SAVED_SAMPLING) * float(size[1]) * BILLION
+        assert [int(cell.replace(",", "")) for cell in row[1:]] == [
+            steps_to_pay(per_token * count) for count in tokens
+        ], row
+    assert found == 5 and f"{COMPILE_SECONDS:.0f} s" in PAGE.read_text()
