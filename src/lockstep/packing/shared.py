@@ -183,8 +183,11 @@ def _laid_out(
     else:
         max_rows = max(2, capacity.longest)
     pad_rows, pad_keys = _padding(row_lengths, key_lengths, capacity)
+    # Keys of padding have no gradient, so any row may have them; one row with all of them would be added up
+    # one key after the other on a GPU.
+    padding = torch.arange(capacity.keys - sum(key_lengths)) % capacity.rows
+    row_of_key = torch.cat([_filled(keys, sum(key_lengths), 0), padding])
     row_lengths, key_lengths = row_lengths + pad_rows, key_lengths + pad_keys
-    row_of_key = _filled(keys, capacity.keys, capacity.rows - 1)
     counts = torch.bincount(row_of_key, minlength=capacity.rows)
     return SharedRows(
         slots=_filled(slots, capacity.rows, num_slots - 1),
