@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
@@ -47,6 +46,7 @@ from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.observe.files import write_json
 from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
 from lockstep.train.local import LocalBackend
 from lockstep.transfer import make_transfer

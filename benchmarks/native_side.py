@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.load import load_run
 from lockstep.engine.build import make_engine
@@ -37,7 +36,7 @@ from lockstep.lab.step_bench.work import peak_flops, training_flops
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.models.causal_lm import text_config
 from lockstep.packing import PackLimits, plan_micro_batches
-from lockstep.schema.batch import PolicySample
+from lockstep.schema.batch import PolicySample, policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams, Trajectory
 
 LENGTHS = json.loads(Path(__file__).with_name("lengths.json").read_text())["rl_32"]

@@ -10,12 +10,11 @@ from torch import Tensor
 from lockstep.algorithms import ALGORITHMS
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.algorithms.policy_loss import PolicyLoss
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.packing import pack
 from lockstep.protocols import Algorithm, StepStats
-from lockstep.schema.batch import PolicyBatch, PolicySample, RolloutSample
+from lockstep.schema.batch import PolicyBatch, PolicySample, RolloutSample, policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 LENGTHS, REWARDS = ((1, 3), (2, 2)), ((1.0, 0.0), (3.0, 1.0))

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.ops.kl import kl
 from lockstep.packing import pack
-from lockstep.schema.batch import PolicyBatch
+from lockstep.schema.batch import PolicyBatch, policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 VOCAB = 3

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.algorithm import PUBLISHED, GRPOConfig
 from lockstep.packing import pack
+from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 
 LENGTHS, REWARDS = (2, 8), (1.0, 0.0)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import load_model
 from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.rollout import GenerationRequest, SamplingParams, Trajectory
 from lockstep.train.local import LocalBackend
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.engine import EngineConfig
 from lockstep.config.train import TrainConfig
 from lockstep.engine.hf.engine import HFEngine
 from lockstep.models.load import LoadedModel
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols.engine import OnCompletion
+from lockstep.schema.batch import rollout_samples
 from lockstep.schema.rollout import Completion, GenerationRequest, Trajectory
 from lockstep.schema.weights import WeightUpdate
 from lockstep.train.local import LocalBackend

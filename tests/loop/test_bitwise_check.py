@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.errors import ConfigError, TrainError
 from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.rollout import Completion, Prompt, Rollout, RolloutGroup, Trajectory
 

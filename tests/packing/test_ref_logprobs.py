@@ -1,8 +1,7 @@
 import torch
 
-from lockstep.algorithms.samples import policy_samples
 from lockstep.packing import Bucket, pack
-from lockstep.schema.batch import RolloutSample
+from lockstep.schema.batch import RolloutSample, policy_samples
 
 
 def sample(sample_id: int, length: int) -> RolloutSample:

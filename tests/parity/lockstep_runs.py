@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.loop.build import OnlineParts, build_online
 from lockstep.loop.determinism import weights_hash
 from lockstep.loop.online import OnlineTrainer
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import PackedBatch, policy_samples, rollout_samples
 
 CONFIG = """
 kind = "grpo"

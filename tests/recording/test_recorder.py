@@ -16,7 +16,7 @@ from lockstep.observe.spans import Spans
 from lockstep.packing import pack
 from lockstep.protocols.train import StepStats
 from lockstep.recording import Recording
-from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings, draws_random_numbers
+from lockstep.recording.recorder import Recorder, RecorderSettings, draws_random_numbers
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample
 from lockstep.schema.recording import RecordingHeader
@@ -387,15 +387,6 @@ def test_everything_else_goes_to_the_backend(case: Case) -> None:
     case.around.load(Path("x"), verified=True)
     case.around.export(Path("x"))
     case.around.close()
-
-
-def test_nothing_is_around_when_nothing_is_recorded() -> None:
-    backend: Any = object()
-    nothing = NoRecorder()
-    nothing.begin_step(0)
-    nothing.see([])
-    assert nothing.around(backend) is backend
-    nothing.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,8 +9,7 @@ from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.errors import EngineError, RewardError
 from lockstep.ranks.objects import decode_object, encode_object
 from lockstep.rollout.rewards import Scored
-from lockstep.rollout.sampler import GroupSampler, Resampling, SampleKey, sampling_params
-from lockstep.rollout.seeds import sample_seed
+from lockstep.rollout.sampler import GroupSampler, Resampling, SampleKey, sample_seed, sampling_params
 from lockstep.schema.rollout import Completion, Prompt, SamplingParams
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import EngineError, RewardError, TrainError
-from lockstep.loop.engine_report import explain_out_of_memory
+from lockstep.loop.online import explain_out_of_memory
 from lockstep.schema.weights import MemoryReport
 from lockstep.transfer.memory_report import explain, ran_out_of_memory, take_memory_report
 
@@ -38,6 +38,10 @@ def test_an_error_of_memory_is_known_by_what_it_came_from() -> None:
     assert not ran_out_of_memory(EngineError("the server said no"))
 
 
+def parts_of(engine, transfer) -> SimpleNamespace:
+    return SimpleNamespace(engine=engine, transfer=transfer, axes=SimpleNamespace(device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("side", "error", "kind"),
     [
@@ -56,7 +60,7 @@ def test_the_side_and_the_memory_reports_around_the_last_update_are_named(side, 
     engine = SimpleNamespace(external=True, memory=lambda: {"weights": 3 * GIB})
     with (
         pytest.raises(kind) as caught,
-        explain_out_of_memory(side, engine=engine, transfer=transfer, device="cpu"),
+        explain_out_of_memory(side, parts_of(engine, transfer)),
     ):
         raise error
     text = str(caught.value)
@@ -72,9 +76,7 @@ def test_other_errors_are_left_as_they_are(error) -> None:
     transfer = SimpleNamespace(transport="disk", before=None, after=None)
     with (
         pytest.raises(type(error)) as caught,
-        explain_out_of_memory(
-            "engine", engine=SimpleNamespace(external=False), transfer=transfer, device="cpu"
-        ),
+        explain_out_of_memory("engine", parts_of(SimpleNamespace(external=False), transfer)),
     ):
         raise error
     assert caught.value is error

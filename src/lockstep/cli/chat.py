@@ -100,7 +100,7 @@ class Chat:
 
         Ctrl-C ends the answer; what was printed of it is kept.
         """
-        from lockstep.rollout.seeds import sample_seed
+        from lockstep.rollout.sampler import sample_seed
         from lockstep.schema.rollout import GenerationRequest
 
         messages = [*self._messages, {"role": "user", "content": text}]

@@ -131,8 +131,7 @@ def generate(
     opened: OpenModel, prompts: Sequence[Prompt], sampling: SamplingConfig, args: SampleArguments
 ) -> list[list[Completion]]:
     """args.n completions of each prompt."""
-    from lockstep.rollout.sampler import sampling_params
-    from lockstep.rollout.seeds import sample_seed
+    from lockstep.rollout.sampler import sample_seed, sampling_params
     from lockstep.schema.rollout import GenerationRequest
 
     params = sampling_params(sampling)

@@ -42,7 +42,7 @@ from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import PackLimits, plan_micro_batches
 from lockstep.protocols import Algorithm, InferenceEngine, Scorer, SharesWeights, TrainBackend, WeightTransfer
 from lockstep.ranks.context import RankContext
-from lockstep.recording.recorder import NoRecorder, Recorder
+from lockstep.recording.recorder import Recorder
 from lockstep.registry import require_members
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.batch import PackedBatch, TrainSample
@@ -85,7 +85,7 @@ class OnlineParts:
     verifier: Verifier | None = None
     """Checks after pushes that the engine holds the weights; None: not checked."""
     on_progress: OnProgress | None = None
-    recorder: Recorder | NoRecorder = field(default_factory=NoRecorder)
+    recorder: Recorder | None = None
     ranks: RankContext = field(default_factory=RankContext.alone)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of a step: plain numbers from rollouts and micro-batches."""
+"""Metrics of a step: plain numbers from engines, rollouts and micro-batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from lockstep.protocols.engine import EngineStats, InferenceEngine
+from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.rollout import RolloutGroup
 
@@ -51,3 +53,37 @@ def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
         "input/longest_document": float(max(max(batch.lengths) for batch in batches)),
         "input/fill": real / slots if slots else math.nan,
     }
+
+
+_Reading = tuple[EngineStats, EngineStats]
+
+
+class EngineMeter:
+    """Throughput and cache use of the engines of all ranks between two readings."""
+
+    def __init__(self, engine: InferenceEngine, *, ranks: RankContext) -> None:
+        self._engine, self._ranks = engine, ranks
+        self._before = engine.stats()
+
+    def start(self) -> None:
+        """Start counting from here."""
+        self._before = self._engine.stats()
+
+    def metrics(self) -> dict[str, float]:
+        """Return engine/* since `start`. Collective. Ranks sample in parallel: their tokens are added up, and
+        the slowest one's seconds count."""
+        mine = (self._before, self._engine.stats())
+        everyone = self._ranks.gather(mine, _Reading, what="the engines' figures")
+        seconds = max(now.generate_seconds - before.generate_seconds for before, now in everyone)
+        completions = sum(now.completion_tokens - before.completion_tokens for before, now in everyone)
+        prompts = sum(now.prompt_tokens - before.prompt_tokens for before, now in everyone)
+        cached = sum(now.cached_tokens - before.cached_tokens for before, now in everyone)
+        values = {
+            "engine/tokens_per_second": completions / seconds if seconds > 0 else 0.0,
+            "engine/cache_hit_rate": cached / prompts if prompts > 0 else 0.0,
+        }
+        if any(now.kv_cache_use is not None for _, now in everyone):
+            values["engine/kv_cache_use"] = max(now.kv_cache_use or 0.0 for _, now in everyone)
+        if self._engine.external:
+            values["engine/restarts"] = float(sum(now.restarts for _, now in everyone))
+        return values

@@ -67,7 +67,7 @@ def train_offline(
         first_step = session.restore(backend)
         header = recording_header(run, axes=axes, model=model, plan=plan, contract=contract)
         recorder = session.recorder(header, first_step=first_step, model=model, backend=backend)
-        backend, loss = recorder.around(backend), task.loss()
+        backend, loss = backend if recorder is None else recorder.around(backend), task.loss()
 
         def packs(documents: OfflineSet, step: int, n: int) -> list[PackedBatch]:
             samples = documents.batch(step, n, run.seed)

@@ -11,32 +11,33 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.config.run import GRPORun
 from lockstep.data.held_out import evaluates
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, EngineError, LockstepError, TrainError
 from lockstep.loop.axes import as_started
 from lockstep.loop.batch_invariance import batch_invariance_lines, batch_invariance_manifest, contract_change
 from lockstep.loop.build import OnlineParts, build_online, recording_header
 from lockstep.loop.compile_meter import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.distributed import connect_ranks
-from lockstep.loop.engine_report import EngineMeter, engine_report, explain_out_of_memory, report_lines
+from lockstep.loop.engine_report import engine_report, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
-from lockstep.loop.metrics import rollout_metrics, shape_metrics
+from lockstep.loop.metrics import EngineMeter, rollout_metrics, shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampledStep, SampleKey
-from lockstep.schema.batch import PackedBatch, RolloutSample, TrainSample
+from lockstep.schema.batch import PackedBatch, RolloutSample, TrainSample, policy_samples, rollout_samples
 from lockstep.schema.rollout import RolloutGroup
+from lockstep.transfer import memory_report
 
 
 def train_online(
@@ -161,6 +162,8 @@ def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlinePa
         backend=parts.backend,
         updates_per_step=run.train.minibatches * run.train.epochs_per_batch,
     )
+    if recorder is None:
+        return parts
     return dataclasses.replace(parts, backend=recorder.around(parts.backend), recorder=recorder)
 
 
@@ -225,7 +228,7 @@ class OnlineTrainer:
             resampling = Resampling(keep=parts.algorithm.keep, max_rounds=options.max_resample_rounds)
         key = SampleKey(run_seed=run.seed, step=step)
         self._meter.start()
-        with self.spans("generate"), self._explain_out_of_memory("engine"):
+        with self.spans("generate"), explain_out_of_memory("engine", parts):
             sampled = self._sampler.step(parts.prompts, key, rollout=run.rollout, resampling=resampling)
         if sampled.aborted:
             return sampled
@@ -238,7 +241,7 @@ class OnlineTrainer:
             with self.spans("sleep"), self.parts.ranks.together("putting the engine to sleep"):
                 self.parts.engine.sleep()
             self._asleep = True
-        with self._explain_out_of_memory("trainer"):
+        with explain_out_of_memory("trainer", self.parts):
             return self._update(groups, step)
 
     def _update(self, groups: Sequence[RolloutGroup], step: int) -> StepResult:
@@ -246,7 +249,8 @@ class OnlineTrainer:
         rollouts = rollout_samples(rollout.trajectory for group in groups for rollout in group.rollouts)
         ref_logprobs = self._ref_logprobs(rollouts) if algorithm.needs_ref else None
         groups, advantages = algorithm.advantages(groups, rollouts, ref_logprobs=ref_logprobs)
-        parts.recorder.see(groups)
+        if parts.recorder is not None:
+            parts.recorder.see(groups)
         check, loss = parts.bitwise_check, algorithm.loss()
         if check is not None:
             check.begin(step, groups)
@@ -280,7 +284,7 @@ class OnlineTrainer:
             engine/verify_gap, if it was verified that the engine holds them; else nothing.
         """
         parts = self.parts
-        with self._explain_out_of_memory("engine"):
+        with explain_out_of_memory("engine", parts):
             if self._asleep:
                 with self.spans("sleep"), parts.ranks.together("waking the engine"):
                     parts.engine.wake()
@@ -292,14 +296,6 @@ class OnlineTrainer:
                 return {}
             with self.spans("verify"):
                 return parts.verifier()
-
-    def _explain_out_of_memory(
-        self, side: Literal["engine", "trainer"]
-    ) -> contextlib.AbstractContextManager[None]:
-        parts = self.parts
-        return explain_out_of_memory(
-            side, engine=parts.engine, transfer=parts.transfer, device=parts.axes.device
-        )
 
     def evaluate(self, *, max_tokens_factor: int = 1) -> Evaluation | None:
         """Return held-out accuracy and mean reward; None when generation was aborted."""
@@ -333,6 +329,27 @@ class OnlineTrainer:
                 ]
                 for batches in minibatches
             ]
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(side: Literal["engine", "trainer"], parts: OnlineParts) -> Iterator[None]:
+    """Add to an out-of-memory error whose it was and what engine and trainer held around the last weight
+    update; for an engine that shares a GPU with the trainer."""
+    transfer = parts.transfer
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        others = isinstance(error, LockstepError) and not isinstance(error, EngineError | TrainError)
+        if others or transfer.transport == "shared" or not memory_report.ran_out_of_memory(error):
+            raise
+        text = memory_report.explain(
+            side,
+            before=transfer.before,
+            after=transfer.after,
+            now=memory_report.take_memory_report(parts.engine, device=torch.device(parts.axes.device)),
+        )
+        kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
+        raise kind(f"{error}\n{text}") from error
 
 
 Samples = TypeVar("Samples", bound=TrainSample)

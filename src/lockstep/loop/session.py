@@ -40,7 +40,7 @@ from lockstep.observe.text import printable
 from lockstep.protocols import TrainBackend
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.ranks.guard import Desync, Guard
-from lockstep.recording.recorder import NoRecorder, Recorder, RecorderSettings
+from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
 from lockstep.schema.rollout import RolloutGroup, Trajectory
 
@@ -94,7 +94,7 @@ class Session:
         """Number of steps in metrics.jsonl."""
         self._metrics: MetricsLog | None = None
         self._axes: Axes | None = None
-        self._recorder: Recorder | NoRecorder = NoRecorder()
+        self._recorder: Recorder | None = None
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
         self._between: dict[str, float] = {}
@@ -164,10 +164,10 @@ class Session:
             last.callback(self._logging.close)
             last.callback(self.display.__exit__, kind, error, trace)
             summary = None if error is None else self._summarize_failure(error)
-            closing = [self._recorder.close] + ([] if self._metrics is None else [self._metrics.close])
-            for close in closing:
-                with self._noting_errors_after(error):
-                    close()
+            for part in (self._recorder, self._metrics):
+                if part is not None:
+                    with self._noting_errors_after(error):
+                        part.close()
         if summary is not None and summary["outcome"] == "interrupted":
             raise Interrupted(summary) from error
 
@@ -348,7 +348,7 @@ class Session:
         model: LoadedModel,
         backend: TrainBackend,
         updates_per_step: int = 1,
-    ) -> Recorder | NoRecorder:
+    ) -> Recorder | None:
         """Return the recorder of the run's inputs, if it has one; it goes on after the first `first_step`
         steps. Every rank records the micro-batches assigned to it; of ranks that share them, the first."""
         if self.run.record.enabled:
@@ -419,7 +419,8 @@ class Session:
         self._checkpoints.poll()
         self.ranks.at("sampling and training", step=step)
         self.display.begin(step)
-        self._recorder.begin_step(step)
+        if self._recorder is not None:
+            self._recorder.begin_step(step)
         times = self.spans.flush()
         self._between = {name: times[name] for name in ("time/evaluate", "time/save") if name in times}
 
@@ -508,10 +509,11 @@ class Session:
             current = [e[metric] for e in evaluations if e["step"] == done and e.get(metric) is not None]
             if self._metrics is not None:
                 self._metrics.sync()
+            seen = 0 if self._recorder is None else self._recorder.inputs_seen
             path = self._checkpoints.save(
                 done,
                 backend,
-                self._state | {"wall_seconds": self._wall(), "inputs_seen": self._recorder.inputs_seen},
+                self._state | {"wall_seconds": self._wall(), "inputs_seen": seen},
                 metric=current[0] if current else None,
                 wait=wait,
             )
@@ -555,7 +557,8 @@ class Session:
         if self.run.checkpoint.save_at_end and self._saved != done:
             self.save(done, backend, wait=True)
         self._checkpoints.finish()
-        self._recorder.close()  # nothing is fed any more; a process that dies from here on leaves it whole
+        if self._recorder is not None:  # nothing is fed any more; a process that dies now leaves it whole
+            self._recorder.close()
         if self.run.checkpoint.export_at_end:
             backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")

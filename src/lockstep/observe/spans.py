@@ -47,15 +47,26 @@ class Spans:
             raise ValueError(f"span {name!r}: this name is taken by what Spans reports about the whole step")
         if self._since is None:
             self._since = self.clock()
-        self._sync()
+        if self.synchronize is not None:
+            self.synchronize()
         self._stack.append(_Open(name, self.clock()))
-        self._changed()
+        if self.on_change is not None:
+            self.on_change(self.open)
         try:
             yield
         finally:
             # No synchronisation on the way out of an error: it could raise over the error that matters.
-            self._close()
-            self._changed()
+            if self.synchronize is not None and sys.exc_info()[0] is None:
+                self.synchronize()
+            span = self._stack.pop()
+            elapsed = self.clock() - span.started
+            self._self_time[span.name] = self._self_time.get(span.name, 0.0) + elapsed - span.children
+            if self._stack:
+                self._stack[-1].children += elapsed
+            if span.name in self.work and not any(outer.name in self.work for outer in self._stack):
+                self._work_time += elapsed
+            if self.on_change is not None:
+                self.on_change(self.open)
 
     def start(self) -> None:
         """Begin the step now; without this it begins with its first span, or at the last flush."""
@@ -87,22 +98,3 @@ class Spans:
     def open(self) -> tuple[str, ...]:
         """Names of the open spans, outermost first."""
         return tuple(span.name for span in self._stack)
-
-    def _close(self) -> None:
-        if sys.exc_info()[0] is None:
-            self._sync()
-        span = self._stack.pop()
-        elapsed = self.clock() - span.started
-        self._self_time[span.name] = self._self_time.get(span.name, 0.0) + elapsed - span.children
-        if self._stack:
-            self._stack[-1].children += elapsed
-        if span.name in self.work and not any(outer.name in self.work for outer in self._stack):
-            self._work_time += elapsed
-
-    def _sync(self) -> None:
-        if self.synchronize is not None:
-            self.synchronize()
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change(self.open)

@@ -287,25 +287,6 @@ class Recorder:
         return left
 
 
-class NoRecorder:
-    """Replaces a recorder when nothing is recorded."""
-
-    inputs_seen = 0
-
-    def around(self, backend: TrainBackend) -> TrainBackend:
-        """The backend itself."""
-        return backend
-
-    def begin_step(self, step: int) -> None:
-        """Nothing."""
-
-    def see(self, groups: Iterable[RolloutGroup]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 class RecordingBackend:
     """A TrainBackend around another one, which records inputs and outputs without changing them."""
 

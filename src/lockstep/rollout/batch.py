@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError, DataError, EngineError
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.rollout.row_values import encoded
 from lockstep.rollout.rows import Key, RowFile
-from lockstep.rollout.seeds import sample_seed
+from lockstep.rollout.sampler import sample_seed
 from lockstep.schema.rollout import Completion, GenerationRequest, Prompt, SamplingParams
 
 ALL_PROMPTS_STEP = -4

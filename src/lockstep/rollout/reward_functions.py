@@ -98,21 +98,15 @@ def own_row(sample: RewardInput) -> RewardInput:
     return dataclasses.replace(sample, row=ReadOnlyRow(copy.deepcopy(dict(sample.row))))
 
 
-def as_float(value: Any) -> float | None:
-    """Convert a number (bool, int, float, numpy or torch scalar) to a float; None for anything else."""
-    try:
-        if getattr(value, "shape", None) == () and hasattr(value, "item"):
-            value = value.item()
-        return float(value) if isinstance(value, int | float) else None
-    except (Exception, GeneratorExit):  # a user's object, or an int beyond any float
-        return None
-
-
 def score_of(value: Any) -> float | str:
-    """Return the value as a finite float, or a message about what is wrong with it."""
-    number = as_float(value)
-    if number is not None and math.isfinite(number):
-        return number
+    """Return a number (bool, int, float, numpy or torch scalar) as a finite float, or a message about what is
+    wrong with the value."""
+    try:
+        plain = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+        if isinstance(plain, int | float) and math.isfinite(number := float(plain)):
+            return number
+    except (Exception, GeneratorExit):  # a user's object, or an int beyond any float
+        pass
     return f"returned {short_repr(value)} ({printable(type(value).__name__)}), not a finite number"
 
 

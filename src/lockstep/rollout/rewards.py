@@ -112,7 +112,16 @@ class RewardSet:
                         for outcome, sample in zip(outcomes, inputs, strict=True)
                     ]
                 )
-        return [self._combine(values) for values in zip(*columns, strict=True)]
+        scored: list[Scored | None] = []
+        for values in zip(*columns, strict=True):
+            present = [value for value in values if value is not None]
+            if len(present) < len(values):
+                self.counts["dropped"] += 1
+                scored.append(None)
+                continue
+            total = math.fsum(c.weight * value for c, value in zip(self._configs, present, strict=True))
+            scored.append(Scored(total=total, by_name=dict(zip(self._names, present, strict=True))))
+        return scored
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:
         """Return whether the first `verifier` or `math` reward gives full marks to its configured part of the
@@ -148,14 +157,6 @@ class RewardSet:
         needed."""
         self._process.close()
         close_all(self._workers)
-
-    def _combine(self, values: Sequence[float | None]) -> Scored | None:
-        present = [value for value in values if value is not None]
-        if len(present) < len(values):
-            self.counts["dropped"] += 1
-            return None
-        total = math.fsum(c.weight * value for c, value in zip(self._configs, present, strict=True))
-        return Scored(total=total, by_name=dict(zip(self._names, present, strict=True)))
 
     def _settle(self, outcome: Any, config: RewardConfig, name: str, sample: RewardInput) -> float | None:
         """The outcome as a finite float; None for a failure under drop."""

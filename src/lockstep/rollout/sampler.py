@@ -1,8 +1,12 @@
-"""Sample prompts into scored groups of rollouts, in prompt order."""
+"""Sample prompts into scored groups of rollouts, in prompt order. Rewards are scored in a thread of their own
+while other groups are still sampled."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,8 +18,6 @@ from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.rewards import RewardSet, Scored
-from lockstep.rollout.score_stream import ScoreStream
-from lockstep.rollout.seeds import sample_seed
 from lockstep.schema.rollout import (
     Completion,
     GenerationRequest,
@@ -29,8 +31,26 @@ from lockstep.schema.rollout import (
 OnProgress = Callable[[int, int], None]
 """Called with (samples finished, samples in all)."""
 Keep = Callable[[RolloutGroup], bool]
+Score = Callable[[Sequence[RewardInput]], list[Scored | None]]
+STEP_SECONDS = 0.5
+"""Longest single wait of `ScoreStream.results`, so that Ctrl-C is seen."""
 _ROUND_PROMPTS = -1
 """Used in place of the prompt index to seed the prompt order of a resampling round."""
+
+
+def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
+    """Return the 63-bit seed of one sample: the first 8 bytes of BLAKE2b over the four numbers, without the
+    top bit.
+
+    Args:
+        run_seed: RunConfig.seed.
+        step: rollout step; negative numbers are free for evaluations.
+        prompt_index: Prompt.index, so that the seed does not depend on the position in the batch.
+        sample_index: 0 to group_size - 1; resampling rounds continue the count.
+    """
+    text = f"lockstep sample {run_seed} {step} {prompt_index} {sample_index}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class PromptSource(Protocol):
@@ -76,6 +96,71 @@ class Resampling:
     keep: Keep
     max_rounds: int
     """Rounds in all, the first one included."""
+
+
+class ScoreStream:
+    """Calls `score` with what has come until then: one call at a time, so that a slow reward that scores many
+    at once gets many at once.
+
+    Args:
+        score: one result per input, in order. It has its own time limits; they bound `results`.
+        on_failure: called in the thread when `score` raises: nothing more is scored.
+
+    Example:
+        >>> stream = ScoreStream(rewards.score, on_failure=engine.abort)
+        >>> stream.add(0, inputs_of_group_0)  # from on_completion
+        >>> scores = stream.results()
+        >>> scores[0]
+        [Scored(...), ...]
+    """
+
+    def __init__(self, score: Score, *, on_failure: Callable[[], None]) -> None:
+        self._score, self._on_failure = score, on_failure
+        self._added: queue.SimpleQueue[tuple[int, Sequence[RewardInput]] | None] = queue.SimpleQueue()
+        self._scores: dict[int, list[Scored | None]] = {}
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+        self._thread.start()
+
+    def add(self, group: int, inputs: Sequence[RewardInput]) -> None:
+        """Have a group scored; returns at once."""
+        self._added.put((group, inputs))
+
+    def results(self) -> dict[int, list[Scored | None]]:
+        """Wait for the scores of every group that was added. Raises what `score` raised."""
+        self.stop()
+        while self._thread.is_alive():
+            self._thread.join(STEP_SECONDS)
+        if self._failure is not None:
+            raise self._failure
+        return self._scores
+
+    def stop(self) -> None:
+        """Take no more groups; the thread ends when those that were added are scored."""
+        self._added.put(None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether `score` raised."""
+        return self._failure is not None
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            batch = [self._added.get()]
+            while not self._added.empty():
+                batch.append(self._added.get())
+            stopping = None in batch
+            groups = [added for added in batch if added is not None]
+            try:
+                scores = iter(self._score([one for _, inputs in groups for one in inputs]) if groups else ())
+            except BaseException as error:  # raised where the results are waited for
+                self._failure = error
+                self._on_failure()
+                return
+            self._scores.update(
+                (group, [score for _, score in zip(inputs, scores, strict=False)]) for group, inputs in groups
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

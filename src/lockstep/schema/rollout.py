@@ -130,8 +130,14 @@ class Trajectory:
     def of(cls, completion: Completion) -> Trajectory:
         """Return the trajectory of one turn."""
         prompt = Span(author="prompt", token_ids=completion.prompt_token_ids)
+        answer = Span(
+            author="policy",
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            policy_version=completion.policy_version,
+        )
         return cls(
-            spans=(prompt, _policy_span(completion)),
+            spans=(prompt, answer),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
             text=completion.text,
@@ -176,15 +182,6 @@ class Trajectory:
     def policy_version(self) -> int:
         """The oldest policy that wrote a part of it."""
         return min(span.policy_version for span in self.spans if span.policy_version is not None)
-
-
-def _policy_span(completion: Completion) -> Span:
-    return Span(
-        author="policy",
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        policy_version=completion.policy_version,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

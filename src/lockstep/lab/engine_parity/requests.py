@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.lab.engine_parity.job import EnginesJob
-from lockstep.rollout.seeds import sample_seed
+from lockstep.rollout.sampler import sample_seed
 from lockstep.schema.rollout import Completion, GenerationRequest, SamplingParams
 
 SOME = 2

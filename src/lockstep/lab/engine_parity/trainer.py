@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.samples import rollout_samples
 from lockstep.config.train import TrainConfig
 from lockstep.lab.engine_parity.job import EnginesJob
 from lockstep.lab.engine_parity.requests import PromptRequest
@@ -19,6 +18,7 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.load import load_model
 from lockstep.models.quiet import quiet_transformers
 from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.schema.batch import rollout_samples
 from lockstep.schema.rollout import Completion, Trajectory
 from lockstep.train.local import LocalBackend
 

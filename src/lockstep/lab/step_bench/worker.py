@@ -262,7 +262,7 @@ class _Cell:
         """Largest |trainer - engine| over all tokens of one more generation, of all ranks. Collective."""
         import torch
 
-        from lockstep.algorithms.samples import policy_samples, rollout_samples
+        from lockstep.schema.batch import policy_samples, rollout_samples
         from lockstep.schema.rollout import Completion, Trajectory
 
         shares = self.ranks.gather(self._generate(), list[Completion], what="the gap")

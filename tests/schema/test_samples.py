@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from lockstep.algorithms.samples import policy_samples, rollout_samples
 from lockstep.errors import DataError
+from lockstep.schema.batch import policy_samples, rollout_samples
 from lockstep.schema.rollout import Completion, Trajectory
 
 
