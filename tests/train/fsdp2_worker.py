@@ -8,7 +8,9 @@ import json
 import sys
 import traceback
 from collections import Counter
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import fsdp2_faults
 import torch
@@ -28,6 +30,7 @@ from fsdp2_tools import (
 
 from lockstep.algorithms.dpo import DPO
 from lockstep.config.algorithm import DPOConfig
+from lockstep.execution import install_joint
 from lockstep.packing.packs import pack, repack
 from lockstep.ranks.context import init_ranks
 from lockstep.schema.batch import PreferenceSample
@@ -80,9 +83,16 @@ def check_joint() -> Any:
     return compare_steps(both, steps=2, tolerance=1e-5, bucket=BUCKET)
 
 
+def uncompiled(**settings: Any) -> Any:
+    """A pair whose joint graphs are graphs of eager operators: for what is about graphs and not about their
+    code, which takes half a minute to compile."""
+    with mock.patch("lockstep.train.compiled.install_joint", partial(install_joint, compiler="aot_eager")):
+        return pair(**settings)
+
+
 def check_joint_ref() -> Any:
     """The frozen policy runs the policy's graphs, made once, with weights of its own."""
-    local, backend = pair(execution="joint", ref=True, lr=0.1)
+    local, backend = uncompiled(execution="joint", ref=True, lr=0.1)
     first = [repack(batch, BUCKET) for batch in micro_batches(0)]
     expected = local.ref.logprobs(first)
     compare_steps((local, backend), steps=2, tolerance=1e-2, bucket=BUCKET)
@@ -90,7 +100,7 @@ def check_joint_ref() -> Any:
     assert apart(backend.logprobs(first), expected) > 1e-2
     report = backend.compile_report()
     assert report is not None and (report.recompiles, report.graph_breaks) == (0, 0), report
-    _, half = pair(execution="joint", ref=True, dtype="bfloat16")
+    _, half = uncompiled(execution="joint", ref=True, dtype="bfloat16")
     for step in range(2):  # the reference goes first, while the policy's weights are float32 shards
         ref, policy = half.ref.logprobs(first), half.logprobs(first)
         assert all(map(torch.equal, ref, policy)) == (step == 0)
@@ -101,7 +111,7 @@ def check_joint_ref() -> Any:
 
 def check_joint_ref_alone() -> Any:
     """A shape that is new to the second rank alone, whose reference meets it first."""
-    local, backend = pair(execution="joint", ref=True)
+    local, backend = uncompiled(execution="joint", ref=True)
     small = [repack(batch, BUCKET) for batch in micro_batches(0, 2)]
     backend.ref.logprobs(small)
     wide = repack(micro_batches(0, 2)[1], dataclasses.replace(BUCKET, tokens=2 * BUCKET.tokens))
@@ -115,7 +125,7 @@ def check_joint_ref_alone() -> Any:
 
 def check_joint_collectives() -> Any:
     """All weights are gathered once per step, and all gradients reduced once."""
-    _, backend = pair(execution="joint")
+    _, backend = uncompiled(execution="joint")
     batches = [repack(batch, BUCKET) for batch in micro_batches(0, 6)]
     backend.forward_backward(batches[:2], fixtures.NegativeLogprob())
     backend.optimizer_step()
