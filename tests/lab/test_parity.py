@@ -236,7 +236,8 @@ def test_where_a_rank_was_when_its_time_was_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_real_stacks_take_the_same_steps(tmp_path: Path) -> None:
-    stacks = "deepspeed:zero2,fsdp2,fsdp2:tp2,fsdp2:ring2,fsdp2:tp3"
+    """One of each backend: how far every stack is from local is tested in parity/test_train_backends.py."""
+    stacks = "deepspeed:zero2,fsdp2:tp2,fsdp2:tp3"
     given = options(tmp_path / "out", stacks, gpus=2, gradients=True, threshold=1e-4, timeout=240.0)
     result = run_parity(given)
     found = by_name(result)
@@ -253,7 +254,7 @@ def test_real_stacks_take_the_same_steps(tmp_path: Path) -> None:
     log = (tmp_path / "out" / "logs" / "fsdp2_tp2_test.log").read_text()
     assert "step 10/10 loss: " in log
     write_reports(result, given.out)
-    assert "| fsdp2:ring2 | agrees |" in (given.out / "parity.md").read_text()
+    assert "| fsdp2:tp2 | agrees |" in (given.out / "parity.md").read_text()
 
 
 @pytest.mark.slow
