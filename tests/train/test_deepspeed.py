@@ -217,8 +217,8 @@ def check_errors(results: list[dict[str, Any]]) -> None:
 def test_compiled_equals_eager() -> None:
     compiled = {"train": {"execution": "compile"}, "micro_batches": 1, "steps": 0, "inputs": 1}
     cases: list[dict[str, Any]] = [{"stage": stage, **compiled} for stage in (1, 3)]
-    joint = {**compiled, "train": {"execution": "joint"}}
-    cases += [{"stage": stage, **joint} for stage in (0, 1, 2)]
+    # ZeRO 1 and 2 with a joint graph: parity/test_train_backends.py
+    cases.append({"stage": 0, **compiled, "train": {"execution": "joint"}})
     check(run_cases(cases), cases)
 
 
