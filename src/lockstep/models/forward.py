@@ -17,7 +17,6 @@ from lockstep.attention.masks import dense_mask
 from lockstep.errors import ConfigError
 from lockstep.execution import is_compiled
 from lockstep.models.architectures import layer_windows
-from lockstep.models.causal_lm import causal_lm
 from lockstep.models.heads import Head, head_of
 from lockstep.ops.masks import document_ids
 from lockstep.packing import share
@@ -98,7 +97,7 @@ def decoder_inputs(
     Raises:
         ConfigError: a ring with anything but plain causal attention over documents, packed and eager.
     """
-    base = getattr(module, causal_lm(module).base_model_prefix)
+    base = getattr(module, str(module.base_model_prefix))
     kernel = attention.kernel_of(base.config._attn_implementation)
     compiled = is_compiled(module) if compiled is None else compiled
     if (kernel == "varlen" or ring is not None) and batch.token_ids.device.type == "cpu":
@@ -134,7 +133,7 @@ def run_decoder(module: nn.Module, inputs: DecoderInputs, slots: Tensor | slice 
     Args:
         slots: return those only; on a ring, rows of this rank. None: all.
     """
-    base = getattr(module, causal_lm(module).base_model_prefix)
+    base = getattr(module, str(module.base_model_prefix))
     output = base(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, **inputs.kwargs)
     hidden: Tensor = output.last_hidden_state
     if inputs.cells is None:

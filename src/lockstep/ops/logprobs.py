@@ -22,7 +22,7 @@ the ranks at the end. All ranks of the group must make the same calls with the s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep.errors import TrainError
-from lockstep.ops.vocab_parallel import VocabShard, local_labels, merged_stats, partial_stats
+from lockstep.ops.vocab_parallel import VocabShard, merged_stats, partial_stats
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logprobs [r], entropy [r], rows) -> scalar; `rows` is where the chunk lies in the R rows."""
@@ -116,7 +116,7 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) 
         logprobs [R] and entropy [R], nats, float32 (float64 for float64 logits).
     """
     valid = labels >= 0
-    wide = logits.to(_wide(logits.dtype)).masked_fill(~valid[:, None], 0.0)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~valid[:, None], 0.0)
     logp = torch.log_softmax(wide / (temperature or 1.0), dim=-1)
     logprobs = logp.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
@@ -168,12 +168,10 @@ def linear_logprob_loss(
     chunks = _chunks(hidden.shape[0], weight, head)
     grads = _HeadGrads(hidden, weight, head, summed=len(chunks) > 1)
     with torch.no_grad():
-        logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
+        logprobs = hidden.new_empty(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         entropy = torch.empty_like(logprobs)
         total = logprobs.new_zeros(())
-        chunk_logits = _Logits(weight, chunks, head)
-        for rows in chunks:
-            chunk_hidden, logits = chunk_logits.of(hidden[rows], labels[rows])
+        for rows, chunk_hidden, logits in _logits_by_chunk(hidden, weight, labels, head, chunks):
             logprobs[rows], entropy[rows], lse = row_stats(logits, labels[rows], head)
             loss, dlogprobs, dentropy = _loss_and_grads(token_loss, logprobs, entropy, rows, head)
             total += loss
@@ -209,12 +207,10 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: HeadOptions
     ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_empty(labels.shape, dtype=_wide(hidden.dtype))
+        logprobs = hidden.new_empty(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
         chunks = _chunks(hidden.shape[0], weight, head)
-        chunk_logits = _Logits(weight, chunks, head)
-        for rows in chunks:
-            _, logits = chunk_logits.of(hidden[rows], labels[rows])
+        for rows, _, logits in _logits_by_chunk(hidden, weight, labels, head, chunks):
             logprobs[rows], entropy[rows], lse[rows] = row_stats(logits, labels[rows], head)
         ctx.head = head
         ctx.set_materialize_grads(False)
@@ -232,9 +228,7 @@ class _LinearLogprobs(torch.autograd.Function):
         figures = _RowFigures(
             lse, entropy, torch.zeros_like(lse) if dlogprobs is None else dlogprobs, dentropy
         )
-        chunk_logits = _Logits(weight, chunks, ctx.head)
-        for rows in chunks:
-            chunk_hidden, logits = chunk_logits.of(hidden[rows], labels[rows])
+        for rows, chunk_hidden, logits in _logits_by_chunk(hidden, weight, labels, ctx.head, chunks):
             _row_dlogits_(logits, labels[rows], figures.part(rows), ctx.head)
             grads.add(logits, chunk_hidden, weight, rows)
         return *grads.finish(), None, None
@@ -270,11 +264,6 @@ class _WithGrads(torch.autograd.Function):
 # --- chunks ---
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that softmax is computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _chunks(num_rows: int, weight: Tensor, head: HeadOptions) -> list[slice]:
     """Slices over the rows, equally long where they can be: compiled code makes one graph per length."""
     kind = "cpu" if weight.device.type == "cpu" else "compiled" if head.compiled else "cuda"
@@ -287,19 +276,17 @@ def _chunks(num_rows: int, weight: Tensor, head: HeadOptions) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-class _Logits:
-    """Logits of one chunk after the other, in one buffer: fresh pages would cost as much as the product."""
-
-    def __init__(self, weight: Tensor, chunks: list[slice], head: HeadOptions) -> None:
-        longest = max((rows.stop - rows.start for rows in chunks), default=0)
-        self._weight, self._head = weight.detach(), head
-        self._buffer = weight.new_empty(longest, weight.shape[0])
-
-    def of(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [r, C], zero where the label is ignored (0 * NaN would reach the weight's gradient),
-        and their logits [r, V], which the next call overwrites."""
-        clean = hidden.masked_fill((labels < 0)[:, None], 0.0)
-        return clean, head_logits(clean, self._weight, self._head, self._buffer[: hidden.shape[0]])
+def _logits_by_chunk(
+    hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions, chunks: list[slice]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """The rows of each chunk, their hidden states [r, C], zero where the label is ignored (0 * NaN would
+    reach the weight's gradient), and their logits [r, V]. All have one buffer, which the next chunk
+    overwrites: fresh pages would cost as much as the product."""
+    weight = weight.detach()
+    buffer = weight.new_empty(max((rows.stop - rows.start for rows in chunks), default=0), weight.shape[0])
+    for rows in chunks:
+        clean = hidden[rows].masked_fill((labels[rows] < 0)[:, None], 0.0)
+        yield rows, clean, head_logits(clean, weight, head, buffer[: clean.shape[0]])
 
 
 @torch.no_grad()
@@ -332,7 +319,7 @@ class _HeadGrads:
         if needs is None:
             needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
         self.needed = any(needs)
-        wide = _wide(weight.dtype)
+        wide = torch.promote_types(weight.dtype, torch.float32)
         self._dtype = weight.dtype
         self._vocab = head.vocab
         self._hidden = torch.empty_like(hidden) if needs[0] else None
@@ -344,7 +331,12 @@ class _HeadGrads:
         if self._hidden is not None:
             torch.mm(dlogits, weight, out=self._hidden[rows])
         if self._weight is not None:
-            _add_product_(self._weight, dlogits.t(), hidden)
+            if self._weight.dtype == dlogits.dtype:
+                self._weight.addmm_(dlogits.t(), hidden)
+            elif self._weight.is_cuda:
+                torch.addmm(self._weight, dlogits.t(), hidden, out_dtype=self._weight.dtype, out=self._weight)
+            else:
+                self._weight += dlogits.t() @ hidden
         if self._bias is not None:
             self._bias += dlogits.sum(0, dtype=self._bias.dtype)
 
@@ -355,16 +347,6 @@ class _HeadGrads:
         weight = None if self._weight is None else self._weight.to(self._dtype)
         bias = None if self._bias is None else self._bias.to(self._dtype)
         return self._hidden, weight, bias
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, where total may be wider than the factors."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
 
 
 # --- elementwise work on a chunk of logits ---
@@ -467,8 +449,14 @@ def _dlogits_(
         b = torch.where(valid, figures.dentropy, 0.0)[:, None]
         p = (x - lse).exp_()
         dx = x.neg_().add_(lse - figures.entropy[:, None]).mul_(b).sub_(a).mul_(p)
-    index, here = local_labels(labels, start=start, width=dx.shape[1])
-    _add_at_labels_(dx, index[:, None], torch.where(here[:, None], a, 0.0))
+    local = labels - start
+    here = (local >= 0) & (local < dx.shape[1])
+    index, values = local.clamp(0, dx.shape[1] - 1)[:, None], torch.where(here[:, None], a, 0.0)
+    if torch.compiler.is_compiling():  # a comparison, which fuses as a scatter cannot
+        at_label = torch.arange(dx.shape[1], device=dx.device)[None, :] == index
+        dx.copy_(torch.where(at_label, dx + values, dx))
+    else:
+        dx.scatter_add_(1, index, values)
     if slope is not None:
         dx.mul_(slope)
     logits.copy_(dx.mul_(scale))
@@ -476,16 +464,7 @@ def _dlogits_(
 
 def _scaled(logits: Tensor, scale: float, cap: float | None) -> Tensor:
     """x of the module's docstring, in a buffer of its own."""
-    x = logits.to(_wide(logits.dtype), copy=True)
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if cap is not None:
         return x.mul_(scale / cap).tanh_().mul_(cap)
     return x if scale == 1.0 else x.mul_(scale)
-
-
-def _add_at_labels_(dx: Tensor, labels: Tensor, values: Tensor) -> None:
-    """dx[i, labels[i]] += values[i]; compiled, a comparison, which fuses as a scatter cannot."""
-    if torch.compiler.is_compiling():
-        here = torch.arange(dx.shape[1], device=dx.device)[None, :] == labels
-        dx.copy_(torch.where(here, dx + values, dx))
-    else:
-        dx.scatter_add_(1, labels, values)

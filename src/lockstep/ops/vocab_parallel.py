@@ -51,8 +51,9 @@ def partial_stats(x: Tensor, labels: Tensor, *, start: int) -> Tensor:
         labels: [r] int64, ids of the whole vocabulary.
         start: id of x's first column.
     """
-    index, here = local_labels(labels, start=start, width=x.shape[1])
-    at_label = x.gather(1, index[:, None])[:, 0]
+    local = labels - start
+    here = (local >= 0) & (local < x.shape[1])
+    at_label = x.gather(1, local.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
     peak = x.amax(-1, keepdim=True)
     e = x.sub_(peak).exp()
     total = e.sum(-1)
@@ -76,10 +77,3 @@ def merged_stats(own: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple
     lse = peak + log_total
     valid = labels >= 0
     return torch.where(valid, at_labels.amax(0) - lse, 0.0), torch.where(valid, entropy, 0.0), lse
-
-
-def local_labels(labels: Tensor, *, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the columns [r] of the labels in a part of `width` ids from `start`, and whether they are in it;
-    a label outside it gets some valid column."""
-    local = labels - start
-    return local.clamp(0, width - 1), (local >= 0) & (local < width)

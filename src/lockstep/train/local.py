@@ -31,10 +31,16 @@ from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of
 from lockstep.train.gradients import GradientStore, global_norm
 from lockstep.train.local_memory import advice
-from lockstep.train.loss_module import LossModule, MicroBatchOutput, require_finite, step_stats
+from lockstep.train.loss_module import (
+    LossModule,
+    MicroBatchOutput,
+    head_rows,
+    require_finite,
+    scatter,
+    step_stats,
+)
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.optimizer import lr_at, trained_parameters
-from lockstep.train.rows import head_rows, scatter
 from lockstep.train.single_samples import merge_samples, single_samples
 from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
 from lockstep.train.state.save_load import load_state, save_state

@@ -1,4 +1,5 @@
-"""Decoder, head and loss as one module: the forward pass of every backend."""
+"""Decoder, head and loss as one module: the forward pass of every backend, and which slots of a pack its head
+sees."""
 
 from __future__ import annotations
 
@@ -19,9 +20,58 @@ from lockstep.models.heads import head_of, head_options
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.protocols.train import StepStats, TokenLoss
-from lockstep.schema.batch import PackedBatch
-from lockstep.train.rows import Rows, scatter
-from lockstep.train.rows import part as part_of
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
+
+Rows = Tensor | slice
+"""[R] int64: slots of a pack; or all of them, as a slice."""
+
+
+def head_rows(batch: PackedBatch, *, static: bool, device: torch.device) -> tuple[Rows, Tensor]:
+    """The slots that the head sees, and their labels [R], both on `device`.
+
+    Args:
+        batch: on the host: the index is made where the mask is, so that a GPU is not waited for.
+        static: every slot, masked ones labelled -100, so that shapes do not depend on the mask. Otherwise
+            only the trained ones. Where documents share rows, the slots that the rows are of: every trained
+            slot has a row of its own.
+    """
+    if static and batch.shared is not None:
+        slots = batch.shared.slots
+        labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL).index_select(0, slots)
+        return slots.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    if static:
+        labels = torch.where(batch.loss_mask, batch.labels, IGNORE_LABEL)
+        return slice(0, batch.num_slots), labels.to(device, non_blocking=True)
+    rows = batch.loss_mask.nonzero()[:, 0]
+    labels = batch.labels.index_select(0, rows)
+    return rows.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+def ring_rows(
+    batch: PackedBatch, index: Tensor, *, static: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`head_rows` for one rank of a ring, which has the slots `index` [t] of the pack, on the host.
+
+    Returns:
+        rows: [R] int64, the slots of the pack that are this rank's and that the head sees.
+        labels: [R] int64.
+        local: [R] int64, where they are among the rank's t.
+    """
+    mask = batch.loss_mask.index_select(0, index)
+    local = torch.arange(len(index)) if static else mask.nonzero()[:, 0]
+    rows = index.index_select(0, local)
+    labels = batch.labels.index_select(0, rows)
+    if static:
+        labels = torch.where(mask, labels, IGNORE_LABEL)
+    moved = [t.to(device, non_blocking=True) for t in (rows, labels, local)]
+    return moved[0], moved[1], moved[2]
+
+
+def scatter(values: Tensor, rows: Rows, num_slots: int) -> Tensor:
+    """[..., R] into [..., T], 0 in the other slots."""
+    if isinstance(rows, slice):
+        return values
+    return values.new_zeros(*values.shape[:-1], num_slots).index_copy_(-1, rows, values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +193,12 @@ class LossModule(nn.Module):
             terms_of = [hidden.new_empty(len(loss.terms), 0, dtype=torch.float32)]
 
             def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
-                output = token_loss(logprobs, entropy, batch, part_of(rows, chunk))
+                slots = (
+                    rows[chunk]
+                    if isinstance(rows, Tensor)
+                    else slice(rows.start + chunk.start, rows.start + chunk.stop)
+                )
+                output = token_loss(logprobs, entropy, batch, slots)
                 if output.terms is not None:
                     terms_of.append(output.terms)
                 return output.loss
@@ -176,7 +231,10 @@ class LossModule(nn.Module):
             linear = cast(nn.Linear, causal_lm(self.policy).get_output_embeddings())
             self._head_parts = linear, options
         linear, options = self._head_parts
-        return linear.weight, replace(options, bias=linear.bias, entropy_grad=entropy_grad)
+        if options.bias is not linear.bias or options.entropy_grad != entropy_grad:
+            options = replace(options, bias=linear.bias, entropy_grad=entropy_grad)
+            self._head_parts = linear, options
+        return linear.weight, options
 
 
 def _of_the_ring(figures: Tensor, rows: Rows, part: RingPart, num_slots: int) -> Tensor:

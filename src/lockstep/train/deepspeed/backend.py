@@ -37,7 +37,16 @@ from lockstep.train.contract import contract_of
 from lockstep.train.deepspeed.build import ZeroBuilder
 from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed.state import ZeroParts, whole_weights
-from lockstep.train.loss_module import LossModule, MicroBatchOutput, require_finite, step_stats, token_rows
+from lockstep.train.loss_module import (
+    LossModule,
+    MicroBatchOutput,
+    Rows,
+    head_rows,
+    require_finite,
+    scatter,
+    step_stats,
+    token_rows,
+)
 from lockstep.train.micro_batch_assignment import (
     assign_batches,
     require_same_batches,
@@ -45,7 +54,6 @@ from lockstep.train.micro_batch_assignment import (
     share_stats,
 )
 from lockstep.train.optimizer import lr_at, trained_parameters
-from lockstep.train.rows import Rows, head_rows, scatter
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 

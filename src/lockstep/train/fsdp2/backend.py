@@ -36,7 +36,15 @@ from lockstep.train.fsdp2.mesh import make_mesh
 from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
 from lockstep.train.fsdp2.state import ShardedState
 from lockstep.train.gradients import global_norm
-from lockstep.train.loss_module import MicroBatchOutput, RingPart, require_finite
+from lockstep.train.loss_module import (
+    MicroBatchOutput,
+    RingPart,
+    Rows,
+    head_rows,
+    require_finite,
+    ring_rows,
+    scatter,
+)
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.micro_batch_assignment import (
     assign_batches,
@@ -45,7 +53,6 @@ from lockstep.train.micro_batch_assignment import (
     share_stats,
 )
 from lockstep.train.optimizer import MasterOptimizer, NamedParameter, lr_at, trained_parameters
-from lockstep.train.rows import Rows, head_rows, ring_rows, scatter
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
