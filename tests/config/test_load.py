@@ -49,7 +49,7 @@ def test_every_problem_is_told_at_once() -> None:
         "checkpoint.evry = 3: unknown key; did you mean checkpoint.every?",
         "rewards[1].wieght = 2.0: unknown key; did you mean rewards[1].weight?",
         "steps = 2.5: expected a whole number, got a float",
-        "train.token_budget = 'many': expected a whole number, got a string",
+        "train.token_budget = 'many': expected a whole number or one of 'auto', got a string",
         "train.schedule = 'cosin': expected one of 'constant', 'linear' or 'cosine' "
         "(did you mean 'cosine'?), got a string",
     ]
@@ -104,7 +104,11 @@ def test_a_wrong_value_says_what_it_was_and_what_is_expected(path: str, value: A
             {"rollout.sampling.min_tokens": 999},
             "rollout.sampling: min_tokens = 999 exceeds max_tokens",
         ),
-        ("sft", {"data.max_length": 9999}, "does not fit one micro-batch of train.token_budget = 4096"),
+        (
+            "sft",
+            {"data.max_length": 9999, "train.token_budget": 4096},
+            "does not fit one micro-batch of train.token_budget = 4096",
+        ),
     ],
 )
 def test_an_impossible_combination_says_what_to_set(kind: str, overrides: dict[str, Any], told: str) -> None:

@@ -48,7 +48,7 @@ def test_an_rl_run_refuses(setting, message):
     [
         ({"data": {**FILE, "exclude": "other.jsonl"}}, "is for prompts of RL runs"),
         (
-            {"data": FILE, "eval_data": {**FILE, "max_length": 9000}},
+            {"data": FILE, "eval_data": {**FILE, "max_length": 9000}, "train": {"token_budget": 4096}},
             "eval_data.max_length = 9000",
         ),
         ({"data": FILE, "eval_every": 5}, "eval_every = 5 needs documents"),

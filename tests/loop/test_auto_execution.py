@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.config.load import load_run
 from lockstep.config.run import RunConfig
@@ -20,11 +21,12 @@ from lockstep.loop.auto_execution import (
     steps_to_pay,
     tokens_per_step,
 )
-from lockstep.loop.axes import as_started, resolve_axes, resolve_engine, resolve_execution
+from lockstep.loop.axes import as_started, resolve_axes, resolve_execution, resolved_train
 
 BILLION = 10**9
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "execution-modes.md"
 RL = {
+    "model.dtype": "bfloat16",
     "engine.name": "native",
     "rollout.prompts_per_step": 8,
     "rollout.group_size": 16,
@@ -38,12 +40,12 @@ def grpo(**settings: Any) -> RunConfig:
 
 
 def sft(**settings: Any) -> RunConfig:
-    fields = {"batch_size": 32, "data.max_length": 1024} | settings
+    fields = {"model.dtype": "bfloat16", "batch_size": 32, "data.max_length": 1024} | settings
     return load_run(kind="sft", overrides={name.replace("__", "."): v for name, v in fields.items()})
 
 
 def chosen(run: RunConfig, *, parameters: int = BILLION, device: str = "cuda", ranks: int = 1) -> str:
-    return resolve_execution(run, device=device, dtype="bfloat16", parameters=parameters, ranks=ranks).value
+    return resolve_execution(run, device=device, parameters=parameters, ranks=ranks).value
 
 
 def test_what_a_step_saves_worked_by_hand() -> None:
@@ -95,29 +97,34 @@ def test_a_cpu_and_the_tiny_recipe_stay_eager() -> None:
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
 def test_what_cannot_compile_or_is_not_tested_compiled_is_eager(settings: dict[str, Any]) -> None:
-    choice = resolve_execution(
-        grpo(steps=10**6, **settings), device="cuda", dtype="bfloat16", parameters=BILLION, ranks=1
-    )
+    choice = resolve_execution(grpo(steps=10**6, **settings), device="cuda", parameters=BILLION, ranks=1)
     assert choice.value == "eager" and choice.reason
 
 
-def test_axes_hold_the_mode_and_not_the_word_auto() -> None:
-    run = resolve_engine(load_run("tiny"))  # type: ignore[arg-type]
+def test_axes_hold_values_and_not_the_word_auto() -> None:
+    run = load_run("tiny", overrides={"train.device": "cpu", "train.token_budget": "auto"})
     assert run.train.execution == "auto", "the default"
-    for parameters in (None, 10**12):
-        axes = resolve_axes(run, engine=run.engine.name, parameters=parameters)
-        assert axes.execution == ("eager" if axes.device == "cpu" or parameters is None else "compile")
+    axes = resolve_axes(run, engine="hf", module=torch.nn.Linear(2, 2))
+    assert (axes.execution, axes.token_budget, axes.auto_execution, axes.auto_token_budget) == (
+        "eager",
+        4096,
+        "",
+        "",
+    )
     explicit = load_run("tiny", overrides={"train.execution": "compile", "train.device": "cpu"})
-    axes = resolve_axes(explicit, engine="hf", parameters=1)
-    assert (axes.execution, axes.static_capacity, axes.auto_execution) == ("compile", True, "")
+    axes = resolve_axes(explicit, engine="hf")
+    assert (axes.execution, axes.static_capacity, axes.token_budget) == ("compile", True, 2048)
+    train = resolved_train(run.train, axes)
+    assert (train.execution, train.token_budget) == ("compile", 2048)
 
 
 def test_a_resumed_run_keeps_what_its_manifest_says() -> None:
     run = sft()
     assert as_started(run, {}) is run, "it has not begun"
-    assert as_started(run, {"axes": {"execution": "compile"}}).train.execution == "compile"
-    explicit = sft(**{"train.execution": "eager"})
-    assert as_started(explicit, {"axes": {"execution": "compile"}}) is explicit
+    kept = as_started(run, {"axes": {"execution": "compile", "token_budget": 16384}}).train
+    assert (kept.execution, kept.token_budget) == ("compile", 16384)
+    explicit = sft(**{"train.execution": "eager", "train.token_budget": 2048})
+    assert as_started(explicit, {"axes": {"execution": "compile", "token_budget": 16384}}) is explicit
     with pytest.raises(ConfigError, match=r"manifest.json.*\n.*train.execution"):
         as_started(run, {"axes": {"execution": ["fast"]}})
 

@@ -65,21 +65,32 @@ def main(argv: Sequence[str]) -> int:
     check_ranks(run, ranks)
     import torch
 
+    from lockstep.loop.axes import planned_run
     from lockstep.loop.memory_plan import plan_memory
     from lockstep.models.memory import GIB, available_bytes
 
     if run.train.tp > 1:
         _check_heads(run)
-    device = _device(run, cuda=torch.cuda.is_available())
-    plan = plan_memory(run, device=torch.device(device), ranks=ranks)
+    device = torch.device(_device(run, cuda=torch.cuda.is_available()))
     if general["memory_gib"] is not None:
         available, source = int(general["memory_gib"] * GIB), "given by --memory-gib"
+        total = available
     else:
-        available, source = available_bytes(plan.device)
-        if ranks > 1 and plan.device.type == "cpu":
+        available, source = available_bytes(device)
+        if ranks > 1 and device.type == "cpu":
             available, source = available // ranks, f"a rank's share of {source}"
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    sized = planned_run(run, device=device, ranks=ranks, total_bytes=total)
+    plan = plan_memory(sized.run, device=device, ranks=ranks)
+    chosen = {
+        "execution": (sized.run.train.execution, sized.execution),
+        "token_budget": (sized.run.train.token_budget, sized.token_budget),
+    }
+    for name, (value, reason) in chosen.items():
+        if reason:
+            echo(f"train.{name} auto -> {value}: {reason}")
     show(plan, available=available, source=source)
-    result = as_dict(plan, available=available)
+    result = {name: value for name, (value, _) in chosen.items()} | as_dict(plan, available=available)
     if general["json"] is not None:
         general["json"].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     echo(verdict(plan, available=available))
@@ -128,8 +139,6 @@ def show(plan: MemoryPlan, *, available: int, source: str) -> None:
         f"one optimizer step: {plan.documents_per_step} documents of at most {plan.longest_document} tokens, "
         f"at most {plan.micro_batches} micro-batches of at most {plan.tokens_per_micro_batch} tokens"
     )
-    if plan.auto_execution:
-        console.print(f"train.execution auto -> {plan.execution}: {plan.auto_execution}")
     each = f", each of {plan.ranks} ranks" if plan.ranks > 1 else ""
     table = Table(title=f"memory on {plan.device}{each}")
     for heading, justify in (
@@ -165,7 +174,6 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
         "fits": plan.peak_bytes <= available,
         "device": str(plan.device),
         "ranks": plan.ranks,
-        "execution": plan.execution,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "parameters": plan.shape.parameters,
         "trained_parameters": plan.shape.trained,

@@ -16,7 +16,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig
 from lockstep.config.support import check_support
-from lockstep.config.train import CheckpointConfig, EvalConfig, LogConfig, TrainConfig
+from lockstep.config.train import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, token_slots
 from lockstep.errors import ConfigError
 
 
@@ -45,6 +45,11 @@ class RunConfig(Config):
     @property
     def documents_setting(self) -> str:
         """Which settings decide that."""
+        raise NotImplementedError
+
+    @property
+    def longest_unit(self) -> int:
+        """Tokens that one micro-batch must hold: the longest document, or pair of them."""
         raise NotImplementedError
 
     if TYPE_CHECKING:
@@ -179,6 +184,11 @@ class GRPORun(RunConfig):
         return "rollout.prompts_per_step * rollout.group_size / train.minibatches"
 
     @property
+    def longest_unit(self) -> int:
+        """Prompt and completion of training."""
+        return self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
+
+    @property
     def longest_sequence(self) -> int:
         """Prompt and completion of training and evaluations, as far as settings allow them."""
         tokens, prompts = self.rollout.sampling.max_tokens, self.data.max_prompt_tokens
@@ -213,7 +223,7 @@ class GRPORun(RunConfig):
                 f"{self.rollout.prompts_per_step} prompts; raise data.size or lower rollout.prompts_per_step"
             )
         longest = self.data.max_prompt_tokens + self.rollout.sampling.max_tokens
-        if longest > self.train.token_budget:
+        if longest > token_slots(self.train) and self.train.token_budget != "auto":
             raise ValueError(
                 f"data.max_prompt_tokens + rollout.sampling.max_tokens = {longest} tokens do not fit one "
                 f"micro-batch of train.token_budget = {self.train.token_budget}; raise train.token_budget or "
@@ -274,6 +284,11 @@ class OfflineRun(RunConfig):
         """Which setting decides that."""
         return "batch_size"
 
+    @property
+    def longest_unit(self) -> int:
+        """A document of training or evaluation."""
+        return max(data.max_length for data in (self.data, self.eval_data) if data is not None)
+
     @model_validator(mode="after")
     def _check(self) -> OfflineRun:
         _check_best(self.checkpoint, every=self.eval_every, known=OFFLINE_METRICS[self.kind])
@@ -294,7 +309,11 @@ class OfflineRun(RunConfig):
                     f"{name}.exclude = {data.exclude!r} is for prompts of RL runs; remove such documents "
                     f"from {name}.source"
                 )
-            if data is not None and data.max_length > self.train.token_budget:
+            if (
+                data is not None
+                and self.train.token_budget != "auto"
+                and data.max_length > token_slots(self.train)
+            ):
                 raise ValueError(
                     f"{name}.max_length = {data.max_length} does not fit one micro-batch of "
                     f"train.token_budget = {self.train.token_budget}; raise train.token_budget or lower "
@@ -326,10 +345,19 @@ class DPORun(OfflineRun):
         """Both answers of each pair."""
         return 2 * self.batch_size
 
+    @property
+    def longest_unit(self) -> int:
+        """Both answers of a pair."""
+        return 2 * super().longest_unit
+
     @model_validator(mode="after")
     def _check_pairs(self) -> DPORun:
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
-            if data is not None and 2 * data.max_length > self.train.token_budget:
+            if (
+                data is not None
+                and self.train.token_budget != "auto"
+                and 2 * data.max_length > token_slots(self.train)
+            ):
                 raise ValueError(
                     f"{name}.max_length = {data.max_length}: both answers of a pair are in one micro-batch, "
                     f"and train.token_budget = {self.train.token_budget} holds no two of them; raise "

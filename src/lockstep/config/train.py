@@ -49,9 +49,10 @@ class TrainConfig(Config):
     device: Name = "auto"
     """auto: cuda where there is one, else cpu."""
 
-    token_budget: PositiveInt = 4096
+    token_budget: PositiveInt | Literal["auto"] = "auto"
     """Token slots of one micro-batch, in layout shared those that are computed: what decides activation
-    memory."""
+    memory. auto: 4096 on a CPU; on CUDA the largest of a few up to 32768 that the memory plan has room for;
+    never below the longest document."""
     static_capacity: bool | None = None
     """Pad every pack to one of a few static capacities (one graph per bucket). None: on for compiled
     modes, else off."""
@@ -123,10 +124,20 @@ class TrainConfig(Config):
         return betas
 
 
+DEFAULT_TOKEN_BUDGET = 4096
+"""train.token_budget = "auto" on a CPU."""
+
+
 def outside_of_runs(train: TrainConfig) -> TrainConfig:
     """Return `train` as a backend takes it that no run builds: an execution "auto", which depends on the
     run's steps, is eager."""
     return train if train.execution != "auto" else train.model_copy(update={"execution": "eager"})
+
+
+def token_slots(train: TrainConfig) -> int:
+    """Return train.token_budget of settings that a run has resolved; outside of runs "auto" is that of a
+    CPU."""
+    return DEFAULT_TOKEN_BUDGET if train.token_budget == "auto" else train.token_budget
 
 
 class EvalConfig(Config):

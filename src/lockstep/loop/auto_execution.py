@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from lockstep.config.backends import check_backend
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
@@ -24,11 +25,14 @@ COMPILE_SECONDS = 60.0
 15 s. Which one it will be is not looked up: the choice would depend on the machine's files."""
 
 
+Value = TypeVar("Value")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class Choice(Generic[Value]):
     """What an "auto" became."""
 
-    value: str
+    value: Value
     reason: str
     """For the user; empty: nothing to explain."""
 
@@ -64,7 +68,9 @@ def steps_to_pay(seconds_saved: float) -> int:
     return math.floor(COMPILE_SECONDS / seconds_saved) + 1
 
 
-def choose_execution(run: RunConfig, *, parameters: int, device: str, ranks: int, tested: bool) -> Choice:
+def choose_execution(
+    run: RunConfig, *, parameters: int, device: str, ranks: int, tested: bool
+) -> Choice[str]:
     """Return what train.execution = "auto" means for `run`: "eager" or "compile".
 
     Args:

@@ -3,23 +3,30 @@ not changed."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from lockstep.config.engine import resolved
 from lockstep.config.load import override
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.config.support import check_device_support, check_support, support_status
-from lockstep.config.train import Layout, TrainConfig
+from lockstep.config.train import Layout, TrainConfig, token_slots
 from lockstep.errors import ConfigError
+from lockstep.loop.auto_budget import choose_token_budget
 from lockstep.loop.auto_execution import Choice, choose_execution
+from lockstep.loop.memory_plan import plan_memory
 from lockstep.loop.own_parts import own_support
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.ranks.context import RankContext
+from lockstep.models.memory import module_shape, planned_shape
+from lockstep.models.memory_shape import ModelShape
+from lockstep.ranks.context import RankContext, local_ranks
 
 Run = TypeVar("Run", bound=RunConfig)
 
@@ -42,19 +49,28 @@ class Axes:
     """supported: a parity test covers this combination; or untested."""
     support_note: str
     """What the support table says about it; may be empty."""
+    token_budget: int
     auto_execution: str = ""
     """Why train.execution = "auto" became `execution`; empty: it was not "auto", or there was no choice."""
+    auto_token_budget: str = ""
+    """The same of train.token_budget."""
 
 
 def resolve_axes(
-    run: RunConfig, *, engine: str | None, ranks: RankContext | None = None, parameters: int | None = None
+    run: RunConfig,
+    *,
+    engine: str | None,
+    ranks: RankContext | None = None,
+    module: nn.Module | None = None,
+    total_bytes: int = 0,
 ) -> Axes:
     """Resolve the auto values of `run`, and look the result up in the support table.
 
     Args:
         ranks: with several ranks each has its own device: local rank r has cuda:r.
-        parameters: of the model; None: it is not loaded yet, and until then train.execution = "auto", which
-            depends on its size, is eager.
+        module: of the model; None: it is not loaded yet, and until then train.execution and
+            train.token_budget = "auto", which depend on its size, are what they are on a CPU.
+        total_bytes: as `total_device_bytes` has it.
 
     Raises:
         ConfigError: train.device names a device that this machine does not have, or the combination is not
@@ -73,13 +89,18 @@ def resolve_axes(
         )
     own = own_support(run, attention=attention)
     layout: Layout = "packed" if train.layout == "auto" else train.layout
-    execution = Choice(value="eager" if train.execution == "auto" else train.execution, reason="")
-    if train.execution == "auto" and parameters is not None:
-        world = 1 if ranks is None else ranks.world_size
-        execution = resolve_execution(run, device=device, dtype=dtype, parameters=parameters, ranks=world)
-    run = with_execution(run, execution.value)
+    known = (
+        module is not None and device.startswith("cuda") and "auto" in (train.execution, train.token_budget)
+    )
+    sized = with_sizes(
+        run,
+        device=device if known else "cpu",
+        ranks=1 if ranks is None else ranks.world_size,
+        shape=module_shape(module) if known and module is not None else None,
+        total_bytes=total_bytes,
+    )
     entry = check_device_support(
-        _with_layout(run, layout),
+        _with_train(sized.run, layout=layout),
         attention=attention,
         device=device,
         dtype=dtype,
@@ -92,41 +113,107 @@ def resolve_axes(
         backend=train.backend,
         engine=engine,
         attention=attention,
-        execution=execution.value,
+        execution=sized.run.train.execution,
         layout=layout,
         dtype=dtype,
-        static_capacity=execution.value != "eager" if static is None else static,
+        static_capacity=sized.run.train.execution != "eager" if static is None else static,
         batch_invariant=invariant,
         deterministic=train.deterministic,
         support=entry.status,
         support_note=entry.reason,
-        auto_execution=execution.reason,
+        token_budget=token_slots(sized.run.train),
+        auto_execution=sized.execution,
+        auto_token_budget=sized.token_budget,
     )
 
 
-def resolve_execution(run: RunConfig, *, device: str, dtype: str, parameters: int, ranks: int) -> Choice:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizedRun:
+    """A run whose "auto" values that depend on sizes are resolved."""
+
+    run: RunConfig
+    execution: str
+    token_budget: str
+    """Why they are what they are; empty: they were not "auto", or there was no choice."""
+
+
+def with_sizes(
+    run: RunConfig, *, device: str, ranks: int, shape: ModelShape | None, total_bytes: int
+) -> SizedRun:
+    """Resolve train.execution and then train.token_budget of a run whose engine is resolved.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+        ranks: that share a step.
+        shape: of the model; a CPU needs none.
+        total_bytes: of the device's memory, a rank's share where ranks share it.
+    """
+    mode, budget = Choice(value="eager", reason=""), Choice(value=0, reason="")
+    if run.train.execution == "auto":
+        if shape is not None:
+            mode = resolve_execution(run, device=device, parameters=shape.parameters, ranks=ranks)
+        run = _with_train(run, execution=mode.value)
+    if run.train.token_budget == "auto":
+
+        def peak(tokens: int) -> int:
+            plan = plan_memory(
+                _with_train(run, token_budget=tokens), device=torch.device(device), ranks=ranks, shape=shape
+            )
+            return plan.peak_bytes
+
+        budget = choose_token_budget(run, device=device, total_bytes=total_bytes, ranks=ranks, peak=peak)
+        run = _with_train(run, token_budget=budget.value)
+    return SizedRun(run=run, execution=mode.reason, token_budget=budget.reason)
+
+
+def planned_run(run: RunConfig, *, device: torch.device, ranks: int, total_bytes: int) -> SizedRun:
+    """Return `run` as it will be on a device, before anything is loaded.
+
+    Raises:
+        ModelError: the model's config is not on this machine, or not supported.
+    """
+    if isinstance(run, GRPORun):
+        run = with_engine(run, device)
+    shape = planned_shape(run.model, dtype=resolve_dtype(run.model.dtype, device))
+    return with_sizes(run, device=str(device), ranks=ranks, shape=shape, total_bytes=total_bytes)
+
+
+def total_device_bytes(train: TrainConfig, ranks: RankContext | None = None) -> int:
+    """Return the total memory of this rank's GPU, or its share where ranks share one; over all ranks the
+    least. 0 on a CPU, and where train.token_budget does not ask for it. Collective."""
+    device = torch.device(_device(train, ranks))
+    if train.token_budget != "auto" or device.type != "cuda":
+        return 0
+    found = torch.cuda.get_device_properties(device).total_memory
+    if ranks is None or ranks.world_size == 1:
+        return found
+    local = (local_ranks(os.environ) or ranks.world_size) / torch.cuda.device_count()
+    return min(ranks.gather(int(found / max(1, math.ceil(local))), int, what="comparing the GPUs' memory"))
+
+
+def resolve_execution(run: RunConfig, *, device: str, parameters: int, ranks: int) -> Choice[str]:
     """Return what train.execution = "auto" means for a run whose engine is resolved: compile where the
     support table has a parity test of it and `choose_execution` finds that it pays, else eager.
 
     Args:
         device: "cpu", "cuda" or "cuda:N".
-        dtype: of the computation, as in "bfloat16".
         parameters: of the model.
         ranks: that share a step.
     """
+    dtype = str(resolve_dtype(run.model.dtype, torch.device(device))).removeprefix("torch.")
     attention = resolve_attention(
         run.train.attention, device=device, dtype=dtype, batch_invariant=run.train.batch_invariant
     )
-    compiled, own = with_execution(run, "compile"), own_support(run, attention=attention)
+    compiled, own = _with_train(run, execution="compile"), own_support(run, attention=attention)
     status = support_status(compiled, attention=attention, device=device, dtype=dtype, own=own)
     return choose_execution(
         run, parameters=parameters, device=device, ranks=ranks, tested=status == "supported"
     )
 
 
-def with_execution(run: Run, execution: str) -> Run:
-    """Return `run` with another execution mode, unchecked."""
-    return run.model_copy(update={"train": run.train.model_copy(update={"execution": execution})})
+def _with_train(run: Run, **settings: Any) -> Run:
+    """Return `run` with other train settings, unchecked."""
+    return run.model_copy(update={"train": run.train.model_copy(update=settings)})
 
 
 def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:
@@ -177,10 +264,9 @@ def as_started(run: Run, manifest: Mapping[str, Any]) -> Run:
         ConfigError: the manifest holds another value than such a setting can have.
     """
     run, axes = _keep_layout(run, manifest), manifest.get("axes", {})
-    if run.train.execution != "auto" or "execution" not in axes:
-        return run
-    kept = {"train.execution": axes["execution"]}
-    return cast(Run, override(run, kept, origin="manifest.json, field axes"))
+    open_values = [name for name in ("execution", "token_budget") if getattr(run.train, name) == "auto"]
+    kept = {f"train.{name}": axes[name] for name in open_values if name in axes}
+    return cast(Run, override(run, kept, origin="manifest.json, field axes")) if kept else run
 
 
 def _keep_layout(run: Run, manifest: Mapping[str, Any]) -> Run:
@@ -189,11 +275,7 @@ def _keep_layout(run: Run, manifest: Mapping[str, Any]) -> Run:
     axes = manifest.get("axes")
     if run.train.layout != "auto" or not isinstance(axes, Mapping) or axes.get("layout") != "packed":
         return run
-    return _with_layout(run, "packed")
-
-
-def _with_layout(run: Run, layout: Layout) -> Run:
-    return run.model_copy(update={"train": run.train.model_copy(update={"layout": layout})})
+    return _with_train(run, layout="packed")
 
 
 def is_native(model: ModelConfig, device: torch.device) -> bool:
@@ -245,6 +327,7 @@ def resolved_train(train: TrainConfig, axes: Axes) -> TrainConfig:
             "attention": axes.attention,
             "layout": axes.layout,
             "execution": axes.execution,
+            "token_budget": axes.token_budget,
             "static_capacity": axes.static_capacity,
             "batch_invariant": axes.batch_invariant,
         }

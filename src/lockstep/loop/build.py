@@ -22,12 +22,12 @@ from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import TrainConfig, token_slots
 from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine.build import is_external, make_engine
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train
+from lockstep.loop.axes import Axes, resolve_axes, resolve_engine, resolved_train, total_device_bytes
 from lockstep.loop.batch_invariance import (
     BatchInvariance,
     convert_copy,
@@ -117,10 +117,10 @@ def build_online(
         ConfigError, ModelError, DataError, EngineError: before anything is trained.
     """
     options, ranks = run.algorithm.resolved(), ranks or RankContext.alone()
-    run = resolve_engine(run, ranks=ranks)
+    run, total_bytes = resolve_engine(run, ranks=ranks), total_device_bytes(run.train, ranks)
     external, reward_set = is_external(run.engine.name), RewardSet(run.rewards, functions=rewards)
     with ranks.together("loading model and data"):
-        policy = load_policy(run, engine=run.engine.name, ranks=ranks)
+        policy = load_policy(run, engine=run.engine.name, ranks=ranks, total_bytes=total_bytes)
         axes, model = policy.axes, policy.model
         prompts, eval_prompts = load_train_and_held_out(
             run,
@@ -268,7 +268,9 @@ class Policy:
     batch_invariance: BatchInvariance | None
 
 
-def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None = None) -> Policy:
+def load_policy(
+    run: RunConfig, *, engine: str | None, ranks: RankContext | None = None, total_bytes: int = 0
+) -> Policy:
     """Resolve the axes and load the policy on its device: without weights, where the backend reads its own
     part of them; with batch-invariant modules, if the axes say so. Also seeds the global generators that
     dropout and reward functions draw from.
@@ -293,8 +295,7 @@ def load_policy(run: RunConfig, *, engine: str | None, ranks: RankContext | None
         return load_model(run.model, attention=axes.attention, device=device, materialize=whole)
 
     model, batch_invariance = load(), None
-    parameters = sum(parameter.numel() for parameter in model.module.parameters())
-    axes = resolve_axes(run, engine=engine, ranks=ranks, parameters=parameters)
+    axes = resolve_axes(run, engine=engine, ranks=ranks, module=model.module, total_bytes=total_bytes)
     if axes.batch_invariant:
         batch_invariance = make_invariant(model, axes=axes, required=run.train.batch_invariant)
         if batch_invariance.refused is not None:
@@ -383,7 +384,7 @@ def recording_header(
         },
         contract=None if contract is None else contract.as_json(),
         capacity={
-            "token_budget": run.train.token_budget,
+            "token_budget": axes.token_budget,
             "max_seqlen": plan.max_seqlen,
             "max_documents": plan.max_documents,
         },
@@ -434,7 +435,7 @@ class Planner:
     ) -> list[PackedBatch]:
         static = self.static_capacity
         limits = PackLimits(
-            token_budget=self.train.token_budget,
+            token_budget=token_slots(self.train),
             static_capacity=static,
             layout="packed" if self.train.layout == "auto" else self.train.layout,
             max_seqlen=self.max_seqlen if static else None,

@@ -16,9 +16,8 @@ import torch
 from lockstep.config.backends import shards_weights
 from lockstep.config.declarations import backends, engines
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
-from lockstep.loop.axes import resolve_execution, with_engine, with_execution
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, phase_totals, planned_shape
 from lockstep.models.memory_shape import MemoryPart, ModelShape, either
@@ -46,10 +45,6 @@ class MemoryPlan:
     """Tokens."""
     ranks: int
     """Ranks in all; the parts are those of one rank."""
-    execution: str
-    """The execution mode; what "auto" becomes."""
-    auto_execution: str
-    """Why it does; empty: it was not "auto", or there is no choice."""
 
     @property
     def peak_bytes(self) -> int:
@@ -64,24 +59,28 @@ class MemoryPlan:
         return max(("generate", "train", "update"), key=lambda phase: totals[phase])
 
 
-def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> MemoryPlan:
-    """Plan the memory of a run; builds the model on the meta device, so it allocates next to nothing.
+def plan_memory(
+    run: RunConfig, *, device: torch.device, ranks: int = 1, shape: ModelShape | None = None
+) -> MemoryPlan:
+    """Plan the memory of a run; allocates next to nothing.
 
     Args:
+        run: its "auto" sizes are resolved (`lockstep.loop.axes.planned_run`); others count as on a CPU.
+        shape: of its model; None: found out by building it on the meta device.
         ranks: processes that train together; `config.run.check_ranks` has passed them.
 
     Raises:
         ModelError: the model's config is not on this machine (the hub is not asked), or is not supported.
     """
     dtype = resolve_dtype(run.model.dtype, device)
-    shape = planned_shape(run.model, dtype=dtype)
-    run, auto_execution = _resolved(run, shape, dtype=dtype, device=device, ranks=ranks)
+    shape = planned_shape(run.model, dtype=dtype) if shape is None else shape
     documents, longest = _documents(run)
-    per_pack = max(1, run.train.token_budget // longest)
+    budget = token_slots(run.train)
+    per_pack = max(1, budget // longest)
     micro_batches = math.ceil(documents / per_pack)
-    tokens = min(run.train.token_budget, min(per_pack, documents) * longest)
+    tokens = min(budget, min(per_pack, documents) * longest)
     if _is_static(run.train):
-        tokens = run.train.token_budget
+        tokens = budget
     kind = "cuda" if device.type == "cuda" else "cpu"
     parts = [
         MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
@@ -98,27 +97,7 @@ def plan_memory(run: RunConfig, *, device: torch.device, ranks: int = 1) -> Memo
         documents_per_step=documents,
         longest_document=longest,
         ranks=ranks,
-        execution=run.train.execution,
-        auto_execution=auto_execution,
     )
-
-
-def _resolved(
-    run: RunConfig, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, ranks: int
-) -> tuple[RunConfig, str]:
-    """Return the run with its engine and execution mode as they will be, and why that mode."""
-    if isinstance(run, GRPORun):
-        run = with_engine(run, device)
-    if run.train.execution != "auto":
-        return run, ""
-    choice = resolve_execution(
-        run,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        parameters=shape.parameters,
-        ranks=ranks,
-    )
-    return with_execution(run, choice.value), choice.reason
 
 
 def _train_parts(
@@ -205,4 +184,8 @@ def _has_ref(run: RunConfig) -> bool:
 
 
 def _is_static(train: TrainConfig) -> bool:
-    return train.execution != "eager" if train.static_capacity is None else train.static_capacity
+    return (
+        outside_of_runs(train).execution != "eager"
+        if train.static_capacity is None
+        else train.static_capacity
+    )

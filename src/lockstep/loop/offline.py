@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import OfflineRun
-from lockstep.loop.axes import Axes, as_started, resolved_train
+from lockstep.loop.axes import Axes, as_started, resolved_train, total_device_bytes
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
     Planner,
@@ -54,8 +54,9 @@ def train_offline(
         Session(run, resume=resume, checkpoint=checkpoint, ranks=ranks) as session,
     ):
         run = as_started(run, session.dir.read_manifest())
+        total_bytes = total_device_bytes(run.train, ranks)
         with ranks.together("loading model and data"):
-            policy = load_policy(run, engine=None, ranks=ranks)
+            policy = load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes)
             axes, model = policy.axes, policy.model
             task = offline_task(run)
             documents, held_out = _load(run, task, model)

@@ -246,6 +246,8 @@ class Session:
         )
         if axes.auto_execution:
             self.display.note(f"train.execution auto -> {axes.execution}: {axes.auto_execution}")
+        if axes.auto_token_budget:
+            self.display.note(f"train.token_budget auto -> {axes.token_budget}: {axes.auto_token_budget}")
         if self.ranks.world_size > 1:
             self.display.note(self.ranks.description)
         if axes.support == "untested":

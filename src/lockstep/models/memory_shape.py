@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import TrainConfig, token_slots
 from lockstep.ops.logprobs import CHUNK_ELEMENTS
 
 Phase = Literal["always", "generate", "train", "update", "host"]
@@ -87,7 +87,7 @@ def forward_sizes(
 ) -> list[tuple[str, int, Phase, str]]:
     """(name, bytes, phase, setting) of what forward and backward of one micro-batch hold."""
     b, layer = shape.dtype_bytes, shape.activation_bytes_per_layer
-    budget = f"train.token_budget (now {train.token_budget})"
+    budget = f"train.token_budget (now {token_slots(train)})"
     if train.activation_checkpointing:
         kept, how = shape.layers * b * shape.hidden + layer, "activations, checkpointed"
     else:

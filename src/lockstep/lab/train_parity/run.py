@@ -17,7 +17,7 @@ from lockstep.config.backends import check_backend
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
 from lockstep.lab.suite.job_files import check_seconds
@@ -122,8 +122,8 @@ class _Suite:
             batch_size=options.batch_size,
             steps=options.steps,
             min_packs=ranks,
-            token_budget=options.train.token_budget,
-            max_length=min(options.max_length, options.train.token_budget),
+            token_budget=token_slots(options.train),
+            max_length=min(options.max_length, token_slots(options.train)),
             static_capacity=compiled,
             seed=options.seed,
             device=options.device,
