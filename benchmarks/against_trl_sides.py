@@ -121,7 +121,8 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
 
     from lockstep.algorithms import ALGORITHMS
     from lockstep.config.run import SFTRun
-    from lockstep.loop.build import Planner, build_backend, load_policy
+    from lockstep.loop.build import build_backend, load_policy
+    from lockstep.packing import Planner
     from lockstep.schema.batch import TrainSample
 
     run = SFTRun.model_validate(

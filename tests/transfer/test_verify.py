@@ -13,8 +13,8 @@ from test_push import engine_of, policy, transfer_to
 from lockstep.config.engine import EngineConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import EngineError
-from lockstep.loop.build import Planner
 from lockstep.models.load import LoadedModel
+from lockstep.packing import Planner
 from lockstep.train.local import LocalBackend
 from lockstep.transfer.verify import Verifier, compare_heads, probe_prompts
 

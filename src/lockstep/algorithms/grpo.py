@@ -69,8 +69,11 @@ class PolicyAlgorithm:
             TrainError: the reward has a KL term, and ref_logprobs are missing; or an estimator of the user's
                 returned something else than one finite advantage per rollout.
         """
-        penalties = self._kl_penalties(samples, ref_logprobs)
-        groups = self._shaped(groups, samples, penalties)
+        penalties = [torch.zeros(sample.num_trained) for sample in samples]
+        if self._kl_in_reward:
+            penalties = self._kl_penalties(samples, ref_logprobs)
+        if self._kl_in_reward or self._overlong_penalty:
+            groups = self._shaped(groups, samples, penalties)
         rewards, present = _reward_matrix(groups)
         if self._per_group is None:
             if self.config.advantage == "group_mean_batch_std":
@@ -80,14 +83,16 @@ class PolicyAlgorithm:
             values = self._per_group(rewards, present)
             self._check_advantages(values, present)
             per_token = list(values[present])
-        return groups, [_on_trained(value, sample) for value, sample in zip(per_token, samples, strict=True)]
+        advantages = []
+        for value, sample in zip(per_token, samples, strict=True):
+            advantages.append(torch.zeros(len(sample)))
+            advantages[-1][sample.loss_mask] = value.float()
+        return list(groups), advantages
 
     def _shaped(
         self, groups: Sequence[RolloutGroup], samples: Sequence[RolloutSample], penalties: Sequence[Tensor]
     ) -> list[RolloutGroup]:
         """The groups with the algorithm's own rewards."""
-        if not self._kl_in_reward and not self._overlong_penalty:
-            return list(groups)
         lengths = torch.tensor([sample.num_trained for sample in samples])
         limits = {"max_tokens": self.max_tokens, "buffer_tokens": self._buffer_tokens}
         overlong = overlong_penalty(lengths, penalty=self._overlong_penalty, **limits).tolist()
@@ -105,11 +110,9 @@ class PolicyAlgorithm:
     def _kl_penalties(
         self, samples: Sequence[RolloutSample], ref_logprobs: Sequence[Tensor] | None
     ) -> list[Tensor]:
-        """Per rollout, [n] of the policy's tokens: -coef * k1 of KL(rollout || ref), or zeros.
+        """Per rollout, [n] of the policy's tokens: -coef * k1 of KL(rollout || ref).
 
         The engine's logprobs stand for the policy's, because the tokens were sampled from them."""
-        if not self._kl_in_reward:
-            return [torch.zeros(sample.num_trained) for sample in samples]
         if ref_logprobs is None or len(ref_logprobs) != len(samples):
             raise TrainError(
                 f"algorithm.kl.place = 'reward' needs ref_logprobs of all {len(samples)} rollouts, got "
@@ -155,13 +158,6 @@ def _reward_matrix(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
         rewards[row, : len(values)] = torch.tensor(values, dtype=torch.float64)
         mask[row, : len(values)] = True
     return rewards, mask
-
-
-def _on_trained(values: Tensor, sample: RolloutSample) -> Tensor:
-    """[L] float32: one advantage for the sample, or [n] of its trained tokens; 0 elsewhere."""
-    advantages = torch.zeros(len(sample))
-    advantages[sample.loss_mask] = values.float()
-    return advantages
 
 
 def _whitened_returns(rewards: Tensor, penalties: Sequence[Tensor]) -> list[Tensor]:

@@ -121,7 +121,13 @@ class PolicyLoss:
         where k3 was bounded (config.kl.max_nats, or log ratios beyond MAX_LOG_RATIO)."""
         config = self.config.kl
         assert config.estimator is not None
-        ref = masked(ref_logprobs(_policy_batch(batch))[rows], terms.mask)
+        batch = _policy_batch(batch)
+        if batch.ref_logprobs is None:
+            raise TrainError(
+                "the loss has a KL term but the batch has no ref_logprobs; run backend.ref.logprobs(batches) "
+                "first, or set algorithm.kl.coef = 0"
+            )
+        ref = masked(batch.ref_logprobs[rows], terms.mask)
         estimate = kl(terms.logprobs, ref, estimator=config.estimator, max_nats=config.max_nats)
         far = (ref - terms.logprobs.detach()).abs() > MAX_LOG_RATIO
         return estimate, (estimate.detach() >= config.max_nats) | far
@@ -142,15 +148,24 @@ class PolicyLoss:
                 "micro-batches; put LossOutput.terms of every call into StepStats.terms, [K, T] each"
             )
         masks = [b.loss_mask.to(x.device) for b, x in zip(batches, stats.logprobs, strict=True)]
-        advantages = [_policy_batch(b).advantages.to(m.device) for b, m in zip(batches, masks, strict=True)]
         rows = torch.cat([x[:, mask] for x, mask in zip(stats.terms, masks, strict=True)], 1)
         if rows.shape[1] == 0:
             return {}
         terms = dict(zip(self.terms, rows, strict=True))
+        gap, size = terms["logprob_gap"], terms["logprob_gap"].abs()
+        given = [_policy_batch(b).advantages.to(m.device) for b, m in zip(batches, masks, strict=True)]
+        entropy, advantages = (
+            torch.cat([x[mask] for x, mask in zip(column, masks, strict=True)])
+            for column in (stats.entropy, given)
+        )
         metrics = {
-            "entropy": trained(stats.entropy, masks).mean(),
-            **self._ratio_metrics(terms, trained(advantages, masks)),
-            **_gap_metrics(terms["logprob_gap"]),
+            "entropy": entropy.mean(),
+            **self._ratio_metrics(terms, advantages),
+            "logprob_gap_mean": size.mean(),
+            "logprob_gap_p99": size.kthvalue(-(-99 * size.numel() // 100)).values,
+            "logprob_gap_max": size.amax(),
+            "logprob_gap_k1": -gap.mean(),
+            "logprob_gap_k3": kl_k3(-gap, torch.zeros_like(gap)).mean(),
         }
         if self.config.rollout_correction.kind != "none":
             metrics["rollout_is_weight_mean"] = terms["is_weight"].mean()
@@ -210,33 +225,6 @@ class PolicyLoss:
                 log_gap, kind=correction.kind, low=correction.low, high=correction.high
             ),
         )
-
-
-def trained(per_batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """The trained entries of all micro-batches, end to end."""
-    return torch.cat([x[mask] for x, mask in zip(per_batch, masks, strict=True)])
-
-
-def _gap_metrics(gap: Tensor) -> dict[str, Tensor]:
-    size = gap.abs()
-    rank = -(-99 * size.numel() // 100)
-    return {
-        "logprob_gap_mean": size.mean(),
-        "logprob_gap_p99": size.kthvalue(rank).values,
-        "logprob_gap_max": size.amax(),
-        "logprob_gap_k1": -gap.mean(),
-        "logprob_gap_k3": kl_k3(-gap, torch.zeros_like(gap)).mean(),
-    }
-
-
-def ref_logprobs(batch: PolicyBatch) -> Tensor:
-    """Return the batch's ref_logprobs, [T]. Raises TrainError where the reference did not run."""
-    if batch.ref_logprobs is None:
-        raise TrainError(
-            "the loss has a KL term but the batch has no ref_logprobs; run backend.ref.logprobs(batches) "
-            "first, or set algorithm.kl.coef = 0"
-        )
-    return batch.ref_logprobs
 
 
 def _policy_batch(batch: PackedBatch) -> PolicyBatch:

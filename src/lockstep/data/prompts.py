@@ -95,8 +95,8 @@ class PromptMaker:
         """
         where = f"{self.config.source}, row {index}"
         if self.chat is None:
-            prompt = _id_prompt(row, index)
-            problem, text, ids = prompt.text, prompt.text, list(prompt.token_ids)
+            ids = [int(i) for i in row["token_ids"]]
+            problem = text = " ".join(map(str, ids))
         else:
             problem, text = self._render(self.chat, row, where)
             ids = self.chat.encode(text)
@@ -275,11 +275,6 @@ class PromptStream(PromptSet):
 
 def _normal(text: str) -> str:
     return " ".join(text.split())
-
-
-def _id_prompt(row: Mapping[str, Any], index: int) -> Prompt:
-    ids = tuple(int(i) for i in row["token_ids"])
-    return Prompt(index=index, token_ids=ids, text=" ".join(map(str, ids)), row=row)
 
 
 def load_prompts(

@@ -16,13 +16,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
-from lockstep.config.train import TrainConfig, token_slots
 from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine.build import is_external, make_engine
@@ -39,13 +37,12 @@ from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
-from lockstep.packing import PackLimits, plan_micro_batches
+from lockstep.packing import Planner
 from lockstep.protocols import Algorithm, InferenceEngine, Scorer, SharesWeights, TrainBackend, WeightTransfer
 from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import Recorder
 from lockstep.registry import require_members
 from lockstep.rollout.rewards import RewardSet
-from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import RecordingHeader
 from lockstep.train import BACKENDS
@@ -407,39 +404,3 @@ def check_positions(model: LoadedModel, longest: int, *, setting: str) -> None:
             f"{setting} allows documents of {longest} tokens, which exceeds the {model.max_positions} "
             f"positions of {model.name} (max_position_embeddings); lower it to {model.max_positions}"
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planner:
-    """Turns the train samples of one optimizer step into micro-batches, the same way all run long."""
-
-    train: TrainConfig
-    static_capacity: bool
-    max_seqlen: int
-    """Longest document that the run can have, in tokens; compiled graphs are made for it."""
-    max_documents: int
-    """Most documents of one optimizer step."""
-    parts: int = 1
-    """Ranks that micro-batches are assigned to."""
-
-    def __call__(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
-        """Return balanced packs under the token budget, at static capacity where graphs need it; the same
-        number for every rank where there are enough documents."""
-        batches = self._plan(samples, loss_weights, at_least=self.parts)
-        if len(batches) % self.parts and len(batches) < len(samples):
-            return self._plan(samples, loss_weights, at_least=-(-len(batches) // self.parts) * self.parts)
-        return batches
-
-    def _plan(
-        self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], *, at_least: int
-    ) -> list[PackedBatch]:
-        static = self.static_capacity
-        limits = PackLimits(
-            token_budget=token_slots(self.train),
-            static_capacity=static,
-            layout="packed" if self.train.layout == "auto" else self.train.layout,
-            max_seqlen=self.max_seqlen if static else None,
-            max_documents=self.max_documents if static else None,
-            min_packs=at_least,
-        )
-        return plan_micro_batches(samples, loss_weights, limits)

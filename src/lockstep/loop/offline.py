@@ -12,7 +12,6 @@ from lockstep.config.run import OfflineRun
 from lockstep.loop.axes import Axes, as_started, resolved_train, total_device_bytes
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
-    Planner,
     build_backend,
     check_positions,
     data_parallel,
@@ -27,6 +26,7 @@ from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
 from lockstep.loop.tasks import OfflineSet, OfflineTask, offline_task
 from lockstep.models.load import LoadedModel
+from lockstep.packing import Planner
 from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import PackedBatch
 

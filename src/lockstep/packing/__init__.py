@@ -4,6 +4,7 @@ from lockstep.packing.balance import balance
 from lockstep.packing.packs import (
     Bucket,
     PackLimits,
+    Planner,
     buckets_for,
     empty_batch,
     pack,
@@ -17,6 +18,7 @@ from lockstep.schema.ring import RingShard
 __all__ = [
     "Bucket",
     "PackLimits",
+    "Planner",
     "RingShard",
     "RowCapacity",
     "balance",

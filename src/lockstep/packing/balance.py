@@ -66,7 +66,9 @@ def _split(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> P
     for heuristic in (_largest_differencing, _multifit):
         packs = heuristic(lengths, num_packs, budget, limit)
         packs = None if packs is None else _improve(lengths, packs, limit)
-        if packs is not None and _fits(lengths, packs, budget, limit):
+        if packs is None or _heaviest(lengths, packs) > budget:
+            continue
+        if all(0 < len(pack) <= limit for pack in packs):
             best = packs if best is None else min(best, packs, key=lambda p: _heaviest(lengths, p))
         if best is not None and _heaviest(lengths, best) <= ideal * (1 + _GOOD_ENOUGH):
             return best
@@ -76,16 +78,8 @@ def _split(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> P
     return best
 
 
-def _fits(lengths: Sequence[int], packs: Packs, budget: int, limit: int) -> bool:
-    return _heaviest(lengths, packs) <= budget and all(0 < len(pack) <= limit for pack in packs)
-
-
 def _heaviest(lengths: Sequence[int], packs: Packs) -> int:
-    return max(_weight(lengths, pack) for pack in packs)
-
-
-def _weight(lengths: Sequence[int], pack: Sequence[int]) -> int:
-    return sum(lengths[i] for i in pack)
+    return max(sum(lengths[i] for i in pack) for pack in packs)
 
 
 def _largest_differencing(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> Packs | None:
@@ -139,7 +133,7 @@ def _improve(lengths: Sequence[int], packs: Packs, limit: int) -> Packs:
     """Move or swap documents out of the heaviest pack while that lowers the heavier of the two packs
     touched."""
     packs = [sorted(pack, key=lambda i: (lengths[i], i)) for pack in packs]
-    weights = [_weight(lengths, pack) for pack in packs]
+    weights = [sum(lengths[i] for i in pack) for pack in packs]
     for _ in range(4 * len(lengths)):
         heavy = max(range(len(packs)), key=lambda p: (len(packs[p]) > limit, weights[p]))
         step = _best_step(lengths, packs, weights, heavy, limit)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
 from lockstep.packing.groups import balanced_groups, prompt_groups
@@ -85,14 +86,16 @@ def pack(
         bucket = Bucket(tokens=used, documents=len(samples), max_seqlen=max(lengths))
     lengths += _tail(lengths, bucket)
     capacity = bucket.tokens
-    masks = [sample.loss_mask for sample in samples]
+    masks, no_label = [sample.loss_mask for sample in samples], torch.tensor([IGNORE_LABEL])
     weights = [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, loss_weights, strict=True)]
     fields: dict[str, Any] = {
         "token_ids": _fill([sample.token_ids for sample in samples], capacity, 0),
         "positions": torch.cat([torch.arange(length) for length in lengths]),
         "cu_seqlens": _cu_seqlens(lengths, bucket.documents),
         "max_seqlen": bucket.max_seqlen,
-        "labels": _fill([_labels(sample) for sample in samples], capacity, IGNORE_LABEL),
+        "labels": _fill(
+            [torch.cat([sample.token_ids[1:], no_label]) for sample in samples], capacity, IGNORE_LABEL
+        ),
         "loss_mask": _fill(masks, capacity, False),
         "loss_weights": _fill(weights, capacity, 0.0),
         "lengths": tuple(lengths),
@@ -215,6 +218,37 @@ def plan_micro_batches(
     return batches
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planner:
+    """Turns the train samples of one optimizer step into micro-batches, the same way all run long."""
+
+    train: TrainConfig
+    static_capacity: bool
+    max_seqlen: int
+    """Longest document that the run can have, in tokens; compiled graphs are made for it."""
+    max_documents: int
+    """Most documents of one optimizer step."""
+    parts: int = 1
+    """Ranks that micro-batches are assigned to."""
+
+    def __call__(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
+        """Return balanced packs under the token budget, at static capacity where graphs need it; the same
+        number for every rank where there are enough documents."""
+        limits = PackLimits(
+            token_budget=token_slots(self.train),
+            static_capacity=self.static_capacity,
+            layout="packed" if self.train.layout == "auto" else self.train.layout,
+            max_seqlen=self.max_seqlen if self.static_capacity else None,
+            max_documents=self.max_documents if self.static_capacity else None,
+            min_packs=self.parts,
+        )
+        batches = plan_micro_batches(samples, loss_weights, limits)
+        if len(batches) % self.parts and len(batches) < len(samples):
+            multiple = -(-len(batches) // self.parts) * self.parts
+            return plan_micro_batches(samples, loss_weights, dataclasses.replace(limits, min_packs=multiple))
+        return batches
+
+
 def _groups(samples: Sequence[TrainSample], limits: PackLimits, *, width: int | None) -> list[list[int]]:
     """Indices of the samples of each pack."""
     lengths, units = [len(sample) for sample in samples], _units(samples)
@@ -242,8 +276,9 @@ def _groups(samples: Sequence[TrainSample], limits: PackLimits, *, width: int | 
 def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
     longest, most = max(lengths), limits.max_seqlen
     if most is None:
-        rounded = min(_power_of_two(longest), max(limits.token_budget, longest))
-        return rounded if limits.static_capacity else longest
+        if not limits.static_capacity:
+            return longest
+        return min(1 << (longest - 1).bit_length(), max(limits.token_budget, longest))
     if longest > most:
         raise DataError(
             f"sample {lengths.index(longest)} has {longest} tokens, more than max_seqlen = {most} of the "
@@ -313,10 +348,6 @@ def _cu_seqlens(lengths: Sequence[int], documents: int) -> Tensor:
     return torch.tensor(ends + [ends[-1]] * (documents + 1 - len(ends)), dtype=torch.int32)
 
 
-def _labels(sample: TrainSample) -> Tensor:
-    return torch.cat([sample.token_ids[1:], torch.tensor([IGNORE_LABEL])])
-
-
 def _fill(parts: Sequence[Tensor], capacity: int, value: float | int | bool) -> Tensor:
     values = torch.cat(list(parts))
     return torch.cat([values, values.new_full((capacity - values.shape[0],), value)])
@@ -324,10 +355,6 @@ def _fill(parts: Sequence[Tensor], capacity: int, value: float | int | bool) -> 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _power_of_four(number: int) -> int:
