@@ -1,9 +1,9 @@
-"""One rank of a run of test_foreign_frameworks.py, twice: without a recording and with one.
+"""One rank of the runs of test_foreign_frameworks.py, each twice: without a recording and with one.
 
-    foreign_worker.py KIND OUT [record() arguments as JSON]
+    foreign_worker.py '[[KIND, OUT, {argument of record(): value}], ...]'
 
-KIND: ddp, fsdp2, ddp-compiled, deepspeed1 (or another ZeRO stage). OUT gets rank-R.json, the gradients of the
-first step and the recording.
+KIND: ddp, fsdp2, ddp-compiled, deepspeed1 (or another ZeRO stage). The folder OUT gets rank-R.json, the
+gradients of the first step and the recording.
 """
 
 from __future__ import annotations
@@ -130,25 +130,27 @@ def train(make: Callable[[], Any], directory: Path | None, options: dict[str, An
     return {"losses": losses, "fed": fed, "gradients": gradients}
 
 
-def main() -> None:
-    kind, out = sys.argv[1], Path(sys.argv[2])
-    options = {"temperature": TEMPERATURE, **json.loads(sys.argv[3] if len(sys.argv) > 3 else "{}")}
-    ensure_process_group(torch.device("cpu"), timeout=timedelta(seconds=120))
-    if kind.startswith("deepspeed"):
-        os.environ.setdefault("LOCAL_RANK", "0")
-
+def run(kind: str, out: Path, options: dict[str, Any]) -> dict[str, Any]:
     def make() -> Torch | DeepSpeed:
         return DeepSpeed(kind) if kind.startswith("deepspeed") else Torch(kind)
 
+    options = {"temperature": TEMPERATURE, **options}
     plain = train(make, None, options)
     recorded = train(make, out / "recording", options)
     same = all(torch.equal(plain["gradients"][n], g) for n, g in recorded["gradients"].items())
-    result = {"plain": plain["losses"], "recorded": recorded["losses"], "fed": recorded["fed"], "same": same}
-    rank = dist.get_rank()
-    (out / f"rank-{rank}.json").write_text(json.dumps(result))
-    if rank == 0:
+    if dist.get_rank() == 0:
         save_file(recorded["gradients"], out / "gradients.safetensors")
-    dist.barrier()
+    return {"plain": plain["losses"], "recorded": recorded["losses"], "fed": recorded["fed"], "same": same}
+
+
+def main() -> None:
+    ensure_process_group(torch.device("cpu"), timeout=timedelta(seconds=120))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    for kind, folder, options in json.loads(sys.argv[1]):
+        torch._dynamo.reset()
+        result = run(kind, Path(folder), options)
+        (Path(folder) / f"rank-{dist.get_rank()}.json").write_text(json.dumps(result))
+        dist.barrier()
     dist.destroy_process_group()
 
 

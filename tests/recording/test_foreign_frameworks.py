@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -245,8 +246,41 @@ def test_trl_sft(folder: Path, tmp_path: Path, packing: bool) -> None:
     replayed(tmp_path / "r", tmp_path / "replay")
 
 
-def ranks(kind: str, out: Path, *, count: int, **options: Any) -> list[dict[str, Any]]:
-    """What each rank of foreign_worker.py left."""
+WRAPPED = [
+    ("ddp", 2),
+    ("fsdp2", 2),
+    ("ddp-compiled", 2),
+    ("deepspeed2", 2),
+    ("deepspeed1", 1),
+    ("deepspeed0", 1),
+]
+ONE_OF_TWO = ["ddp", "fsdp2"]
+BACKENDS = {"ddp-compiled": "ddp"} | {f"deepspeed{stage}": "deepspeed" for stage in range(3)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Number of ranks -> the folder in which one launch has left every run of so many, by name."""
+    done: dict[int, Path] = {}
+
+    def of(count: int) -> Path:
+        if count not in done:
+            done[count] = tmp_path_factory.mktemp(f"on-{count}")
+            jobs: list[tuple[str, str, dict[str, Any]]] = [
+                (kind, kind, {}) for kind, n in WRAPPED if n == count
+            ]
+            if count == 2:
+                jobs[:0] = [(kind, f"{kind}-one", {"ranks": [1]}) for kind in ONE_OF_TWO]
+            for _, name, _ in jobs:
+                (done[count] / name).mkdir()
+            launch([(kind, str(done[count] / name), options) for kind, name, options in jobs], count)
+        return done[count]
+
+    return of
+
+
+def launch(jobs: list[tuple[str, str, dict[str, Any]]], count: int) -> None:
+    """foreign_worker.py on each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -255,38 +289,37 @@ def ranks(kind: str, out: Path, *, count: int, **options: Any) -> list[dict[str,
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
         environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(WORKER), kind, str(out), json.dumps(options)]
+        command = [sys.executable, str(WORKER), json.dumps(jobs)]
         workers.append(
             subprocess.Popen(
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
         )
     try:
-        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+        outputs = [worker.communicate(timeout=600)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
     for worker, output in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, output[-6000:]
         assert "FutureWarning: `is_gradient" not in output
+
+
+def ranks_of(out: Path, count: int) -> list[dict[str, Any]]:
+    """What each rank of foreign_worker.py left."""
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(count)]
 
 
-BACKENDS = {"ddp-compiled": "ddp"} | {f"deepspeed{stage}": "deepspeed" for stage in range(3)}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [("ddp", 2), ("fsdp2", 2), ("ddp-compiled", 2), ("deepspeed1", 1), ("deepspeed2", 2), ("deepspeed0", 1)],
-)
-def test_wrapped(kind: str, count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "count"), WRAPPED)
+def test_wrapped(kind: str, count: int, runs: Callable[[int], Path]) -> None:
     """Two updates of two micro-batches on each rank, old logprobs in between, activation checkpointing."""
-    results = ranks(kind, tmp_path, count=count)
+    place = runs(count) / kind
+    results = ranks_of(place, count)
     for result in results:
         assert result["same"] and result["plain"] == result["recorded"]
         assert len(set(result["plain"])) == 4
-    recording = Recording.open(tmp_path / "recording")
+    recording = Recording.open(place / "recording")
     assert {checked.problem for checked in recording.validate()} == {None}
     keys = [(u, m, r) for u in range(2) for m in range(2) for r in range(count)]
     assert [tuple(meta.key) for meta in recording.metas] == keys
@@ -302,14 +335,15 @@ def test_wrapped(kind: str, count: int, tmp_path: Path) -> None:
     # each rank's loss is its own, and the frameworks average the gradients over the ranks
     assert header.notes["gradients"] == ("averaged over the ranks" if count > 1 else "as they are")
     own = {name: gradient / count for name, gradient in backend.gradients().items()}
-    assert gradient_error(own, load_file(tmp_path / "gradients.safetensors")) < 1e-5
+    assert gradient_error(own, load_file(place / "gradients.safetensors")) < 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_one_of_two_ranks_records(kind: str, tmp_path: Path) -> None:
-    results = ranks(kind, tmp_path, count=2, ranks=[1])
-    recording = Recording.open(tmp_path / "recording")
+@pytest.mark.parametrize("kind", ONE_OF_TWO)
+def test_one_of_two_ranks_records(kind: str, runs: Callable[[int], Path]) -> None:
+    place = runs(2) / f"{kind}-one"
+    results = ranks_of(place, 2)
+    recording = Recording.open(place / "recording")
     assert recording.ranks == (1,) and recording.header.world_size == 2
     assert [documents(one) for one in recording] == results[1]["fed"]
     recomputed(recording, [recording[0], recording[1]])
