@@ -274,10 +274,9 @@ def test_the_same_command_runs_under_other_launchers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_zero_stage_on_two_ranks_with_unequal_counts(
-    recorded: Path, tmp_path: Path, stage: int
-) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_zero_stages_on_two_ranks_with_unequal_counts(recorded: Path, tmp_path: Path, stage: int) -> None:
+    """Stage 1 has the gradients of stage 0 until the optimizer's step, which this replay does not take."""
     pytest.importorskip("deepspeed")
     flags = ["--steps", "0:1", "--shuffle-inputs", *KEEP]
     local, out = tmp_path / "local", tmp_path / "zero"
