@@ -55,35 +55,21 @@ def shape_metrics(batches: Sequence[PackedBatch]) -> dict[str, float]:
     }
 
 
-_Reading = tuple[EngineStats, EngineStats]
-
-
-class EngineMeter:
-    """Throughput and cache use of the engines of all ranks between two readings."""
-
-    def __init__(self, engine: InferenceEngine, *, ranks: RankContext) -> None:
-        self._engine, self._ranks = engine, ranks
-        self._before = engine.stats()
-
-    def start(self) -> None:
-        """Start counting from here."""
-        self._before = self._engine.stats()
-
-    def metrics(self) -> dict[str, float]:
-        """Return engine/* since `start`. Collective. Ranks sample in parallel: their tokens are added up, and
-        the slowest one's seconds count."""
-        mine = (self._before, self._engine.stats())
-        everyone = self._ranks.gather(mine, _Reading, what="the engines' figures")
-        seconds = max(now.generate_seconds - before.generate_seconds for before, now in everyone)
-        completions = sum(now.completion_tokens - before.completion_tokens for before, now in everyone)
-        prompts = sum(now.prompt_tokens - before.prompt_tokens for before, now in everyone)
-        cached = sum(now.cached_tokens - before.cached_tokens for before, now in everyone)
-        values = {
-            "engine/tokens_per_second": completions / seconds if seconds > 0 else 0.0,
-            "engine/cache_hit_rate": cached / prompts if prompts > 0 else 0.0,
-        }
-        if any(now.kv_cache_use is not None for _, now in everyone):
-            values["engine/kv_cache_use"] = max(now.kv_cache_use or 0.0 for _, now in everyone)
-        if self._engine.external:
-            values["engine/restarts"] = float(sum(now.restarts for _, now in everyone))
-        return values
+def engine_metrics(before: EngineStats, engine: InferenceEngine, *, ranks: RankContext) -> dict[str, float]:
+    """Return engine/* since `before`: throughput and cache use of the engines of all ranks. Collective. Ranks
+    sample in parallel: their tokens are added up, and the slowest one's seconds count."""
+    kind = tuple[EngineStats, EngineStats]
+    everyone = ranks.gather((before, engine.stats()), kind, what="the engines' figures")
+    seconds = max(now.generate_seconds - then.generate_seconds for then, now in everyone)
+    completions = sum(now.completion_tokens - then.completion_tokens for then, now in everyone)
+    prompts = sum(now.prompt_tokens - then.prompt_tokens for then, now in everyone)
+    cached = sum(now.cached_tokens - then.cached_tokens for then, now in everyone)
+    values = {
+        "engine/tokens_per_second": completions / seconds if seconds > 0 else 0.0,
+        "engine/cache_hit_rate": cached / prompts if prompts > 0 else 0.0,
+    }
+    if any(now.kv_cache_use is not None for _, now in everyone):
+        values["engine/kv_cache_use"] = max(now.kv_cache_use or 0.0 for _, now in everyone)
+    if engine.external:
+        values["engine/restarts"] = float(sum(now.restarts for _, now in everyone))
+    return values

@@ -29,7 +29,7 @@ from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.engine_report import engine_report, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
-from lockstep.loop.metrics import EngineMeter, rollout_metrics, shape_metrics
+from lockstep.loop.metrics import engine_metrics, rollout_metrics, shape_metrics
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
@@ -208,7 +208,6 @@ class OnlineTrainer:
     ) -> None:
         self.parts = parts
         self.spans = spans or Spans()
-        self._meter = EngineMeter(parts.engine, ranks=parts.ranks)
         self._asleep = False
         self._sampler = GroupSampler(
             engine=parts.engine,
@@ -227,12 +226,13 @@ class OnlineTrainer:
         if options.dynamic_sampling:
             resampling = Resampling(keep=parts.algorithm.keep, max_rounds=options.max_resample_rounds)
         key = SampleKey(run_seed=run.seed, step=step)
-        self._meter.start()
+        before = parts.engine.stats()
         with self.spans("generate"), explain_out_of_memory("engine", parts):
             sampled = self._sampler.step(parts.prompts, key, rollout=run.rollout, resampling=resampling)
         if sampled.aborted:
             return sampled
-        return dataclasses.replace(sampled, counts=sampled.counts | self._meter.metrics())
+        rates = engine_metrics(before, parts.engine, ranks=parts.ranks)
+        return dataclasses.replace(sampled, counts=sampled.counts | rates)
 
     def update(self, groups: Sequence[RolloutGroup], *, step: int) -> StepResult:
         """Do every optimizer step of the rollout batch of `step`. With engine.sleep the engine sleeps from

@@ -81,10 +81,10 @@ def pack(
     lengths = [len(sample) for sample in samples]
     if 0 in lengths:
         raise DataError(f"sample {samples[lengths.index(0)].sample_id} is empty; drop it before packing")
-    used = sum(lengths)
     if bucket is None:
-        bucket = Bucket(tokens=used, documents=len(samples), max_seqlen=max(lengths))
-    lengths += _tail(lengths, bucket)
+        bucket = Bucket(tokens=sum(lengths), documents=len(samples), max_seqlen=max(lengths))
+    else:
+        lengths += _tail(lengths, bucket)
     capacity = bucket.tokens
     masks, no_label = [sample.loss_mask for sample in samples], torch.tensor([IGNORE_LABEL])
     weights = [torch.where(mask, weight, 0.0) for mask, weight in zip(masks, loss_weights, strict=True)]
