@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache
+from lockstep.engine.hf.kv_cache import Decode, Prefill, SampleCache, move
 from lockstep.engine.hf.skeleton import Skeleton
 from lockstep.engine.requests import StopStrings
 from lockstep.engine.sampling import Sampler, SampleState
@@ -271,7 +271,7 @@ class Generation:
         moves, kept = _closing_moves([row.done for row in self._rows])
         if kept < len(self._rows):
             used = max(self._counts, default=0)
-            self._cache.move_rows([m[0] for m in moves], [m[1] for m in moves], used=used)
+            move(self._cache.completions, moves, used=used)
             for source, target in moves:
                 self._rows[target], self._counts[target] = self._rows[source], self._counts[source]
                 self._last[target] = self._last[source]
@@ -281,7 +281,7 @@ class Generation:
         moves, kept = _closing_moves([not group.running and not group.waiting for group in self._groups])
         if kept < len(self._groups):
             used = max((self._groups[m[0]].length for m in moves), default=0)
-            self._cache.move_prompts([m[0] for m in moves], [m[1] for m in moves], used=used)
+            move(self._cache.prompts, moves, used=used)
             for source, target in moves:
                 self._groups[target] = self._groups[source]
             del self._groups[kept:]

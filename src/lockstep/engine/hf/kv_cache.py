@@ -119,14 +119,6 @@ class SampleCache(Cache):
                     store[index, :, self.plan.counts] = new_RKH
         return key_states, value_states
 
-    def move_rows(self, source: Sequence[int], target: Sequence[int], *, used: int) -> None:
-        """Copy completions of rows `source` over rows `target`, their first `used` tokens."""
-        _move(self.completions, source, target, used)
-
-    def move_prompts(self, source: Sequence[int], target: Sequence[int], *, used: int) -> None:
-        """Copy prompt entries `source` over entries `target`, their first `used` tokens."""
-        _move(self.prompts, source, target, used)
-
     def clear(self) -> None:
         """Free the memory."""
         self.prompts.clear()
@@ -186,15 +178,17 @@ def _resized(old: Tensor, entries: int, tokens: int) -> Tensor:
     return new
 
 
-def _move(
-    stores: list[tuple[Tensor, Tensor]], source: Sequence[int], target: Sequence[int], used: int
-) -> None:
-    if not source:
+def move(stores: list[tuple[Tensor, Tensor]], moves: Sequence[tuple[int, int]], *, used: int) -> None:
+    """Copy entries over others in every layer of a store, their first `used` tokens.
+
+    Args:
+        moves: (source, target) each.
+    """
+    if not moves:
         return
-    for pair in stores:
-        for tensor in pair:
-            index = torch.tensor(source, device=tensor.device)
-            tensor[torch.tensor(target, device=tensor.device), :, :used] = tensor[index, :, :used]
+    for tensor in (tensor for pair in stores for tensor in pair):
+        source, target = torch.tensor(moves, device=tensor.device).unbind(1)
+        tensor[target, :, :used] = tensor[source, :, :used]
 
 
 def register_attention() -> None:
