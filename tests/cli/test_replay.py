@@ -143,7 +143,7 @@ def test_what_is_printed_and_written(run_dir: Path, capsys: pytest.CaptureFixtur
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "replay: 3 of 3 inputs replayed; equal to the recording, to the bit"
     text = "\n".join(lines)
-    assert "cell: sdpa + eager + packed, float32 on cpu" in text and "the recorded one" in text
+    assert "cell: sdpa + eager + shared, float32 on cpu" in text and "the recorded one" in text
     assert "[3/3] input 2: step" in text and "tokens/s" in text and "forward: median" in text
     (out,) = Path("runs").glob("replay-*")
     assert sorted(path.name for path in out.iterdir()) == ["replay.log", "results.jsonl", "summary.json"]
@@ -165,13 +165,14 @@ def test_a_recording_directory_is_a_recording_too(run_dir: Path) -> None:
     [
         (["--preset", "all-off"], "sdpa + eager + padded"),
         (["--preset", "all-off", "--packing"], "sdpa + eager + packed"),
-        (["--flash-attn"], "varlen + eager + packed"),
+        (["--flash-attn"], "varlen + eager + shared"),
         (["--no-flash-attn", "--no-packing", "--padding-side", "left"], "sdpa + eager + padded left"),
         (["--attention", "hf:eager"], "hf:eager + eager + packed"),
-        (["--num-layers", "1"], "sdpa + eager + packed + 1 layer"),
-        (["--activation-checkpointing"], "sdpa + eager + packed + checkpointing"),
-        (["--dtype", "bfloat16"], "sdpa + eager + packed"),
-        pytest.param(["--compile", "--capacity", "256"], "sdpa + compile + packed", marks=pytest.mark.slow),
+        (["--num-layers", "1"], "sdpa + eager + shared + 1 layer"),
+        (["--activation-checkpointing"], "sdpa + eager + shared + checkpointing"),
+        (["--dtype", "bfloat16"], "sdpa + eager + shared"),
+        (["--packing"], "sdpa + eager + packed"),
+        pytest.param(["--compile", "--capacity", "256"], "sdpa + compile + shared", marks=pytest.mark.slow),
     ],
     ids=lambda flags: " ".join(flags) if isinstance(flags, list) else "",
 )

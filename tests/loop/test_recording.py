@@ -106,7 +106,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "LoRA with dropout": {"model__lora": {"rank": 4, "dropout": 0.2}},
     "KL in the loss": {"algorithm__kl__coef": 0.1},
     "gspo": {"algorithm__name": "gspo"},
-    "static capacity": {"train__static_capacity": True},
+    "static capacity": {"train__static_capacity": True, "train__layout": "packed"},
     "padded": {"train__layout": "padded", "train__padding_side": "left"},
     "varlen, recomputed": {"train__attention": "varlen", "train__activation_checkpointing": True},
     "bfloat16": {"model__dtype": "bfloat16"},
@@ -179,7 +179,7 @@ def test_the_recording_knows_what_the_rollouts_say(train: Train) -> None:
 
 
 def test_the_header_is_the_resolved_run(train: Train) -> None:
-    run = train(train__static_capacity=True)
+    run = train(train__static_capacity=True, train__layout="packed")
     header, manifest = Recording.open(run).header, json.loads((run / "manifest.json").read_text())
     for name in ("backend", "engine", "attention", "execution", "layout", "device", "dtype"):
         assert header.axes[name] == manifest["axes"][name] != "auto"

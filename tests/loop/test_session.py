@@ -65,7 +65,7 @@ def test_what_was_resolved_is_said_and_written(tmp_path: Path, capsys: pytest.Ca
     train_online(tiny(tmp_path / "run", **{"model.dtype": "bfloat16", "train.attention": "varlen"}))
     out = capsys.readouterr().out
     assert (
-        "on cpu in bfloat16: local backend, engine hf, varlen (cpu reference) attention, eager, packed" in out
+        "on cpu in bfloat16: local backend, engine hf, varlen (cpu reference) attention, eager, shared" in out
     )
     axes = json.loads((tmp_path / "run" / "manifest.json").read_text())["axes"]
     assert (axes["dtype"], axes["attention"], axes["support"]) == ("bfloat16", "varlen", "supported")

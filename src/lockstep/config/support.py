@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from lockstep.config.backends import shared_refusal
 from lockstep.config.base import is_module_path
 from lockstep.config.declarations import Entry, Status, by_status, declarations, names, rows_in_order
 from lockstep.errors import ConfigError, unknown_name
@@ -165,6 +166,23 @@ def _check_batch_invariant(run: RunAxes, cell: dict[str, str]) -> None:
     for entry in BATCH_INVARIANT:
         if entry.matches(cell):
             raise ConfigError("train.batch_invariant = true: " + _refusal(entry, cell))
+
+
+def shares_prompts(
+    run: RunAxes, *, attention: str, device: str, dtype: str, own: Sequence[Entry] = ()
+) -> bool:
+    """Return whether train.layout = "auto" means shared, where a run has prompts to share: it has been tested
+    with the run's other choices, and none of them excludes it.
+
+    Args:
+        attention, device, dtype: what "auto" resolved to.
+        own: rows that parts of the user's declare.
+    """
+    chosen = {"attention": attention, "device": device.partition(":")[0], "dtype": dtype, "layout": "shared"}
+    if lookup({**_cell(run), **chosen}, own=own).status != "supported":
+        return False
+    lora = getattr(run.model, "lora", None)
+    return shared_refusal(run.train, lora_dropout=0.0 if lora is None else lora.dropout) is None
 
 
 def support_rows(entries: Sequence[Entry] = TABLE) -> Iterator[dict[str, str]]:

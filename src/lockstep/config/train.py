@@ -43,7 +43,8 @@ class TrainConfig(Config):
     parity test covers it and the run's steps save more time than compiling takes; else eager."""
     layout: Layout = "auto"
     """packed: documents end to end in one row. padded: one document a row, pads computed. shared: packed, and
-    what documents begin with in common, such as a group's prompt, is computed once. auto: packed."""
+    what documents begin with in common, such as a group's prompt, is computed once. auto: shared where that
+    is tested and the run has groups or pairs, else packed."""
     padding_side: Literal["left", "right"] = "right"
     """Of layout padded."""
     device: Name = "auto"

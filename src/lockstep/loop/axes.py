@@ -15,9 +15,9 @@ from torch import nn
 from lockstep.config.engine import resolved
 from lockstep.config.load import override
 from lockstep.config.model import ModelConfig
-from lockstep.config.run import GRPORun, RunConfig
-from lockstep.config.support import check_device_support, check_support, support_status
-from lockstep.config.train import Layout, TrainConfig, token_slots
+from lockstep.config.run import DPORun, GRPORun, RunConfig
+from lockstep.config.support import check_device_support, check_support, shares_prompts, support_status
+from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError
 from lockstep.loop.auto_budget import choose_token_budget
 from lockstep.loop.auto_execution import Choice, choose_execution
@@ -88,7 +88,6 @@ def resolve_axes(
             run, attention=attention, device=device, dtype=dtype
         )
     own = own_support(run, attention=attention)
-    layout: Layout = "packed" if train.layout == "auto" else train.layout
     known = (
         module is not None and device.startswith("cuda") and "auto" in (train.execution, train.token_budget)
     )
@@ -99,6 +98,12 @@ def resolve_axes(
         shape=module_shape(module) if known and module is not None else None,
         total_bytes=total_bytes,
     )
+    layout = train.layout
+    if layout == "auto":
+        shares = _has_groups(run) and shares_prompts(
+            sized.run, attention=attention, device=device, dtype=dtype, own=own
+        )
+        layout = "shared" if shares else "packed"
     entry = check_device_support(
         _with_train(sized.run, layout=layout),
         attention=attention,
@@ -214,6 +219,11 @@ def resolve_execution(run: RunConfig, *, device: str, parameters: int, ranks: in
 def _with_train(run: Run, **settings: Any) -> Run:
     """Return `run` with other train settings, unchecked."""
     return run.model_copy(update={"train": run.train.model_copy(update=settings)})
+
+
+def _has_groups(run: RunConfig) -> bool:
+    """Return whether the run's documents come in groups of one prompt."""
+    return isinstance(run, DPORun) or (isinstance(run, GRPORun) and run.rollout.group_size > 1)
 
 
 def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:

@@ -12,6 +12,7 @@ import torch
 from lockstep.config.load import check
 from lockstep.config.model import ModelConfig
 from lockstep.config.run import RunConfig
+from lockstep.config.support import lookup
 from lockstep.config.train import Execution, Layout, TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolve_axes
@@ -145,6 +146,9 @@ def resolve_cell(
     names = {field.name for field in dataclasses.fields(Cell)}
     values = {name: value for name, value in axes.items() if name in names} | overrides | {"device": target}
     cell = Cell(**values)
+    if "layout" not in overrides:
+        cell, why = _packed_where_shared_is_refused(cell)
+        notes += [f"layout: 'shared' -> 'packed' ({why})"] if why else []
     if "batch_invariant" not in overrides:
         cell, why = drop_unsupported_batch_invariance(cell)
         notes += [f"batch_invariant: on -> off ({why})"] if why else []
@@ -160,6 +164,19 @@ def _device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
+
+
+def _packed_where_shared_is_refused(cell: Cell) -> tuple[Cell, str]:
+    """A recorded layout that the cell's other choices exclude; (cell, the reason, or "" if unchanged)."""
+    if cell.layout != "shared":
+        return cell, ""
+    backend = "deepspeed" if cell.deepspeed else "local"
+    axes = {"backend": backend, "engine": "hf", "attention": cell.attention, "execution": cell.execution}
+    device = cell.device.partition(":")[0]
+    entry = lookup(axes | {"layout": cell.layout, "device": device, "dtype": cell.dtype})
+    if entry.status != "unsupported" or "shared" not in entry.layout:
+        return cell, ""
+    return dataclasses.replace(cell, layout="packed"), entry.reason
 
 
 def drop_unsupported_batch_invariance(cell: Cell) -> tuple[Cell, str]:
