@@ -81,7 +81,7 @@ def record_steps(
 ) -> MemoryRecording:
     """A run of `num_updates` optimizer steps over LENGTHS; the weights of every step are stored in `path`."""
     config = ModelConfig(name="shape:tiny-llama", dtype=dtype, seed=seed)
-    settings = {"layout": "packed"} | axes
+    settings = {"layout": "packed", "execution": "eager"} | axes
     train = TrainConfig(device="cpu", lr=0.05, static_capacity=bucket is not None, **settings)
     model = load_model(config, attention=train.attention, device=torch.device("cpu"))
     if train.batch_invariant:
