@@ -76,6 +76,8 @@ def test_twenty_compiled_steps_without_a_gap(model, dtype):
         ("tiny-llama", "bfloat16", 'layout = "padded"'),
         ("tiny-gemma3", "float32", "activation_checkpointing = true"),
         ("tiny-qwen3", "bfloat16", 'accumulate = "sample"'),
+        ("tiny-gemma3", "float32", 'layout = "shared"'),
+        ("tiny-llama", "bfloat16", 'layout = "shared"\nactivation_checkpointing = true'),
     ],
 )
 def test_eager_steps_without_a_gap(model, dtype, settings):
