@@ -43,11 +43,20 @@ def test_a_difference_is_reported_reproduced_and_the_exit_status(recording, tmp_
     assert (out / "repro.safetensors").is_file() and "## Reproduction" in (out / "bisect.md").read_text()
 
 
+def test_cells_of_a_shared_recording_have_a_row_for_each_token(tmp_path, capsys):
+    recording = write_recording(tmp_path / "recording", layout="shared")
+    words = ["--b", "--flash-attn", "--max-inputs", "1", "--out", str(tmp_path / "out")]
+    assert main(["bisect", str(recording), *words]) == 0
+    printed = capsys.readouterr().out
+    assert "b: varlen + eager + packed" in printed and "layout: 'shared' -> 'packed'" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "--a and --b are the same cell"),
         (["--b", "--zero-stage 1"], "--b: bisect looks into the modules of one process"),
+        (["--b", "--layout shared"], "--b has --layout shared: one row is computed for several documents"),
         (["--b", "--packing 'x"], "No closing quotation"),
         (["--max-inputs", "2", "extra"], "the recording comes first"),
         (["--b", "--flash-attn", "--a", "--num-layers 1"], "different numbers of layers"),

@@ -12,7 +12,7 @@ from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
 GROUPS = ((5, 7), (5, 12, 3), (3, 3, 16, 2))
 
 
-def write_recording(path: Path) -> Path:
+def write_recording(path: Path, **axes: str) -> Path:
     header = RecordingHeader(
         created="2026-01-01T00:00:00Z",
         framework="lockstep",
@@ -22,7 +22,7 @@ def write_recording(path: Path) -> Path:
         algorithm={"name": "sft"},
         temperature=1.0,
         max_tokens=None,
-        axes={},
+        axes=axes,
         capacity={"token_budget": 64, "max_seqlen": 32, "max_documents": 8},
     )
     with RecordingWriter(path, header) as writer:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     }
     if not args.crash:
         options = {
-            name: _without_shared_rows(name, one, parsed[name].layout == "shared")
+            name: one if parsed[name].layout == "shared" else _without_shared_rows(one)
             for name, one in options.items()
         }
     if options["a"].cell == options["b"].cell and not args.crash:
@@ -62,16 +62,10 @@ def main(argv: Sequence[str]) -> int:
         return _bisect(recording, options, out, args)
 
 
-def _without_shared_rows(name: str, options: ReplayOptions, given: bool) -> ReplayOptions:
-    """A cell with a row for each token: a shared one's gradients are those of several documents, which no row
-    of another cell is to be compared with. Raises ConfigError."""
+def _without_shared_rows(options: ReplayOptions) -> ReplayOptions:
+    """The cell with a row for each token: a shared row's gradients are those of several documents."""
     if options.cell.layout != "shared":
         return options
-    if given:
-        raise ConfigError(
-            f"--{name} has --layout shared: one row is computed for several documents there, whose gradients "
-            "are not those of a row of another cell; use --layout packed"
-        )
     note = "layout: 'shared' -> 'packed' (a row for each token, whose gradients can be compared)"
     return dataclasses.replace(
         options, cell=dataclasses.replace(options.cell, layout="packed"), notes=(*options.notes, note)
@@ -173,6 +167,8 @@ def _bisect(
     say = _say(args)
     cells = OpenCells(recording, options["a"], options["b"])
     for name, description in zip("ab", cells.weights_descriptions(), strict=True):
+        for note in options[name].notes:
+            say(f"{name}: {note}")
         say(f"{name}: {description}")
 
     def progress(index: int, difference: InputDifference) -> None:

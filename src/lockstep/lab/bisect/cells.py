@@ -56,12 +56,18 @@ class OpenCells:
 
 
 def check_bisectable(name: str, options: ReplayOptions) -> None:
-    """Raise ConfigError for cells that run in several processes, or inside another compiler's graph."""
+    """Raise ConfigError for cells that run in several processes or inside another compiler's graph, or whose
+    documents share rows."""
     cell = options.cell
     if cell.deepspeed or cell.ranks > 1 or options.simulate:
         raise ConfigError(
             f"--{name}: bisect looks into the modules of one process; leave --zero-stage, --deepcompile, "
             "--ranks and --simulate out (`lockstep matrix` compares such cells from outside)"
+        )
+    if cell.layout == "shared":
+        raise ConfigError(
+            f"--{name} has --layout shared: one row is computed for several documents there, whose gradients "
+            "are not those of a row of another cell; use --layout packed"
         )
     if options.optimizer_step:
         raise ConfigError(f"--{name}: --optimizer-step moves the weights apart; leave it out")
