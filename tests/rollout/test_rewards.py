@@ -280,9 +280,9 @@ def test_a_reward_that_never_returns(
 
 def test_ctrl_c_interrupts_a_reward(tmp_path: Path) -> None:
     code = (
-        "import time, lockstep.rollout.rewards as r\n"
+        "import os, time, lockstep.rollout.rewards as r\n"
         "from lockstep.protocols.reward import RewardInput\n"
-        "def f(prompt, completion, row): print('started', flush=True); time.sleep(1000)\n"
+        "def f(prompt, completion, row): os.write(1, b'started\\n'); time.sleep(1000)\n"
         "sample = RewardInput(prompt='', completion='', row={}, prompt_token_ids=(),\n"
         "                     completion_token_ids=(), finish_reason='stop')\n"
         "r.RewardSet([], functions=[f]).score([sample])\n"
