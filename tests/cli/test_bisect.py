@@ -98,7 +98,7 @@ def test_a_cell_that_raises_is_shrunk(recording, tmp_path, monkeypatch, capsys):
     inner = adapters.sdpa._per_document
 
     def planted(q, k, v, *, lengths, **options):
-        if max(lengths) > 9:
+        if max(lengths[0]) > 9:
             raise ValueError("too long")
         return inner(q, k, v, lengths=lengths, **options)
 

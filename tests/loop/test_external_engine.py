@@ -32,7 +32,8 @@ from lockstep.models.load import load_model  # noqa: E402
 def run_of(tmp_path: Path, name: str, **overrides: Any) -> GRPORun:
     toml = tmp_path / "tiny.toml"
     toml.write_text(TINY)
-    values = {"run_dir": str(tmp_path / name), "log.display": "plain", **overrides}
+    # an external engine's run is packed; beside `hf` the layout would be another one, with other bits
+    values = {"run_dir": str(tmp_path / name), "log.display": "plain", "train.layout": "packed", **overrides}
     run = load_run(str(toml), overrides={key.replace("__", "."): value for key, value in values.items()})
     assert isinstance(run, GRPORun)
     return run
