@@ -1,5 +1,7 @@
 import importlib.util
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,3 +23,13 @@ def pytest_configure(config: pytest.Config) -> None:
     fixture makes, such as a launch of ranks that trains every stack."""
     if getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadfile"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_groups_end_with_their_file() -> Iterator[None]:
+    """A run of one process leaves torch's process group behind, and the next file may want to make its
+    own."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
