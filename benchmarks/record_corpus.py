@@ -2,7 +2,8 @@
 
     python benchmarks/record_corpus.py rows --out rows.jsonl
     torchrun --nproc-per-node 2 benchmarks/record_corpus.py run --rows rows.jsonl --out runs/corpus
-    python benchmarks/record_corpus.py finish runs/corpus/recordings --out src/lockstep/recording/corpus
+    python benchmarks/record_corpus.py finish runs/corpus/recordings --out corpus
+    tar --sort=name --owner=0 --group=0 --numeric-owner -cJf src/lockstep/recording/corpus.tar.xz corpus
 
 `run` trains SmolLM2-135M on arithmetic and word problems: every rank samples half of the prompts, trains on
 half of the micro-batches, and gradients are added over ranks. `finish` replays every input on the bundled

@@ -22,6 +22,7 @@ from lockstep.errors import LockstepError
 from lockstep.observe.console import PlainConsole
 from lockstep.observe.display import Display
 from lockstep.observe.text import echo, printable, printable_text
+from lockstep.recording import corpus_path
 from lockstep.schema.rollout import Prompt
 
 EVIL = "\x1b]0;pwn\x07\x9b31m\r\x08[red]x[/red]\u202e\ud800"
@@ -230,7 +231,7 @@ def damaged_results(folder: Path) -> list[list[object]]:
 def recordings(folder: Path) -> list[list[object]]:
     import shutil
 
-    shutil.copytree(Path(module.__file__).parents[1] / "recording" / "corpus", folder / "rec")
+    shutil.copytree(corpus_path(), folder / "rec")
     header = json.loads((folder / "rec" / "recording.json").read_text())
     header["model"]["name"] = EVIL
     header["created_by"] = EVIL

@@ -19,7 +19,13 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    # Names of event files end in this count, and .10 sorts before .9: two files of one second would swap.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
     with RunDir.create(tmp_path, config_toml="", manifest={}) as run:
         log = MetricsLog.of_run(run, tensorboard=True)
         for step in range(4):

@@ -1,6 +1,7 @@
 """What a reader knows without touching tensors, and where it finds a recording."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,35 @@ def test_a_run_directory_has_its_recording_in_recordings(tmp_path: Path) -> None
 
 
 def test_without_a_path_the_shipped_corpus_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "__file__", str(tmp_path / "corpus.py"))
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(corpus, "ARCHIVE", tmp_path / "corpus.tar.xz")
     with pytest.raises(RecordingError, match="without the shipped corpus"):
         Recording.open()
     write(tmp_path / "corpus", run_inputs(1))
+    shutil.make_archive(str(tmp_path / "corpus"), "xztar", tmp_path, "corpus")
     assert len(Recording.open()) == 4
+    made = sorted((tmp_path / "cache").iterdir())
+    assert len(made) == 1 and len(Recording.open()) == 4 and sorted((tmp_path / "cache").iterdir()) == made
+
+
+def test_a_process_that_unpacks_the_corpus_second_takes_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "ARCHIVE", tmp_path / "corpus.tar.xz")
+    write(tmp_path / "corpus", run_inputs(1))
+    shutil.make_archive(str(tmp_path / "corpus"), "xztar", tmp_path, "corpus")
+    folder = tmp_path / "cache" / "corpus-0"
+    corpus._unpack(folder)
+    corpus._unpack(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["corpus-0"]
+    assert not (folder / "corpus").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(RecordingError, match="set LOCKSTEP_CACHE"):
+        Recording.open()
 
 
 def test_validate_goes_on_behind_a_damaged_file(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def packages() -> list[Finding]:
 
 def disks(run_dir: Path) -> list[Finding]:
     """Free space where Lockstep writes."""
-    from lockstep.models.bundled import cache_root
+    from lockstep.observe.cache import cache_root
 
     paths = {
         "run directory": run_dir,

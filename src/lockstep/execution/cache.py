@@ -6,21 +6,20 @@ import os
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.observe.cache import cache_root
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_cache() -> Path:
-    """Return $TORCHINDUCTOR_CACHE_DIR, else $XDG_CACHE_HOME/lockstep/inductor, else
-    ~/.cache/lockstep/inductor."""
+    """Return $TORCHINDUCTOR_CACHE_DIR, else inductor/ in the cache of Lockstep."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     own = os.environ.get(_VARIABLE)
     # torch writes its own choice, below the temporary folder, into the variable when it first needs one.
     if own and own != os.path.abspath(default_cache_dir()):
         return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "lockstep" / "inductor"
+    return cache_root() / "inductor"
 
 
 def use_compile_cache() -> Path:

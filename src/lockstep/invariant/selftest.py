@@ -1,7 +1,7 @@
 """The start-up self-test: every weight shape and op of a module, a row alone against the row among many.
 
 A stock op that passes is used; one that does not is replaced by the op of this package, which is tested as
-well. Verdicts are cached in ~/.cache/lockstep (XDG_CACHE_HOME) by hardware, torch version, threads, settings
+well. Verdicts are cached in the cache of Lockstep by hardware, torch version, threads, settings
 and this package's source.
 """
 
@@ -27,6 +27,7 @@ from lockstep.invariant import modules as parts
 from lockstep.invariant import row_ops
 from lockstep.invariant.checks import NUM_ROWS, RowOp, dependence
 from lockstep.invariant.settings import cuda_settings
+from lockstep.observe.cache import cache_root
 
 log = logging.getLogger(__name__)
 
@@ -317,7 +318,6 @@ def _known(choice: Any) -> str:
 
 def cache_file(device: torch.device, dtype: torch.dtype) -> Path:
     """Return the file of verdicts for this machine, torch and package."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     conditions = [
         _hardware(device),
         str(dtype),
@@ -327,7 +327,7 @@ def cache_file(device: torch.device, dtype: torch.dtype) -> Path:
         _source_hash(),
     ]
     digest = hashlib.sha256("\n".join(conditions).encode()).hexdigest()[:16]
-    return root / "lockstep" / f"invariant-{digest}.json"
+    return cache_root() / f"invariant-{digest}.json"
 
 
 def _hardware(device: torch.device) -> str:

@@ -27,11 +27,11 @@ from transformers import PretrainedConfig
 
 from lockstep import attention
 from lockstep.errors import LockstepError, ModelError
-from lockstep.models.bundled import cache_root
 from lockstep.models.forward import hidden_states
 from lockstep.models.heads import head_of, head_options
 from lockstep.models.miniature import documents, miniature, random_miniature
 from lockstep.models.quiet import quiet_transformers
+from lockstep.observe.cache import cache_root
 from lockstep.observe.files import read_json, write_json
 from lockstep.observe.text import printable
 from lockstep.ops.logprobs import linear_logprobs

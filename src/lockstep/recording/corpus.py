@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
+import tarfile
+import tempfile
 from pathlib import Path
 
 from lockstep.errors import RecordingError
+from lockstep.observe.cache import cache_root
+
+ARCHIVE = Path(__file__).with_name("corpus.tar.xz")
+"""One folder, corpus/, packed as `benchmarks/record_corpus.py` says: half the size of its files."""
 
 
 def corpus_path() -> Path:
     """The shipped corpus: inputs of a GRPO run of the bundled model on two data-parallel ranks.
 
+    It is unpacked into the cache at its first use; a reader checks its hashes like those of any recording.
+    Safe to call from several processes at once.
+
     Raises:
-        RecordingError: this installation comes without it.
+        RecordingError: this installation comes without it, or the cache cannot be written.
     """
-    path = Path(__file__).parent / "corpus"
-    if not (path / "recording.json").is_file():
+    try:
+        digest = hashlib.sha256(ARCHIVE.read_bytes()).hexdigest()
+    except OSError as error:
         raise RecordingError(
-            f"{path}: this installation comes without the shipped corpus; install lockstep-rl from a wheel "
-            "or a "
-            "whole checkout, or name a recording"
-        )
-    return path
+            f"{ARCHIVE}: this installation comes without the shipped corpus ({error.strerror}); install "
+            "lockstep-rl from a wheel or a whole checkout, or name a recording"
+        ) from error
+    # The hash in the name: another version of the package never reads this one's files.
+    folder = cache_root() / f"corpus-{digest[:16]}"
+    if not folder.is_dir():
+        try:
+            _unpack(folder)
+        except OSError as error:
+            raise RecordingError(
+                f"the shipped corpus cannot be unpacked into {folder} ({error}); set LOCKSTEP_CACHE to a "
+                "folder you can write"
+            ) from error
+    return folder
+
+
+def _unpack(folder: Path) -> None:
+    """Make `folder`: readers see all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=".corpus-", dir=folder.parent) as temporary,
+        tarfile.open(ARCHIVE) as archive,
+    ):
+        archive.extractall(temporary, filter="data")
+        try:
+            (Path(temporary) / "corpus").rename(folder)
+        except OSError:  # another process was faster; its files are the same
+            if not folder.is_dir():
+                raise
