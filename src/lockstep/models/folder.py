@@ -50,7 +50,7 @@ READ = frozenset(
 )
 """Endings of the files that transformers reads from a model folder, besides the .py of trust_remote_code."""
 _FOLDERS = ("", "additional_chat_templates")
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD, _SCORE = "embed_tokens.weight", "lm_head.weight", "score.weight"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -152,6 +152,28 @@ def check_sizes(folder: Path, config: Any, *, name: str) -> None:
                     f"{wrong}mismatched_keys: config.json says {sizes}, which makes {stored} {expected}, and "
                     f"its file has {shape}"
                 )
+
+
+def check_score(folder: Path, *, name: str) -> None:
+    """Refuse a folder whose scalar head gives more than one number.
+
+    Args:
+        name: ModelConfig.name, for errors.
+
+    Raises:
+        ModelError: the head's shape; or a weight file is damaged.
+    """
+    with weight_errors(folder, name):
+        files = tensor_files(folder)
+        if _SCORE not in files:
+            return
+        with safe_open(files[_SCORE], framework="pt") as file:
+            labels, *_ = file.get_slice(_SCORE).get_shape()
+    if labels != 1:
+        raise ModelError(
+            f"{name!r}: its head {_SCORE} gives {labels} numbers per token, and a value or reward is one; "
+            "choose a sequence classifier with num_labels = 1, or a causal LM, which gets a fresh head"
+        )
 
 
 def _has_weights(folder: Path) -> bool:

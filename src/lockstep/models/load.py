@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
@@ -21,9 +21,22 @@ from lockstep.models import bundled, lora, shapes
 from lockstep.models.architectures import SUPPORTED, check_architecture
 from lockstep.models.causal_lm import causal_lm, text_config
 from lockstep.models.dtypes import resolve_dtype
-from lockstep.models.folder import READ, check_folder, check_sizes, weight_errors
+from lockstep.models.folder import (
+    READ,
+    check_folder,
+    check_score,
+    check_sizes,
+    tensor_files,
+    weight_errors,
+)
 from lockstep.models.quiet import quiet_transformers
-from lockstep.models.source import WeightSource, folder_source, random_source
+from lockstep.models.scalar import SCORE_WEIGHT, HeadKind, auto_class, with_one_label
+from lockstep.models.source import (
+    WeightSource,
+    folder_source,
+    module_without_weights,
+    random_source,
+)
 from lockstep.observe.text import printable
 
 log = logging.getLogger(__name__)
@@ -78,7 +91,12 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, *, attention: str, device: torch.device, materialize: bool = True
+    config: ModelConfig,
+    *,
+    attention: str,
+    device: torch.device,
+    materialize: bool = True,
+    head: HeadKind = "logits",
 ) -> LoadedModel:
     """Load `config.name` in its compute dtype on `device`.
 
@@ -86,6 +104,8 @@ def load_model(
         attention: a kernel of lockstep.attention (sdpa, varlen, flex, hf:NAME); "auto" was resolved before.
         materialize: False leaves the Parameters on the meta device; `LoadedModel.source` reads them. Buffers
             are on `device` either way.
+        head: scalar puts one number per token in the place of the logits (lockstep.models.scalar): the
+            folder's own head, or a fresh one, drawn from `config.seed`, where the folder is a causal LM's.
 
     Raises:
         ModelError: the model cannot be found or read, has weights missing, is not supported, or fails the
@@ -104,22 +124,30 @@ def load_model(
     source: WeightSource | None = None
     if config.name.startswith(shapes.PREFIX):
         tokenizer = None
-        hf_config = _prepared(shapes.shape_config(config.name.removeprefix(shapes.PREFIX)), config)
+        hf_config = _prepared(shapes.shape_config(config.name.removeprefix(shapes.PREFIX)), config, head)
         make = shapes.random_model if materialize else random_source
-        model = make(hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation)
+        model = make(
+            hf_config, seed=config.seed, dtype=dtype, device=device, attention=implementation, head=head
+        )
         module, source = (model, None) if isinstance(model, nn.Module) else model
     else:
         folder = model_folder(config)
         tokenizer = _read_tokenizer(folder, config)
-        hf_config = _prepared(read_config(folder, config), config)
+        hf_config = _prepared(read_config(folder, config), config, head)
         admit(hf_config, name=config.name)
+        if head == "scalar":
+            check_score(folder, name=config.name)
         if materialize:
-            module = _read_module(folder, hf_config, config, dtype=dtype, implementation=implementation)
+            module = _read_module(folder, hf_config, config, dtype=dtype, attention=implementation, head=head)
             module = module.to(device).eval()
+            if head == "scalar" and SCORE_WEIGHT not in tensor_files(folder):
+                shapes.fill_parameters(module, {SCORE_WEIGHT}, seed=config.seed, config=hf_config)
         else:
-            module, source = folder_source(
-                folder, hf_config, config, dtype=dtype, device=device, attention=implementation
+            cpu = torch.device("cpu")
+            module = module_without_weights(
+                hf_config, dtype=dtype, device=cpu, attention=implementation, head=head
             )
+            source = folder_source(folder, module, config=config, device=device)
     if config.lora is not None:
         lora.add_lora(module, config.lora, seed=config.seed)
     eos = _eos_token_ids(module, tokenizer)
@@ -179,15 +207,15 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
     return twin.eval()
 
 
-def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
+def meta_module(config: ModelConfig, *, dtype: torch.dtype, head: HeadKind = "logits") -> nn.Module:
     """Build the module of `load_model` on the meta device: sizes and names, no weights, no network.
 
     Raises:
         ModelError: the model's config is not on this machine, or not supported.
     """
-    hf_config = prepared_config(config)
+    hf_config = prepared_config(config, head)
     with torch.device("meta"), no_init_weights():
-        module: nn.Module = AutoModelForCausalLM.from_config(
+        module: nn.Module = auto_class(head).from_config(
             hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code
         )
         causal_lm(module).tie_weights()
@@ -196,7 +224,7 @@ def meta_module(config: ModelConfig, *, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def prepared_config(config: ModelConfig) -> PretrainedConfig:
+def prepared_config(config: ModelConfig, head: HeadKind = "logits") -> PretrainedConfig:
     """Return the checked config that `load_model` would build a module of, without the network.
 
     Raises:
@@ -208,7 +236,7 @@ def prepared_config(config: ModelConfig) -> PretrainedConfig:
         hf_config = bundled.bundled_config(config.name.removeprefix("bundled:"))
     else:
         hf_config = read_config(model_folder(config, local_only=True), config)
-    return _prepared(hf_config, config)
+    return _prepared(hf_config, config, head)
 
 
 def skeleton(module: nn.Module, implementation: str) -> nn.Module:
@@ -224,7 +252,8 @@ def skeleton(module: nn.Module, implementation: str) -> nn.Module:
             copy.deepcopy(source.config), dtype=source.dtype, attn_implementation=implementation
         )
     bare.tie_weights()
-    bare.generation_config = copy.deepcopy(source.generation_config)
+    if hasattr(source, "generation_config"):  # a classifier generates nothing
+        bare.generation_config = copy.deepcopy(source.generation_config)
     return bare
 
 
@@ -304,7 +333,7 @@ def keep_layers(hf_config: PretrainedConfig, num_layers: int) -> None:
     text.num_hidden_layers = num_layers
 
 
-def _prepared(hf_config: PretrainedConfig, config: ModelConfig) -> PretrainedConfig:
+def _prepared(hf_config: PretrainedConfig, config: ModelConfig, head: HeadKind) -> PretrainedConfig:
     check_architecture(hf_config)
     if getattr(hf_config, "quantization_config", None) is not None:
         raise ModelError(
@@ -313,19 +342,25 @@ def _prepared(hf_config: PretrainedConfig, config: ModelConfig) -> PretrainedCon
         )
     if config.num_layers is not None:
         keep_layers(hf_config, config.num_layers)
-    return hf_config
+    return with_one_label(hf_config) if head == "scalar" else hf_config
 
 
 def _read_module(
-    folder: Path, hf_config: PretrainedConfig, config: ModelConfig, *, dtype: torch.dtype, implementation: str
+    folder: Path,
+    hf_config: PretrainedConfig,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    head: HeadKind,
 ) -> nn.Module:
-    """Load the module with real weights; every weight must come from the files."""
+    """Load the module with real weights; every weight but a scalar head must come from the files."""
     with weight_errors(folder, config.name), quiet_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(head).from_pretrained(
             folder,
             config=hf_config,
             dtype=dtype,
-            attn_implementation=implementation,
+            attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, with the names
@@ -334,18 +369,19 @@ def _read_module(
         )
     module: nn.Module = loaded[0]
     info: dict[str, Any] = loaded[1]
+    fresh, unused = ({SCORE_WEIGHT}, {"lm_head.weight"}) if head == "scalar" else (set(), set())
     wrong: dict[str, Any] = {
-        k: sorted(map(str, info[k])) for k in ("missing_keys", "mismatched_keys") if info[k]
+        k: sorted(map(str, left))
+        for k in ("missing_keys", "mismatched_keys")
+        if (left := set(info[k]) - (fresh if k == "missing_keys" else set()))
     }
     if wrong:
         raise ModelError(
             f"model.name = {config.name!r}: the weight files do not fit the config: "
             + "; ".join(f"{key} {names[:5]} ({len(names)} in all)" for key, names in wrong.items())
         )
-    if info["unexpected_keys"] and config.num_layers is None:
-        log.warning(
-            "%s: weights that the architecture does not use: %s", folder, sorted(info["unexpected_keys"])[:5]
-        )
+    if (more := set(info["unexpected_keys"]) - unused) and config.num_layers is None:
+        log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
     return module
 
 
@@ -401,7 +437,7 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
 def _eos_token_ids(module: nn.Module, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     text = text_config(module)
     sources = (
-        getattr(causal_lm(module).generation_config, "eos_token_id", None),
+        getattr(getattr(module, "generation_config", None), "eos_token_id", None),
         getattr(text, "eos_token_id", None),
         tokenizer.eos_token_id if tokenizer is not None else None,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import causal_lm
+from lockstep.models.scalar import scalar_head
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -22,7 +23,8 @@ _ADAPTER = "default"
 
 
 def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
-    """Put LoRA layers into `module`: from now on only they are trained. They start as a no-op (B = 0).
+    """Put LoRA layers into `module`: from now on only they, and a scalar head, are trained. They start as a
+    no-op (B = 0).
 
     Raises:
         ConfigError: peft is not installed, or no linear module has one of the names of `target_modules`.
@@ -50,6 +52,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
                 f"model.lora.target_modules = {list(config.target_modules)} does not fit the model "
                 f"({error}); its linear modules are {_linear_names(module)}"
             ) from error
+    if (scores := scalar_head(module)) is not None:  # a fresh one has everything to learn
+        scores.requires_grad_(True)
 
 
 def has_lora(module: nn.Module) -> bool:
@@ -108,7 +112,7 @@ def _lora_layers(module: nn.Module) -> list[tuple[str, LoraLayer]]:
 
 def _linear_names(module: nn.Module) -> list[str]:
     """Last names of all linear modules but the head."""
-    head = causal_lm(module).get_output_embeddings()
+    head = scalar_head(module) or causal_lm(module).get_output_embeddings()
     return sorted(
         {
             p.rpartition(".")[2]

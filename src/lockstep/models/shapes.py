@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from lockstep.errors import ModelError, unknown_name
+from lockstep.models.scalar import SCORE_WEIGHT, HeadKind, auto_class, head_std
 from lockstep.models.shape_table import PREFIX as PREFIX
 from lockstep.models.shape_table import SHAPES as SHAPES
 
@@ -26,9 +28,15 @@ def shape_config(name: str) -> PretrainedConfig:
 
 
 def random_model(
-    config: PretrainedConfig, *, seed: int, dtype: torch.dtype, device: torch.device, attention: str
+    config: PretrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    head: HeadKind = "logits",
 ) -> nn.Module:
-    """Build a causal LM of `config` with random weights in `dtype` on `device`; no larger copy ever exists.
+    """Build a model of `config` with random weights in `dtype` on `device`; no larger copy ever exists.
 
     Every Parameter has its own generator, seeded by (seed, Parameter name): the same layers come out whatever
     `num_hidden_layers` is. The numbers depend on the device type and dtype, not on the number of threads.
@@ -37,7 +45,7 @@ def random_model(
         attention: name of the implementation in transformers' AttentionInterface.
     """
     with torch.device(device), no_init_weights():
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(
+        module: PreTrainedModel = auto_class(head).from_config(
             config,
             dtype=dtype,
             attn_implementation=attention,
@@ -46,9 +54,7 @@ def random_model(
         )
     module.tie_weights()
     set_eos(module, config)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            fill(name, parameter, seed=seed, config=config)
+    fill_parameters(module, None, seed=seed, config=config)
     module.eval()
     return module
 
@@ -56,12 +62,23 @@ def random_model(
 def set_eos(module: PreTrainedModel, config: PretrainedConfig) -> None:
     """Copy the eos ids into the generation config: transformers derives it from the config, and reads a list
     of ids only from there."""
-    if module.generation_config is not None:
+    if getattr(module, "generation_config", None) is not None:
         module.generation_config.eos_token_id = config.eos_token_id
 
 
+@torch.no_grad()
+def fill_parameters(
+    module: nn.Module, names: Collection[str] | None, *, seed: int, config: PretrainedConfig
+) -> None:
+    """Draw the Parameters with these names, None: all; see `fill`."""
+    for name, parameter in module.named_parameters():
+        if names is None or name in names:
+            fill(name, parameter, seed=seed, config=config)
+
+
 def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -> None:
-    """Draw one Parameter: matrices and biases N(0, initializer_range); norm weights around what acts as 1."""
+    """Draw one Parameter: matrices and biases N(0, initializer_range), a scalar head N(0, head_std); norm
+    weights around what acts as 1."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if "norm" in name and parameter.ndim == 1:
@@ -69,4 +86,5 @@ def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -
         centre = 0.0 if config.model_type.startswith("gemma") else 1.0
         parameter.normal_(centre, 0.1, generator=generator)
     else:
-        parameter.normal_(0.0, config.initializer_range, generator=generator)
+        std = head_std(config) if name == SCORE_WEIGHT else config.initializer_range
+        parameter.normal_(0.0, std, generator=generator)

@@ -19,14 +19,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ModelError
 from lockstep.models import shapes
-from lockstep.models.causal_lm import causal_lm
+from lockstep.models.causal_lm import causal_lm, hf_config
 from lockstep.models.folder import tensor_files, weight_errors
+from lockstep.models.scalar import SCORE_WEIGHT, HeadKind, auto_class, scalar_head
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,14 @@ class WeightSource(Protocol):
 
 
 def module_without_weights(
-    config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device, attention: str
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    head: HeadKind = "logits",
 ) -> nn.Module:
-    """Build a causal LM in eval mode with Parameters on the meta device and real buffers, computed on
-    `device`.
+    """Build a model in eval mode with Parameters on the meta device and real buffers, computed on `device`.
 
     Args:
         attention: name of the implementation in transformers' AttentionInterface.
@@ -79,7 +84,7 @@ def module_without_weights(
         # Buffers depend on no weight and are in no file, so they are made here; of the Parameters only one at
         # a time exists, and nothing is written to it.
         with torch.device(device), no_init_weights():
-            module: nn.Module = AutoModelForCausalLM.from_config(
+            module: nn.Module = auto_class(head).from_config(
                 config, dtype=dtype, attn_implementation=attention
             )
         causal_lm(module).tie_weights()
@@ -89,37 +94,40 @@ def module_without_weights(
 
 
 def random_source(
-    config: PretrainedConfig, *, seed: int, dtype: torch.dtype, device: torch.device, attention: str
+    config: PretrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    head: HeadKind = "logits",
 ) -> tuple[nn.Module, WeightSource]:
     """Build `shapes.random_model` without the weights; returns the module and the source of its weights."""
-    module = module_without_weights(config, dtype=dtype, device=device, attention=attention)
+    module = module_without_weights(config, dtype=dtype, device=device, attention=attention, head=head)
     shapes.set_eos(causal_lm(module), config)
     return module, ShapeSource(module, seed=seed, config=config, device=device)
 
 
 def folder_source(
-    folder: Path,
-    hf_config: PretrainedConfig,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-) -> tuple[nn.Module, WeightSource]:
-    """Build the module of `from_pretrained(folder)` without the weights; returns it and their source.
+    folder: Path, module: nn.Module, *, config: ModelConfig, device: torch.device
+) -> WeightSource:
+    """Return the source of the weights of `from_pretrained(folder)`; moves the module's buffers to `device`.
+
+    Args:
+        module: `module_without_weights` of the folder's config, made on the host as transformers does:
+            other devices compute buffers with other last bits.
 
     Raises:
         ModelError: no or damaged files, or weights that are missing or have another shape.
     """
-    # transformers computes buffers on the host, so that other devices do not have them in other last bits.
-    module = module_without_weights(hf_config, dtype=dtype, device=torch.device("cpu"), attention=attention)
     source = FolderSource(folder, module, config=config, device=device)
-    if (folder / "generation_config.json").is_file():
+    generates = hasattr(module, "generation_config")
+    if generates and (folder / "generation_config.json").is_file():
         causal_lm(module).generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     for part in module.modules():
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.to(device)
-    return module, source
+    return source
 
 
 @contextlib.contextmanager
@@ -186,17 +194,27 @@ class FolderSource:
         with self._errors():
             files = tensor_files(folder)
             self._place = _names_in_files(module, files)
+        self._fresh: ShapeSource | None = None
+        unused: set[str] = set()
+        if scalar_head(module) is not None:
+            unused = {"lm_head.weight"}
+            if SCORE_WEIGHT not in self._place:
+                self._fresh = ShapeSource(module, seed=config.seed, config=hf_config(module), device=device)
         self._check(module)
-        more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)}
+        more = set(files) - {name for name, _ in self._place.values()} - {*aliases(module)} - unused
         if more and config.num_layers is None:
             log.warning("%s: weights that the architecture does not use: %s", folder, sorted(more)[:5])
 
     def read(self, name: str, *, device: torch.device) -> Tensor:
         """See WeightSource."""
+        if self._fresh is not None and name == SCORE_WEIGHT:
+            return self._fresh.read(name, device=device)
         return self._read(name, (), device)
 
     def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
         """See WeightSource."""
+        if self._fresh is not None and name == SCORE_WEIGHT:
+            return self._fresh.read_part(name, dim=dim, start=start, stop=stop, device=device)
         return self._read(name, (*[slice(None)] * dim, slice(start, stop)), device)
 
     def _read(self, name: str, part: tuple[slice, ...], device: torch.device) -> Tensor:
@@ -212,7 +230,8 @@ class FolderSource:
         missing, mismatched = [], []
         for name, parameter in module.named_parameters():
             if name not in self._place:
-                missing.append(name)
+                if self._fresh is None or name != SCORE_WEIGHT:
+                    missing.append(name)
             elif (shape := self._shape(name)) != tuple(parameter.shape):
                 mismatched.append(str((name, shape, tuple(parameter.shape))))
         wrong = {"missing_keys": missing, "mismatched_keys": mismatched}
@@ -222,7 +241,7 @@ class FolderSource:
                 + "; ".join(f"{k} {sorted(v)[:5]} ({len(v)} in all)" for k, v in wrong.items() if v)
             )
         for name, own in aliases(module).items():
-            if self._place[name] != self._place[own] and not self._equal(name, own):
+            if name != own and self._place[name] != self._place[own] and not self._equal(name, own):
                 raise ModelError(
                     f"model.name = {self._model_name!r}: its config.json ties {name} to {own}, but its files "
                     "hold other values for each; set tie_word_embeddings = false in config.json"

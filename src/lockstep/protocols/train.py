@@ -42,7 +42,8 @@ class TokenLoss(Protocol):
         """Return this micro-batch's share of the loss of the optimizer step, and the terms.
 
         Args:
-            logprobs: [R] float32, nats of `batch.labels[rows]`; requires grad.
+            logprobs: [R] float32, nats of `batch.labels[rows]`; requires grad. Of a model with a scalar head
+                its numbers of `rows`.
             entropy: [R] float32, nats; requires grad only if the loss has an entropy term.
             rows: the slots of the batch that the R entries are of; every trained slot is in exactly one call.
         """
@@ -78,7 +79,9 @@ class Scorer(Protocol):
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return [T] float32 per batch, nats, no grad, 0 where loss_mask is False; on the scorer's device.
-        With several ranks every rank makes the same call and gets all results."""
+        A model with a scalar head (value, reward) returns its number for each slot, where loss_mask may be
+        True at a document's last token too. With several ranks every rank makes the same call and gets all
+        results."""
         ...
 
 
@@ -94,7 +97,8 @@ class Reference:
 
 
 class TrainBackend(Protocol):
-    """Owns the policy's Parameters, their float32 master copy, the optimizer and the schedule.
+    """Owns the Parameters of one model, the policy or one with a scalar head, their float32 master copy, the
+    optimizer and the schedule.
 
     Batches come with their tensors on the host (`old_logprobs` and `ref_logprobs` where `logprobs` left
     them); the backend moves them to its devices. A caller always gives *all* micro-batches of a step and gets

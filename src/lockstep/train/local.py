@@ -37,6 +37,7 @@ from lockstep.train.loss_module import (
     head_rows,
     require_finite,
     scatter,
+    static_head,
     step_stats,
 )
 from lockstep.train.make_optimizer import make_optimizer
@@ -98,6 +99,7 @@ class LocalBackend:
         self._static = (
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
         )
+        self._static_head = static_head(config, self.module)
         frozen = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         self.ref = Reference(functools.partial(self._score, "ref")) if ref else None
         named = trained_parameters(self.module)
@@ -143,7 +145,7 @@ class LocalBackend:
                 with self._memory_errors_explained(index, batches):
                     values = []
                     for part in single_samples(batch, static=self._static) if self._by_sample else [batch]:
-                        rows, labels = head_rows(part, static=self._static, device=self.device)
+                        rows, labels = head_rows(part, static=self._static_head, device=self.device)
                         logprobs = outer(part.to(self.device), rows, labels, None)
                         values.append(scatter(logprobs, rows, part.num_slots))
                     results.append(merge_samples(values, batch) if self._by_sample else values[0])
@@ -188,7 +190,7 @@ class LocalBackend:
         )
 
     def _backward_at_once(self, batch: PackedBatch, loss: TokenLoss) -> MicroBatchOutput:
-        rows, labels = head_rows(batch, static=self._static, device=self.device)
+        rows, labels = head_rows(batch, static=self._static_head, device=self.device)
         moved = batch.to(self.device)
         if labels.numel() == 0:  # nothing to train on, and no graph to go back through
             zeros = torch.zeros(2 + len(loss.terms), batch.num_slots, device=self.device)

@@ -1,5 +1,10 @@
 """Decoder, head and loss as one module: the forward pass of every backend, and which slots of a pack its head
-sees."""
+sees.
+
+The head of a policy gives logprobs of the labels. A scalar head (lockstep.models.scalar) gives one number per
+slot, and it takes the place of the logprob everywhere: in the loss, in `StepStats` and in what `logprobs`
+returns.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from lockstep.errors import TrainError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_decoder
 from lockstep.models.heads import head_of, head_options
+from lockstep.models.scalar import linear_values, scalar_head
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.protocols.train import StepStats, TokenLoss
@@ -24,6 +30,13 @@ from lockstep.schema.batch import IGNORE_LABEL, PackedBatch
 
 Rows = Tensor | slice
 """[R] int64: slots of a pack; or all of them, as a slice."""
+
+
+def static_head(config: TrainConfig, module: nn.Module) -> bool:
+    """Return whether the head sees every slot of a pack, so that no shape of its graph depends on the mask. A
+    scalar head is one product outside of every graph: it sees what is asked for."""
+    static = config.execution != "eager" if config.static_capacity is None else config.static_capacity
+    return static and scalar_head(module) is None
 
 
 def head_rows(batch: PackedBatch, *, static: bool, device: torch.device) -> tuple[Rows, Tensor]:
@@ -136,8 +149,8 @@ class LossModule(nn.Module):
     """forward(batch, rows, labels, loss) -> the loss of one micro-batch.
 
     Args:
-        policy: a transformers causal LM; it is the child `policy`, so a parameter is called "policy." + its
-            name.
+        policy: a transformers causal LM, or a model with a scalar head; it is the child `policy`, so a
+            parameter is called "policy." + its name.
         config: layout, padding side, execution.
         temperature: logprobs are of logits divided by it.
         compiled: whether the layers are compiled: their inputs must then hold no Python lengths.
@@ -167,8 +180,8 @@ class LossModule(nn.Module):
         loss: TokenLoss | None,
         part: RingPart | None = None,
     ) -> Tensor:
-        """The loss, a scalar; without `loss` the logprobs [R]. `self.tokens` keeps the [2 + K, R] of the last
-        loss: logprobs, entropy and its terms, detached.
+        """The loss, a scalar; without `loss` the logprobs [R], or values of a scalar head. `self.tokens`
+        keeps the [2 + K, R] of the last loss: logprobs, entropy (0 with a scalar head), terms; detached.
 
         Args:
             rows: the R slots of the pack that the head sees; on a ring, of this rank's.
@@ -184,6 +197,12 @@ class LossModule(nn.Module):
             ring=None if part is None else part.ring,
         )
         hidden = run_decoder(self.policy, inputs, rows if part is None else part.local)
+        scores = scalar_head(self.policy)
+        if scores is not None:  # read anew each time, like the head's Parameters below
+            values = linear_values(hidden, scores.weight, batch.loss_mask[rows])
+            if loss is None:
+                return values
+            return self._loss_of(loss, values, torch.zeros_like(values), batch=batch, rows=rows, part=part)
         weight, head = self._head(entropy_grad=loss is not None and loss.entropy_grad)
         if loss is None:
             return linear_logprobs(hidden, weight, labels, head=head)[0]
@@ -207,7 +226,21 @@ class LossModule(nn.Module):
             self.tokens = token_rows(logprobs, entropy, torch.cat(terms_of, 1) if loss.terms else None)
             return value
         logprobs, entropy = linear_logprobs(hidden, weight, labels, head=head)
-        if part is None:
+        return self._loss_of(loss, logprobs, entropy, batch=batch, rows=rows, part=part)
+
+    def _loss_of(
+        self,
+        loss: TokenLoss,
+        logprobs: Tensor,
+        entropy: Tensor,
+        *,
+        batch: PackedBatch,
+        rows: Rows,
+        part: RingPart | None,
+    ) -> Tensor:
+        """The loss of what the head gave for this rank's rows, [R] each: of these alone if it is separable,
+        else of the rows of the whole ring."""
+        if part is None or loss.separable:
             output = loss(logprobs, entropy, batch, rows)
             self.tokens = token_rows(logprobs, entropy, output.terms)
             return output.loss

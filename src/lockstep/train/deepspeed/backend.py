@@ -44,6 +44,7 @@ from lockstep.train.loss_module import (
     head_rows,
     require_finite,
     scatter,
+    static_head,
     step_stats,
     token_rows,
 )
@@ -121,9 +122,7 @@ class DeepSpeedBackend:
         self._layout = Layout(backend="deepspeed", mesh=mesh, stream=self.rank)
         self._lora = has_lora(self.module)
         self.ref = Reference(functools.partial(self._score, "ref")) if ref else None
-        self._static = (
-            config.execution != "eager" if config.static_capacity is None else config.static_capacity
-        )
+        self._static = static_head(config, self.module)
         reference = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         if config.activation_checkpointing:
             checkpoint_activations(self.module)

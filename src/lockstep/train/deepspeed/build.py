@@ -16,6 +16,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.execution import CompileWatch, prepare_compiler
 from lockstep.execution.regions import decoder_layers
 from lockstep.models.forward import head_of
+from lockstep.models.scalar import scalar_head
 from lockstep.train.compiled import compile_module
 from lockstep.train.contract import compile_options
 from lockstep.train.deepspeed.engine import ZeroEngine
@@ -107,6 +108,8 @@ class ZeroBuilder:
     def _register_head(self, outer: Outer) -> None:
         """Register the head at stage 3: it is used by the outer module, not by the module that owns it."""
         if self.config.zero_stage == 3 and isinstance(outer, LossModule):
-            for tensor in (head_of(outer.policy).weight, head_of(outer.policy).bias):
+            scores = scalar_head(outer.policy)
+            head = head_of(outer.policy) if scores is None else scores
+            for tensor in (head.weight, head.bias):
                 if tensor is not None:
                     self.ds.zero.register_external_parameter(outer, tensor)

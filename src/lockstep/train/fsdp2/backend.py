@@ -44,6 +44,7 @@ from lockstep.train.loss_module import (
     require_finite,
     ring_rows,
     scatter,
+    static_head,
 )
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.micro_batch_assignment import (
@@ -109,9 +110,7 @@ class FSDP2Backend:
             check_ring(kernel, base.config, layout=config.layout, compiled=compiled, device=self.device)
         self.contract = contract_of(config, model, self.device)
         self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
-        self._static = (
-            config.execution != "eager" if config.static_capacity is None else config.static_capacity
-        )
+        self._static = static_head(config, self.module)
         frozen = copy.deepcopy(self.module).requires_grad_(False) if ref else None
         decay = {p.name: p.decay for p in trained_parameters(self.module)}
         masters_here = total_steps > 0 and config.optimizer_device == "model"

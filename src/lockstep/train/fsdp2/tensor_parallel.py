@@ -64,6 +64,7 @@ _LOCKSTEP: dict[str, Split | Replicated] = {
     "mlp.down_proj": _BY_INPUTS,
     "embed_tokens": _BY_OUTPUTS,
     "lm_head": _BY_OUTPUTS,
+    "score": Replicated(),
     "input_layernorm": Replicated(),
     "post_attention_layernorm": Replicated(),
     "pre_feedforward_layernorm": Replicated(),
