@@ -1,4 +1,5 @@
-"""Fill the README's demo block from finished runs: table, completions before and after, and the curve.
+"""Fill the demo blocks from finished runs: the README shows what the first printed and the curve, and
+docs/explanation/demo.md the table, and completions before and after.
 
 python scripts/demo_report.py runs/demo-0 runs/demo-1 runs/demo-2 --log demo.log
 """
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/explanation/demo.md"))
     parser.add_argument("--image", type=Path, default=Path("docs/images/demo.png"))
     parser.add_argument("--cpu", help="the processor; default: what this machine calls its own")
     parser.add_argument("--log", type=Path, help="what the first run printed; its main lines are shown")
@@ -48,12 +50,13 @@ def main(argv: list[str]) -> int:
     runs = [read(path) for path in arguments.runs]
     plot(runs, arguments.image)
     image = os.path.relpath(arguments.image, arguments.readme.parent)
-    block = report(runs, image=image, cpu=arguments.cpu or processor(), command=arguments.command)
+    block = f"![mean reward per step, and held-out accuracy]({image})"
     if arguments.log is not None:
         printed = arguments.log.read_text(encoding="utf-8").splitlines()
         block = console(printed, command=arguments.command) + "\n\n" + block
-    arguments.readme.write_text(filled(arguments.readme.read_text(encoding="utf-8"), block), encoding="utf-8")
-    print(f"demo_report: {len(runs)} runs in {arguments.readme}, curve in {arguments.image}")
+    fill(arguments.readme, block)
+    fill(arguments.page, report(runs, cpu=arguments.cpu or processor(), command=arguments.command))
+    print(f"demo_report: {len(runs)} runs in {arguments.readme}, {arguments.page} and {arguments.image}")
     return 0
 
 
@@ -80,8 +83,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def report(runs: list[Run], *, image: str, cpu: str, command: str) -> str:
-    """The block's Markdown."""
+def report(runs: list[Run], *, cpu: str, command: str) -> str:
+    """The Markdown of the page's block."""
     held_out = {run.summary["eval_after"]["num_prompts"] for run in runs}
     lines = [
         f"Held-out accuracy on {', '.join(map(str, sorted(held_out)))} problems, before -> after:",
@@ -91,8 +94,6 @@ def report(runs: list[Run], *, image: str, cpu: str, command: str) -> str:
         *(table_row(run) for run in runs),
         "",
         machine(runs[0], cpu, command),
-        "",
-        f"![mean reward per step, and held-out accuracy]({image})",
         "",
         f"The same {SHOWN} held-out problems before and after (seed {runs[0].config['seed']}):",
         "",
@@ -198,6 +199,11 @@ def plot(runs: list[Run], image: Path) -> None:
     image.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(image, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def fill(page: Path, block: str) -> None:
+    """Exchange the block of a page."""
+    page.write_text(filled(page.read_text(encoding="utf-8"), block), encoding="utf-8")
 
 
 def filled(page: str, block: str) -> str:

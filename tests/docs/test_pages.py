@@ -95,6 +95,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert absent == []
 
 
+def test_the_index_of_the_docs_has_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = {ROOT / "docs" / target for target in re.findall(r"\]\(([^)#\s]+)", index)}
+    assert {page for page in PAGES if ROOT / "docs" in page.parents} - {ROOT / "docs" / "README.md"} == linked
+
+
 def test_settings_that_pages_name_exist() -> None:
     known = {path for model in (GRPORun, SFTRun, DPORun) for path in leaves(model)}
     sections = {path.rpartition(".")[0] for path in known}

@@ -82,25 +82,27 @@ def write_run(folder: Path, *, seed: int, after: float, outcome: str = "finished
 
 def test_table_machine_completions_and_curve(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"run-{seed}", seed=seed, after=0.5 + seed / 8) for seed in (0, 1)]
-    readme = tmp_path / "README.md"
-    readme.write_text("# Title\n\n<!-- demo:begin -->\nold\n<!-- demo:end -->\n\nrest\n")
+    readme, page = tmp_path / "README.md", tmp_path / "demo.md"
+    for file in (readme, page):
+        file.write_text("# Title\n\n<!-- demo:begin -->\nold\n<!-- demo:end -->\n\nrest\n")
     image = tmp_path / "docs" / "demo.png"
-    arguments = [*map(str, runs), "--readme", str(readme), "--image", str(image), "--cpu", "A CPU"]
+    arguments = [*map(str, runs), "--readme", str(readme), "--page", str(page), "--image", str(image)]
+    arguments += ["--cpu", "A CPU"]
     assert demo_report.main(arguments) == 0
-    text = readme.read_text()
+    text, shown = page.read_text(), readme.read_text()
     assert (
         "| 1 | 0.150 -> 0.525 (+0.375) | 0.250 -> 0.625 (+0.375) | 0.200 -> 0.575 (+0.375) | 10.5 min |"
         in text
     )
     assert "A CPU, 2 threads, bfloat16; lockstep 0.1.0, torch 2.13.0" in text
-    assert "![mean reward per step, and held-out accuracy](docs/demo.png)" in text
+    assert "![mean reward per step, and held-out accuracy](docs/demo.png)" in shown
     improved, same = text.index("before  [0.00] '12, or so'"), text.index("before  [1.00] '4'")
     assert improved < same, "what changed comes first"
-    assert "old" not in text and text.startswith("# Title\n") and text.endswith("\n\nrest\n")
+    for each in (text, shown):
+        assert "old" not in each and each.startswith("# Title\n") and each.endswith("\n\nrest\n")
     assert image.read_bytes().startswith(b"\x89PNG") and image.stat().st_size > 5000
-    once = text
     demo_report.main(arguments)
-    assert readme.read_text() == once
+    assert (page.read_text(), readme.read_text()) == (text, shown)
 
 
 def test_the_log_is_cut_to_its_main_lines() -> None:
