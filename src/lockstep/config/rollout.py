@@ -50,7 +50,7 @@ class SamplingConfig(Config):
 
 
 class RolloutConfig(Config):
-    """What one step samples: prompts_per_step prompts, group_size samples of each."""
+    """How much one step samples: prompts_per_step prompts, and group_size samples of each."""
 
     prompts_per_step: PositiveInt = 8
     """Prompts of one rollout batch."""
@@ -76,16 +76,16 @@ class RewardConfig(Config):
     made with kwargs, whose instances take one RewardInput. The module may lie in the working directory; it
     is imported in a process of its own."""
     weight: float = 1.0
-    """Times the reward, in the total."""
+    """Weight of this reward in the total."""
     on_error: Literal["fail", "drop"] = "fail"
     """When a reward raises, times out or returns anything but a finite number. fail: the run stops and names
     the row and the exception. drop: the rollout leaves the step and is counted. An answer that a verifier
     cannot parse is no such error: it scores 0 and is counted as junk."""
     timeout_seconds: Seconds = 60.0
-    """Of one call. A verifier is killed, and the answer scores 0; any other reward's process is killed, and
-    on_error says what follows."""
+    """Deadline of one call. A verifier that misses it is killed and the answer scores 0; any other reward's
+    process is killed, and on_error says what follows."""
     max_concurrency: PositiveInt = 64
-    """Async functions: calls under way at a time."""
+    """Async functions: calls that may run at the same time."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
     """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A
     completion without that part scores 0 and is counted."""

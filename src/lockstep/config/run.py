@@ -24,13 +24,13 @@ class RunConfig(Config):
     """The settings that all kinds of run share."""
 
     seed: Seed = 0
-    """Decides data order and every sample's noise."""
+    """Seed of the data order and of the sampling noise."""
     steps: PositiveInt = 100
     """Rollout batches (RL) or optimizer steps (SFT)."""
     run_dir: FilePath | None = None
-    """Where everything is written; None: runs/NAME-TIMESTAMP."""
+    """Folder that everything is written to. None: runs/NAME-TIMESTAMP."""
     name: Name = "run"
-    """Of the run: the beginning of its folder's name, and wandb's run name."""
+    """Name of the run: its folder's name begins with it, and wandb shows it."""
     model: ModelConfig = ModelConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

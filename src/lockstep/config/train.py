@@ -21,14 +21,15 @@ class TrainConfig(Config):
     """Where the policy trains; local is one process on one device, the others span the ranks of --ranks,
     torchrun or deepspeed."""
     tp: PositiveInt = 1
-    """Tensor parallel: ranks that share each matrix. fsdp2."""
+    """Tensor parallel size: how many ranks share each matrix. Backend fsdp2 only."""
     ring: PositiveInt = 1
-    """Ring attention: ranks that share the tokens of each pack. fsdp2; the rest of the ranks, ranks / (tp *
-    ring), is data parallel."""
+    """Ring attention size: how many ranks share the tokens of each pack. Backend fsdp2 only. The data
+    parallel size is ranks / (tp * ring)."""
     tp_plan: Literal["auto", "hf", "lockstep"] = "auto"
-    """Which matrix is split how: transformers' plan or ours; auto: lockstep."""
+    """How matrices are split under tensor parallel: by transformers' plan or by Lockstep's. auto:
+    lockstep."""
     zero_stage: int = Field(2, ge=0, le=3)
-    """Of deepspeed."""
+    """Stage of DeepSpeed's ZeRO. Backend deepspeed only."""
     reshard_after_forward: bool = True
     """fsdp2: give a block's gathered weights back after its forward, and gather them again in backward: less
     memory, more traffic."""
@@ -46,7 +47,7 @@ class TrainConfig(Config):
     what documents begin with in common, such as a group's prompt, is computed once. auto: shared where that
     is tested and the run has groups or pairs, else packed."""
     padding_side: Literal["left", "right"] = "right"
-    """Of layout padded."""
+    """Side on which the layout padded adds padding."""
     device: Name = "auto"
     """auto: cuda where there is one, else cpu."""
 
@@ -73,8 +74,9 @@ class TrainConfig(Config):
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a rollout batch."""
     accumulate: Literal["pack", "sample"] = "pack"
-    """What one forward, loss and backward is of. sample: one sample of the micro-batch (a pair, of DPO) at a
-    time, with the activations of one; the gradients are the same."""
+    """How much of a micro-batch goes through forward, loss and backward at a time. pack: all of it. sample:
+    one sample (with DPO one pair) at a time, which needs the activation memory of one; the gradients are the
+    same."""
     cuda_graph: bool = False
     """execution joint on CUDA: the decoder's forward and its backward are one CUDA graph each, with static
     buffers; the head and the loss run between them."""
@@ -86,25 +88,26 @@ class TrainConfig(Config):
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Of the learning rate after warm-up, down to min_lr_ratio at the last step."""
+    """Learning rate schedule after warm-up; linear and cosine end at min_lr_ratio * lr."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps."""
+    """Optimizer steps during which the learning rate rises linearly to lr."""
     min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
-    """What linear and cosine decay end at, as a share of lr."""
+    """Learning rate at the end of linear and cosine decay, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's."""
     eps: PositiveFloat = 1e-8
     """AdamW's."""
     weight_decay: NonNegativeFloat = 0.0
-    """On matrices only; norms, biases and embeddings are not decayed."""
+    """AdamW's weight decay. It applies to matrices only, not to norms, biases or embeddings."""
     max_grad_norm: PositiveFloat = 1.0
-    """The gradient is scaled down to this L2 norm."""
+    """A gradient with a larger L2 norm is scaled down to this norm."""
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """adamw8bit keeps its states in 8 bits and needs torchao."""
     optimizer_device: Literal["model", "cpu"] = "model"
     """cpu: master weights and optimizer states live in host memory."""
     grad_accum_dtype: Literal["float32", "model"] = "float32"
-    """What gradients of several micro-batches are added up in; deepspeed: always the model's."""
+    """Dtype in which the gradients of several micro-batches are added up. deepspeed always uses the
+    model's."""
     num_threads: PositiveInt | None = Field(None, le=4096)
     """CPU threads of torch; None leaves OMP_NUM_THREADS alone."""
 
@@ -151,13 +154,13 @@ class EvalConfig(Config):
     after: bool = True
     """Evaluate after the last step."""
     num_prompts: PositiveInt = 256
-    """Held-out prompts, the first of them in their order."""
+    """Number of held-out prompts to use, from the first."""
     samples_per_prompt: PositiveInt = 1
     """Completions of each prompt; accuracies are over all of them."""
     temperature: Temperature = 0.0
     """0 is greedy."""
     max_tokens: PositiveInt | None = None
-    """None: that of rollout.sampling."""
+    """Longest completion in an evaluation. None: rollout.sampling.max_tokens."""
     before_max_tokens_factor: PositiveInt = 2
     """The run before training may use this many times the tokens, so that learning to stop does not count
     as learning."""
@@ -176,7 +179,7 @@ class CheckpointConfig(Config):
     """Exact-resume checkpoints under checkpoints/."""
 
     every: NonNegativeInt = 0
-    """Steps; 0: only at the end and on Ctrl-C."""
+    """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
     keep_last: PositiveInt = 2
     """Checkpoints to keep, newest first."""
     keep_best: NonNegativeInt = 0
@@ -187,7 +190,7 @@ class CheckpointConfig(Config):
     mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller `metric` is better."""
     save_at_end: bool = True
-    """A checkpoint after the last step."""
+    """Write a checkpoint after the last step."""
     background: bool = False
     """Write while training goes on: a save costs a step only the copy, and counts once it is whole."""
     export_at_end: bool = True

@@ -101,7 +101,10 @@ def batch_invariance_lines(result: BatchInvariance | None, contract: KernelContr
     if result.refused is not None:
         return [f"train.batch_invariant is off: {result.refused}"]
     if contract is None:
-        return ["batch-invariant forward, by no contract with an engine: a logprob_gap is only measured"]
+        return [
+            "batch-invariant forward; the engine shares no kernel contract: logprob_gap is measured and need "
+            "not be 0"
+        ]
     return [f"trainer and engine keep kernel contract {contract.hash[:12]}: logprob_gap must be exactly 0"]
 
 

@@ -10,7 +10,7 @@ A document of L tokens that is divided is cut into 2R chunks, as equal as can be
 Causal attention costs a chunk as many key chunks as there are before it, so an early chunk (cheap) and a late
 one (dear) together cost the same on every rank. Better, every *step* of the ring does: of a rank s < r all
 queries see the early chunk and nothing else, of a rank s > r only the queries of the late chunk see anything,
-and they see both. Each is two chunks times one chunk, whoever r and s are.
+and they see both. Each is two chunks times one chunk, for every r and s.
 
 Dividing is not free. On 4 H200s, 131,072 tokens in one document keep 0.96 of one GPU's throughput per GPU; in
 16 documents of 8,192, all divided, 0.72, and 0.80 if nothing is sent: kernels on small pieces are slower.

@@ -162,7 +162,7 @@ class NativeEngine(Streaming):
         self._require_idle("sleep")
         self._give_back()
         if self._layers.shape.device.type == "cuda":
-            torch.cuda.empty_cache()  # what CUDA graphs held is nobody else's before
+            torch.cuda.empty_cache()  # until then torch keeps the memory of the CUDA graphs
         self._state = "asleep"
 
     def wake(self) -> None:

@@ -513,7 +513,7 @@ class _PostFlow:
             self._tries[job.id] = self._tries.get(job.id, 0) + 1
             if self._tries[job.id] == _TRIES:
                 raise EngineError(
-                    f"engine {engine.name} lives but broke the connection of one sample {_TRIES} times"
+                    f"engine {engine.name} is running but broke the connection of one sample {_TRIES} times"
                     f"{engine._log_text()}"
                 )
             self._batch.submit(job.id, engine._driver.generate_path, body)

@@ -241,7 +241,7 @@ class _Flow:
             self._tries[job.id] = self._tries.get(job.id, 0) + 1
             if self._tries[job.id] == _TRIES:
                 raise EngineError(
-                    f"engine {NAME} lives but broke the connection of one sample {_TRIES} times: {event}"
+                    f"engine {NAME} is running but broke the connection of one sample {_TRIES} times: {event}"
                     f"{self._engine.log_text}"
                 )
             self._waiting.append(job)

@@ -14,8 +14,9 @@ from lockstep.lab.engine_parity.phase import CACHE_BLOCK, PhaseReport, of_kind
 Fault = Literal[
     "records", "ids", "stops", "version", "seeds", "n", "logprob kind", "gap", "stale", "update", "greedy"
 ]
-"""records: a completion that cannot be right in itself. update: the change of weights was too small to show
-anything. stale: it samples from earlier weights. The others are called as what they compare."""
+"""Each fault has the name of what was compared, but for three. records: a completion contradicts itself.
+update: the change of weights was too small to show anything. stale: the engine samples from earlier
+weights."""
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 """Mean gap that different kernels explain at temperature 1 and above, nats."""

@@ -190,7 +190,7 @@ def cell_from_dict(values: Mapping[str, Any]) -> CellResult:
     """The inverse of dataclasses.asdict for a CellResult; keys it does not know are left.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the values do not make a CellResult.
     """
     own = _known(CellResult, values)
     own["flags"] = tuple(own["flags"])

@@ -447,7 +447,7 @@ class DumpReader:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """A tensor of numbers; None: it is none."""
+    """The value as a tensor of numbers; None if it cannot be one."""
     if isinstance(value, Tensor):
         return None if value.is_complex() else value
     if isinstance(value, list | tuple) and value:
