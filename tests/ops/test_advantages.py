@@ -28,6 +28,15 @@ def test_group_advantages_by_hand() -> None:
     torch.testing.assert_close(group_mean_std(REWARDS), expected)
 
 
+@pytest.mark.parametrize("function", [group_mean, group_mean_std, leave_one_out])
+def test_equal_rewards_have_no_advantage_at_all(function: object) -> None:
+    """(0.1 + 0.1 + 0.1) / 3 is not 0.1; a lost rollout does not make a group unequal."""
+    rewards = torch.tensor([[0.1, 0.1, 0.1, NAN], [0.1, 0.1, 0.4, NAN]], dtype=torch.float64)
+    assert (rewards[0, :3].sum() / 3 != 0.1).item()
+    found = function(rewards, ~rewards.isnan())
+    assert found[0].tolist() == [0.0] * 4 and bool((found[1, :3] != 0).all())
+
+
 def test_batch_mean_std_by_hand() -> None:
     """1, 0, 2, 5, 5, 5: mean 3, squared distances 4 + 9 + 1 + 4 + 4 + 4 = 26, std sqrt(26 / 5)."""
     expected = (REWARDS - 3) / (math.sqrt(26 / 5) + 1e-4)

@@ -15,11 +15,14 @@ EPS = 1e-4
 
 
 def group_mean(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[G, n]: r - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    """[G, n]: r - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2); exactly 0 in a group of equal
+    rewards, whatever their mean rounds to."""
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     kept = torch.where(mask, rewards, 0.0)
     mean = kept.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(mask, rewards - mean, 0.0)
+    least = torch.where(mask, rewards, torch.inf).amin(1, keepdim=True)
+    most = torch.where(mask, rewards, -torch.inf).amax(1, keepdim=True)
+    return torch.where(mask & (least < most), rewards - mean, 0.0)
 
 
 def group_mean_std(rewards: Tensor, mask: Tensor | None = None, *, eps: float = EPS) -> Tensor:
