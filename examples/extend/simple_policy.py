@@ -5,10 +5,11 @@ lockstep train grpo --recipe tiny --algorithm.objective simple_policy:loss --tra
 
 from torch import Tensor
 
-from lockstep.algorithms.policy_loss import PolicyTerms
+from lockstep.algorithms.policy_loss import PolicyTerms, zero_without_advantages
 from lockstep.config.algorithm import GRPOConfig
 
 
+@zero_without_advantages
 def loss(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
     """[R]: -(w A - |A| / (2 eps) (w - 1)^2) of each token, with eps = algorithm.clip_high."""
     assert config.clip_high is not None

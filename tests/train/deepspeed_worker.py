@@ -17,6 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+sys.path.append(str(Path(__file__).parents[1] / "loop"))
+
+from scored_tools import compare_on_ranks
+
 from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import LockstepError
@@ -25,6 +29,7 @@ from lockstep.models.load import LoadedModel, load_model, share_parameters
 from lockstep.models.lora import merged_state_dict
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import LossOutput
+from lockstep.ranks.context import init_ranks
 from lockstep.schema.batch import PackedBatch
 from lockstep.train.deepspeed.backend import DeepSpeedBackend, _import_deepspeed
 from lockstep.train.local import LocalBackend
@@ -354,6 +359,16 @@ def errors(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     return {"case": case, "said": said, "norm": abs(norms[0] / norms[1] - 1), "logprobs": worst}
 
 
+def left_out(case: dict[str, Any], rank: int, world: int) -> dict[str, float]:
+    """Through the loop: optimizer steps for which the second rank has no pack. By stage, how far gradients
+    and weights are from those of a run that leaves nothing out."""
+    with init_ranks(device="cpu", seconds=60.0) as ranks:
+        return {
+            str(stage): compare_on_ranks("deepspeed", ranks, zero_stage=stage)["apart"]
+            for stage in case["stages"]
+        }
+
+
 def relative(ours: Tensor, theirs: Tensor) -> float:
     size = float(theirs.norm())
     return float((ours - theirs).norm()) / size if size else float(ours.norm())
@@ -370,10 +385,11 @@ def main() -> None:
     torch.set_num_threads(1)
     without_debug_information()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    kinds = {"replay": run, "train": train, "states": states, "errors": errors}
+    kinds = {"replay": run, "train": train, "states": states, "errors": errors, "left_out": left_out}
     for case in json.loads(sys.argv[1]):
         print(json.dumps(kinds[case.get("kind", "replay")](case, rank, world)), flush=True)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,11 +29,15 @@ from fsdp2_tools import (
     pair,
 )
 
+sys.path.append(str(Path(__file__).parents[1] / "loop"))
+
+from scored_tools import compare_on_ranks
+
 from lockstep.algorithms.dpo import DPO
 from lockstep.config.algorithm import DPOConfig
 from lockstep.execution import install_joint
 from lockstep.packing.packs import pack, repack
-from lockstep.ranks.context import init_ranks
+from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.schema.batch import PreferenceSample
 
 
@@ -283,6 +288,13 @@ def check_hf_plan() -> Any:
     return compare_steps(pair(tp=2, tp_plan="hf"), steps=2, tolerance=1e-4)
 
 
+def check_groups_left_out() -> Any:
+    """Through the loop: optimizer steps for which the second rank has no pack."""
+    return compare_on_ranks("fsdp2", RANKS[0])
+
+
+RANKS: list[RankContext] = []
+"""That of this process, once it has connected."""
 CHECKS = {
     name.removeprefix("check_"): check
     for name, check in (vars(fsdp2_faults) | dict(globals())).items()
@@ -292,7 +304,8 @@ CHECKS = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    with init_ranks(device="cpu", seconds=60.0):
+    with init_ranks(device="cpu", seconds=60.0) as ranks:
+        RANKS.append(ranks)
         for name in sys.argv[1:]:
             torch.manual_seed(0)
             try:

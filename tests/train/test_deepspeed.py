@@ -88,6 +88,13 @@ def test_two_ranks_add_their_own_gradients() -> None:
     check(run_cases(cases, ranks=2), cases)
 
 
+@pytest.mark.slow
+def test_groups_without_a_signal_are_left_out_of_two_ranks() -> None:
+    """The worker compares gradients and weights with those of a run that leaves nothing out."""
+    for of_rank in run_cases([{"kind": "left_out", "stages": [0, 1, 2, 3]}], ranks=2):
+        assert len(of_rank) == 1 and all(of_rank[0][str(stage)] < 1e-5 for stage in range(4))
+
+
 def two_rank_cases(stage: int) -> list[dict[str, Any]]:
     return [
         {"stage": stage, "model": "tiny-qwen3", "train": {"layout": "padded"}, "whole": True, "steps": 2},

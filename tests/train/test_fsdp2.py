@@ -49,6 +49,7 @@ TWO = (
     "preferences",
     "recovers",
     "nothing_to_train",
+    "groups_left_out",
     "bfloat16",
     "sharded_start",
     "checkpoint_of_local",

@@ -54,6 +54,14 @@ Objective = Callable[[PolicyTerms, GRPOConfig], Tensor]
 """See lockstep.algorithms.OBJECTIVES."""
 
 
+def zero_without_advantages(objective: Objective) -> Objective:
+    """Mark an objective whose loss of a token with advantage 0 has no gradient, whatever its ratio: groups
+    without a signal may be left out of forward and backward. Ours are marked; one that is not needs all."""
+    objective.zero_without_advantages = True  # type: ignore[attr-defined]
+    return objective
+
+
+@zero_without_advantages
 def clipped_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
     """`ppo_clip`: see lockstep.ops.losses.ppo_clip."""
     assert config.clip_low is not None and config.clip_high is not None
@@ -61,6 +69,7 @@ def clipped_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
     return ppo_clip(terms.ratio, terms.advantages, dual_clip=config.dual_clip, **bounds)
 
 
+@zero_without_advantages
 def cispo_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
     """`cispo`: see lockstep.ops.losses.cispo."""
     assert config.clip_low is not None and config.clip_high is not None
@@ -92,7 +101,14 @@ class PolicyLoss:
         whole_sequences = correction.kind != "none" and correction.level == "sequence"
         self.entropy_grad = config.entropy_coef != 0
         self.separable = config.ratio == "token" and not whole_sequences
+        self.zero_without_advantages = self._zero_without_advantages()
         self.terms = METRIC_TERMS + (("kl_ref", "kl_clamped") if config.kl.coef > 0 else ())
+
+    def _zero_without_advantages(self) -> bool:
+        """See protocols.TokenLoss. A class of somebody's on top of this one has to say it for itself."""
+        kl_in_loss = self.config.kl.coef > 0 and self.config.kl.place == "loss"
+        declared = bool(getattr(self.objective, "zero_without_advantages", False))
+        return type(self) is PolicyLoss and declared and not kl_in_loss and not self.entropy_grad
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
         """See protocols.TokenLoss."""

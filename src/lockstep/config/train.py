@@ -77,6 +77,11 @@ class TrainConfig(Config):
     """How much of a micro-batch goes through forward, loss and backward at a time. pack: all of it. sample:
     one sample (with DPO one pair) at a time, which needs the activation memory of one; the gradients are the
     same."""
+    score_all_every: PositiveInt = 10
+    """Steps from one that computes every group to the next, starting with step 0. The steps between leave out
+    groups whose advantages are all zero, if the loss has no KL or entropy term. Gradients stay the same;
+    metrics such as entropy then cover scored_share of the tokens. Counts as 1 when the run is recorded, and
+    in compiled modes when max_recompiles is set."""
     cuda_graph: bool = False
     """execution joint on CUDA: the decoder's forward and its backward are one CUDA graph each, with static
     buffers; the head and the loss run between them."""

@@ -31,11 +31,19 @@ from lockstep.loop.engine_report import engine_report, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.metrics import engine_metrics, rollout_metrics, shape_metrics
 from lockstep.loop.preflight import preflight
+from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampledStep, SampleKey
-from lockstep.schema.batch import PackedBatch, RolloutSample, TrainSample, policy_samples, rollout_samples
+from lockstep.schema.batch import (
+    PackedBatch,
+    PolicySample,
+    RolloutSample,
+    TrainSample,
+    policy_samples,
+    rollout_samples,
+)
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.transfer import memory_report
 
@@ -256,9 +264,7 @@ class OnlineTrainer:
             check.begin(step, groups)
         samples = policy_samples(rollouts, advantages, ref_logprobs=ref_logprobs)
         with self.spans("pack"):
-            minibatches = [
-                parts.plan(part, algorithm.loss_weights(part)) for part in _split(samples, train.minibatches)
-            ]
+            minibatches = self._packs(samples, self._scored(groups, samples, step=step))
         if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
             minibatches = self._with_old_logprobs(minibatches)
         updates: list[dict[str, float]] = []
@@ -273,9 +279,35 @@ class OnlineTrainer:
                 updates.append({"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats))
         shapes = shape_metrics([batch for batches in minibatches for batch in batches])
         metrics = rollout_metrics(groups) | shapes | _combine(updates)
+        metrics |= scored_metrics(samples, trained_tokens=shapes["input/trained_tokens"])
         if check is not None:
-            metrics |= check.metrics(int(shapes["input/trained_tokens"]))
+            metrics |= check.metrics(sum(sample.num_trained for sample in samples))
         return StepResult(metrics=metrics, groups=groups)
+
+    def _scored(
+        self, groups: Sequence[RolloutGroup], samples: Sequence[PolicySample], *, step: int
+    ) -> frozenset[int] | None:
+        """The sample_ids that go through forward and backward; None: all."""
+        parts = self.parts
+        everything = scores_all(
+            parts.run.train,
+            step,
+            loss=parts.algorithm.loss(),
+            recorded=parts.recorder is not None,
+            static_capacity=parts.plan.static_capacity,
+        )
+        return None if everything else with_signal(groups, samples)
+
+    def _packs(
+        self, samples: Sequence[PolicySample], scored: frozenset[int] | None
+    ) -> list[list[PackedBatch]]:
+        """The micro-batches of each optimizer step, whose normaliser counts all of its samples."""
+        minibatches = []
+        for part in _split(samples, self.parts.run.train.minibatches):
+            weights = self.parts.algorithm.loss_weights(part)
+            kept = range(len(part)) if scored is None else scored_indices(part, scored)
+            minibatches.append(self.parts.plan([part[i] for i in kept], [weights[i] for i in kept]))
+        return minibatches
 
     def push(self, *, policy_version: int) -> dict[str, float]:
         """Send the trainer's current weights to the engine, which samples from them from here on.

@@ -443,7 +443,7 @@ class Session:
         """
         times = self.spans.flush() | self._between
         seconds = times["time/step"]
-        tokens = metrics.get("input/tokens", 0.0)
+        tokens = metrics.get("rollout/tokens", metrics.get("input/tokens", 0.0))
         self._state["trained_tokens"] += int(metrics.get("input/trained_tokens", 0.0))
         values = {
             **metrics,

@@ -28,6 +28,10 @@ class TokenLoss(Protocol):
 
     `separable`: the loss of a token needs no other token's logprob, so gradients are computed chunk by chunk
     while the logits are still in cache. Otherwise (sequence-level ratios) the logits are computed twice.
+
+    A loss may have `zero_without_advantages = True`: a document whose advantages are all zero has no
+    gradient, and changes that of no other (no KL, entropy or value term). Groups of such documents are then
+    left out of most steps (train.score_all_every). Without the attribute every document is computed.
     """
 
     separable: bool
