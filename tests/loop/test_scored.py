@@ -110,9 +110,19 @@ def test_several_optimizer_steps_of_every_algorithm(name: str) -> None:
         side.trainer.parts.close()
 
 
-@pytest.mark.parametrize("train", [{"accumulate": "sample", "layout": "packed"}, {"layout": "packed"}])
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"accumulate": "sample", "layout": "packed"},
+        {"layout": "packed"},
+        {"layout": "padded"},
+        {"layout": "packed", "static_capacity": True},
+        {"layout": "shared", "static_capacity": True},
+    ],
+    ids=str,
+)
 def test_gradients_in_other_layouts(train: dict[str, Any]) -> None:
-    """The other tests are of shared rows, the default of groups."""
+    """The other tests are of shared rows of any number, the default of groups."""
     toy = watched(toy_run(score_all_every=10, train=train))
     metrics, error = both(toy)
     assert error < 1e-6 and metrics["scored_share"] == 0.5

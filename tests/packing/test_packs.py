@@ -119,6 +119,24 @@ def test_plan_loses_nothing_and_covers_every_slot(lengths, static, layout, limit
         assert len({(b.num_slots, b.cu_seqlens.shape, b.max_seqlen) for b in batches}) <= 4
 
 
+@pytest.mark.parametrize("layout", ["packed", "shared"])
+def test_a_part_of_a_step_has_room_for_as_many_documents_as_the_whole(layout):
+    """So that it has the shapes, and the graphs, of one of the at most four capacities."""
+    limits = PackLimits(
+        token_budget=256, static_capacity=True, layout=layout, max_seqlen=16, max_documents=64
+    )
+
+    def rooms(samples, **whole):
+        batches = plan_micro_batches(samples, ones(samples), limits, **whole)
+        cu = [b.cu_seqlens if b.shared is None else b.shared.cu_rows for b in batches]
+        ends = [b.num_slots if b.shared is None else len(b.shared.keys) for b in batches]
+        return {len(c) - 1 - -(-end // 16) for c, end in zip(cu, ends, strict=True)}
+
+    samples = samples_of([7] * 60)
+    assert rooms(samples) == rooms(samples[:9], whole=samples) == rooms(samples[:1], whole=samples) == {64}
+    assert rooms(samples[:9]) == {16}
+
+
 def test_plan_refuses_a_document_beyond_the_runs_longest():
     samples = samples_of([3, 9])
     limits = PackLimits(token_budget=64, static_capacity=True, max_seqlen=8)

@@ -305,8 +305,12 @@ class OnlineTrainer:
         minibatches = []
         for part in _split(samples, self.parts.run.train.minibatches):
             weights = self.parts.algorithm.loss_weights(part)
-            kept = range(len(part)) if scored is None else scored_indices(part, scored)
-            minibatches.append(self.parts.plan([part[i] for i in kept], [weights[i] for i in kept]))
+            if scored is None:
+                minibatches.append(self.parts.plan(part, weights))
+                continue
+            kept = scored_indices(part, scored)
+            packs = self.parts.plan([part[i] for i in kept], [weights[i] for i in kept], whole=part)
+            minibatches.append(packs)
         return minibatches
 
     def push(self, *, policy_version: int) -> dict[str, float]:

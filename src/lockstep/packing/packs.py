@@ -15,7 +15,7 @@ from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
 from lockstep.packing.groups import balanced_groups, prompt_groups
-from lockstep.packing.shared import share, share_in_few_shapes
+from lockstep.packing.shared import count_segments, share, share_in_few_shapes
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,
@@ -186,9 +186,17 @@ class PackLimits:
 
 
 def plan_micro_batches(
-    samples: Sequence[TrainSample], loss_weights: Sequence[Tensor], limits: PackLimits
+    samples: Sequence[TrainSample],
+    loss_weights: Sequence[Tensor],
+    limits: PackLimits,
+    *,
+    whole: Sequence[TrainSample] = (),
 ) -> list[Any]:
     """Pack all samples of an optimizer step into micro-batches.
+
+    Args:
+        whole: the samples of the step, of which only `samples` are packed. Static capacities then have room
+            for as many documents as in packs of all, so that fewer samples need no graphs of their own.
 
     Raises:
         DataError: a sample is empty or longer than the budget or than max_seqlen.
@@ -199,8 +207,11 @@ def plan_micro_batches(
     longest = _longest(lengths, limits)
     groups = _groups(samples, limits, width=longest if limits.static_capacity else None)
     buckets: tuple[Bucket, ...] = ()
+    everyone: list[list[int]] = []
     if limits.static_capacity:
-        most = min(limits.max_documents or len(samples), _power_of_four(max(map(len, groups))))
+        everyone = _groups(whole, limits, width=longest) if whole else []
+        fullest = max(map(len, [*groups, *everyone]))
+        most = min(limits.max_documents or len(whole or samples), _power_of_four(fullest))
         buckets = buckets_for(token_budget=limits.token_budget, max_seqlen=longest, max_documents=most)
         if limits.layout == "padded":
             buckets = buckets[-1:]
@@ -214,7 +225,9 @@ def plan_micro_batches(
     if limits.layout == "shared":
         batches = [share(batch) for batch in batches]
         if limits.static_capacity:
-            return share_in_few_shapes(batches, sizes=[b.tokens for b in buckets], longest=longest)
+            segments = max((count_segments([whole[i] for i in group]) for group in everyone), default=0)
+            sizes = [b.tokens for b in buckets]
+            return share_in_few_shapes(batches, sizes=sizes, longest=longest, segments=segments)
     return batches
 
 
@@ -231,9 +244,15 @@ class Planner:
     parts: int = 1
     """Ranks that micro-batches are assigned to."""
 
-    def __call__(self, samples: Sequence[TrainSample], loss_weights: Sequence[Tensor]) -> list[PackedBatch]:
+    def __call__(
+        self,
+        samples: Sequence[TrainSample],
+        loss_weights: Sequence[Tensor],
+        *,
+        whole: Sequence[TrainSample] = (),
+    ) -> list[PackedBatch]:
         """Return balanced packs under the token budget, at static capacity where graphs need it; the same
-        number for every rank where there are enough documents."""
+        number for every rank where there are enough documents. whole: see plan_micro_batches."""
         limits = PackLimits(
             token_budget=token_slots(self.train),
             static_capacity=self.static_capacity,
@@ -242,10 +261,11 @@ class Planner:
             max_documents=self.max_documents if self.static_capacity else None,
             min_packs=self.parts,
         )
-        batches = plan_micro_batches(samples, loss_weights, limits)
+        batches = plan_micro_batches(samples, loss_weights, limits, whole=whole)
         if len(batches) % self.parts and len(batches) < len(samples):
             multiple = -(-len(batches) // self.parts) * self.parts
-            return plan_micro_batches(samples, loss_weights, dataclasses.replace(limits, min_packs=multiple))
+            limits = dataclasses.replace(limits, min_packs=multiple)
+            return plan_micro_batches(samples, loss_weights, limits, whole=whole)
         return batches
 
 

@@ -67,7 +67,7 @@ def share(batch: PackedBatch, capacity: RowCapacity | None = None) -> PackedBatc
 
 
 def share_in_few_shapes(
-    batches: Sequence[PackedBatch], *, sizes: Sequence[int], longest: int
+    batches: Sequence[PackedBatch], *, sizes: Sequence[int], longest: int, segments: int = 0
 ) -> list[PackedBatch]:
     """Pad the rows of shared batches, so that few graphs serve them all: as many rows as one of `sizes`, keys
     a power of two times as many, and segments a power of four.
@@ -76,8 +76,9 @@ def share_in_few_shapes(
         batches: with `shared`, without padding.
         sizes: numbers of rows, rising; the last holds every batch.
         longest: tokens of the longest document that any step may have.
+        segments: room for at least so many.
     """
-    most = max(len(_rows_of(batch).row_lengths) for batch in batches)
+    most = max(segments, *(len(_rows_of(batch).row_lengths) for batch in batches))
     room = 1 << 2 * ((most - 1).bit_length() + 1 >> 1)
     padded = []
     for batch in batches:
@@ -86,8 +87,7 @@ def share_in_few_shapes(
         keys = rows
         while keys < rows + len(shared.keys) - shared.num_rows:
             keys *= 2
-        segments = room + -(-keys // longest)
-        capacity = RowCapacity(rows=rows, keys=keys, segments=segments, longest=longest)
+        capacity = RowCapacity(rows=rows, keys=keys, segments=room + -(-keys // longest), longest=longest)
         padded.append(share(batch, capacity))
     return padded
 
@@ -101,6 +101,11 @@ def count_rows(samples: Sequence[TrainSample]) -> int:
     """Return how many rows a pack of these samples has."""
     _, adjacent = _sorted([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples])
     return sum(map(len, samples)) - sum(adjacent)
+
+
+def count_segments(samples: Sequence[TrainSample]) -> int:
+    """Return how many segments a pack of these samples has."""
+    return len(_segments([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples]))
 
 
 def same_prompt(one: TrainSample, other: TrainSample) -> bool:
