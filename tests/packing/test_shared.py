@@ -138,6 +138,20 @@ def test_a_group_above_the_budget_is_cut_and_has_its_prompt_in_each_part():
         plan(samples, token_budget=11)
 
 
+def test_one_document_of_a_step_has_the_shapes_of_the_steps_packs():
+    """Alone it would have as many keys as rows, and few segments: a graph of its own."""
+    samples = [*group(range(1, 11), 2, 2, 2, 2), *group(range(20, 30), 2, 2, 2, 2, first=4)]
+    limits = PackLimits(token_budget=64, static_capacity=True, layout="shared", max_seqlen=12)
+
+    def shape(samples, **whole):
+        (batch,) = plan_micro_batches(samples, [torch.ones(len(s)) for s in samples], limits, **whole)
+        check(batch)
+        return len(batch.shared.slots), len(batch.shared.keys), len(batch.shared.cu_rows)
+
+    assert shape(samples) == shape(samples[3:4], whole=samples) == (64, 256, 16 + 22 + 1)
+    assert shape(samples[3:4]) == (64, 64, 1 + 6 + 1)
+
+
 def test_ranks_get_equal_work_from_few_groups():
     samples = [*group(range(1, 9), 8, 8, 8, 8), *group(range(20, 28), 8, 8, 8, 8, first=4)]
     batches = plan(samples, token_budget=4096, min_packs=4)

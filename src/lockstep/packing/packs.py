@@ -15,7 +15,7 @@ from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
 from lockstep.packing.groups import balanced_groups, prompt_groups
-from lockstep.packing.shared import count_segments, share, share_in_few_shapes
+from lockstep.packing.shared import count_all, share, share_in_few_shapes
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,
@@ -195,8 +195,8 @@ def plan_micro_batches(
     """Pack all samples of an optimizer step into micro-batches.
 
     Args:
-        whole: the samples of the step, of which only `samples` are packed. Static capacities then have room
-            for as many documents as in packs of all, so that fewer samples need no graphs of their own.
+        whole: the samples of the step, of which only `samples` are packed. Static capacities are then those
+            of packs of all, so that fewer documents alone need no graph of their own.
 
     Raises:
         DataError: a sample is empty or longer than the budget or than max_seqlen.
@@ -225,9 +225,8 @@ def plan_micro_batches(
     if limits.layout == "shared":
         batches = [share(batch) for batch in batches]
         if limits.static_capacity:
-            segments = max((count_segments([whole[i] for i in group]) for group in everyone), default=0)
-            sizes = [b.tokens for b in buckets]
-            return share_in_few_shapes(batches, sizes=sizes, longest=longest, segments=segments)
+            sizes, counts = [b.tokens for b in buckets], [count_all([whole[i] for i in g]) for g in everyone]
+            return share_in_few_shapes(batches, sizes=sizes, longest=longest, whole=counts)
     return batches
 
 

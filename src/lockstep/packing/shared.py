@@ -66,8 +66,21 @@ def share(batch: PackedBatch, capacity: RowCapacity | None = None) -> PackedBatc
     return dataclasses.replace(batch, shared=_laid_out(segments, starts, batch.num_slots, capacity))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCounts:
+    """What a pack has in layout shared, without padding."""
+
+    rows: int
+    keys: int
+    segments: int
+
+
 def share_in_few_shapes(
-    batches: Sequence[PackedBatch], *, sizes: Sequence[int], longest: int, segments: int = 0
+    batches: Sequence[PackedBatch],
+    *,
+    sizes: Sequence[int],
+    longest: int,
+    whole: Sequence[RowCounts] = (),
 ) -> list[PackedBatch]:
     """Pad the rows of shared batches, so that few graphs serve them all: as many rows as one of `sizes`, keys
     a power of two times as many, and segments a power of four.
@@ -76,20 +89,35 @@ def share_in_few_shapes(
         batches: with `shared`, without padding.
         sizes: numbers of rows, rising; the last holds every batch.
         longest: tokens of the longest document that any step may have.
-        segments: room for at least so many.
+        whole: of the packs of the whole step, if `batches` are a part of it: room for as many segments as
+            they have, and no fewer keys for the rows.
     """
-    most = max(segments, *(len(_rows_of(batch).row_lengths) for batch in batches))
+    counts = [_counts(_rows_of(batch)) for batch in batches]
+    most = max(count.segments for count in (*counts, *whole))
     room = 1 << 2 * ((most - 1).bit_length() + 1 >> 1)
+    least = min((_keys_per_row(count, sizes) for count in whole), default=1)
     padded = []
-    for batch in batches:
-        shared = _rows_of(batch)
-        rows = next(size for size in sizes if shared.num_rows <= size)
-        keys = rows
-        while keys < rows + len(shared.keys) - shared.num_rows:
-            keys *= 2
+    for batch, count in zip(batches, counts, strict=True):
+        rows = _size(count, sizes)
+        keys = rows * max(least, _keys_per_row(count, sizes))
         capacity = RowCapacity(rows=rows, keys=keys, segments=room + -(-keys // longest), longest=longest)
         padded.append(share(batch, capacity))
     return padded
+
+
+def _size(count: RowCounts, sizes: Sequence[int]) -> int:
+    return next(size for size in sizes if count.rows <= size)
+
+
+def _keys_per_row(count: RowCounts, sizes: Sequence[int]) -> int:
+    """Capacity of keys / capacity of rows: a power of two."""
+    rows = _size(count, sizes)
+    needed = -(-(rows + count.keys - count.rows) // rows)
+    return 1 << (needed - 1).bit_length()
+
+
+def _counts(shared: SharedRows) -> RowCounts:
+    return RowCounts(rows=shared.num_rows, keys=len(shared.keys), segments=len(shared.row_lengths))
 
 
 def _rows_of(batch: PackedBatch) -> SharedRows:
@@ -103,9 +131,12 @@ def count_rows(samples: Sequence[TrainSample]) -> int:
     return sum(map(len, samples)) - sum(adjacent)
 
 
-def count_segments(samples: Sequence[TrainSample]) -> int:
-    """Return how many segments a pack of these samples has."""
-    return len(_segments([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples]))
+def count_all(samples: Sequence[TrainSample]) -> RowCounts:
+    """Return the rows, gathered keys and segments that a pack of these samples has."""
+    segments = _segments([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples])
+    rows = sum(len(s.rows) for s in segments)
+    keys = rows + sum(sum(map(len, s.before)) for s in segments)
+    return RowCounts(rows=rows, keys=keys, segments=len(segments))
 
 
 def same_prompt(one: TrainSample, other: TrainSample) -> bool:
