@@ -24,6 +24,7 @@ from lockstep.config.algorithm import PUBLISHED, GRPOConfig
 from lockstep.config.base import OneOf
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes
+from lockstep.config.ppo import PPOConfig, PPORun
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
 from lockstep.config.toml import toml_value
@@ -89,7 +90,7 @@ def config_page() -> str:
         "Every setting of a run. In a TOML file a dotted name is a key in a section; on the command line it "
         "is a flag: `train.lr` is `lr` under `[train]`, and `--train.lr 1e-5`. Underscores may be hyphens in "
         "flags, and `--train.no-activation-checkpointing` turns a switch off. `kind` at the top of a file is "
-        "`grpo` or `sft`.",
+        "`grpo`, `ppo` or `sft`.",
         f"Recipes that come with Lockstep: {', '.join(f'`{name}`' for name in recipes())}. "
         "`lockstep train --recipe NAME --print-config` prints one in full.",
     ]
@@ -98,6 +99,12 @@ def config_page() -> str:
     parts += sections(GRPORun, only=shared)
     parts.append('## `kind = "grpo"`')
     parts += sections(GRPORun, only=set(GRPORun.model_fields) - shared)
+    parts.append('## `kind = "ppo"`')
+    parts.append("The settings of `grpo`, but for these.")
+    parts += sections(
+        PPOConfig, only=set(PPOConfig.model_fields) - set(GRPOConfig.model_fields), prefix="algorithm."
+    )
+    parts += sections(PPORun, only={"value"})
     parts.append('## `kind = "sft"`')
     parts += sections(SFTRun, only=set(SFTRun.model_fields) - shared)
     return "\n\n".join(parts) + "\n"

@@ -17,6 +17,7 @@ from lockstep.version import __version__
 
 if TYPE_CHECKING:
     from lockstep.config.load import load_run as load_run
+    from lockstep.config.ppo import PPORun as PPORun
     from lockstep.config.run import DPORun as DPORun
     from lockstep.config.run import GRPORun as GRPORun
     from lockstep.config.run import SFTRun as SFTRun
@@ -32,6 +33,7 @@ _HOMES = {
     "GRPORun": "lockstep.config.run",
     "OnlineParts": "lockstep.loop.build",
     "OnlineTrainer": "lockstep.loop.online",
+    "PPORun": "lockstep.config.ppo",
     "SFTRun": "lockstep.config.run",
     "build_online": "lockstep.loop.build",
     "load_run": "lockstep.config.load",
@@ -46,6 +48,7 @@ __all__ = [
     "GRPORun",
     "OnlineParts",
     "OnlineTrainer",
+    "PPORun",
     "SFTRun",
     "__version__",
     "build_online",

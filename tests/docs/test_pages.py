@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.load import load_run
+from lockstep.config.ppo import PPORun
 from lockstep.config.run import DPORun, GRPORun, SFTRun
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online
@@ -102,7 +103,7 @@ def test_the_index_of_the_docs_has_every_page() -> None:
 
 
 def test_settings_that_pages_name_exist() -> None:
-    known = {path for model in (GRPORun, SFTRun, DPORun) for path in leaves(model)}
+    known = {path for model in (GRPORun, PPORun, SFTRun, DPORun) for path in leaves(model)}
     sections = {path.rpartition(".")[0] for path in known}
     starts = {path.split(".")[0] for path in known if "." in path} - {"log", "eval"}
     unknown = []

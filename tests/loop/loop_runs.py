@@ -131,7 +131,7 @@ def everything(run_dir: Path) -> dict[str, Any]:
     """What exact resume must reproduce: metrics, rollouts, evaluations, the summary, and the final weights,
     optimizer and generator states to the bit."""
     final = max((run_dir / "checkpoints").glob("step-*"))
-    files = [*sorted(final.glob("*.safetensors")), *sorted((run_dir / "export").glob("*.safetensors"))]
+    files = [*sorted(final.rglob("*.safetensors")), *sorted(run_dir.glob("export*/*.safetensors"))]
     summary = json.loads((run_dir / "summary.json").read_text())
     return {
         "metrics": metrics_of(run_dir),

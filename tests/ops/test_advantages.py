@@ -72,6 +72,22 @@ def test_gae_equals_the_recursion_over_tokens() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_gae_of_documents_that_were_cut_off_and_have_their_own_lambda() -> None:
+    """Against the recursion. The second document is empty; the fourth has ended."""
+    torch.manual_seed(1)
+    cu = [0, 4, 4, 5, 11]
+    rewards, values = torch.randn(2, 11, dtype=torch.float64)
+    finals, lam = torch.tensor([0.7, 9.0, -2.0, 0.0]).double(), torch.tensor([0.5, 1.0, 0.0, 0.9]).double()
+    expected = torch.zeros(11, dtype=torch.float64)
+    for document, (start, stop) in enumerate(itertools.pairwise(cu)):
+        following, next_value = 0.0, float(finals[document])
+        for t in reversed(range(start, stop)):
+            following = rewards[t] + 0.9 * next_value - values[t] + 0.9 * lam[document] * following
+            expected[t], next_value = following, values[t]
+    found = gae(rewards, values, torch.tensor(cu), gamma=0.9, lam=lam, final_values=finals)
+    torch.testing.assert_close(found, expected)
+
+
 def test_reward_to_go_by_hand() -> None:
     cu = torch.tensor([0, 3, 5])
     found = reward_to_go(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]), cu)

@@ -18,11 +18,13 @@ ALGORITHMS = Registry(
         "reinforce++-baseline": _POLICY,
         "gspo": _POLICY,
         "cispo": _POLICY,
+        "ppo": "lockstep.algorithms.ppo:PPO",
         "sft": "lockstep.algorithms.sft:SFT",
         "dpo": "lockstep.algorithms.dpo:DPO",
     },
 )
-"""The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...); SFT(config); DPO(config)."""
+"""The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...) and PPO likewise; SFT(config);
+DPO(config)."""
 
 ADVANTAGES = Registry(
     "advantage estimator",

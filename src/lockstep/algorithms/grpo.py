@@ -39,7 +39,7 @@ class PolicyAlgorithm:
         self._kl_in_reward = self.needs_ref and self.config.kl.place == "reward"
         assert self.config.advantage is not None
         self._per_group: Callable[[Tensor, Tensor], Tensor] | None = None
-        if self.config.advantage not in PER_STEP:
+        if self.config.advantage not in (*PER_STEP, "gae"):
             self._per_group = ADVANTAGES.load(self.config.advantage)
         self._overlong_penalty = self.config.overlong.penalty or 0.0
         self._buffer_tokens = self.config.overlong.buffer_tokens or max(1, max_tokens // 5)
@@ -69,11 +69,7 @@ class PolicyAlgorithm:
             TrainError: the reward has a KL term, and ref_logprobs are missing; or an estimator of the user's
                 returned something else than one finite advantage per rollout.
         """
-        penalties = [torch.zeros(sample.num_trained) for sample in samples]
-        if self._kl_in_reward:
-            penalties = self._kl_penalties(samples, ref_logprobs)
-        if self._kl_in_reward or self._overlong_penalty:
-            groups = self._shaped(groups, samples, penalties)
+        groups, penalties = self.shaped(groups, samples, ref_logprobs)
         rewards, present = _reward_matrix(groups)
         if self._per_group is None:
             if self.config.advantage == "group_mean_batch_std":
@@ -87,7 +83,22 @@ class PolicyAlgorithm:
         for value, sample in zip(per_token, samples, strict=True):
             advantages.append(torch.zeros(len(sample)))
             advantages[-1][sample.loss_mask] = value.float()
-        return list(groups), advantages
+        return groups, advantages
+
+    def shaped(
+        self,
+        groups: Sequence[RolloutGroup],
+        samples: Sequence[RolloutSample],
+        ref_logprobs: Sequence[Tensor] | None,
+    ) -> tuple[list[RolloutGroup], list[Tensor]]:
+        """Return the groups with the algorithm's own rewards among theirs, and per rollout the share of each
+        of the policy's tokens in them: [n], -coef * KL, 0 without KL in the reward."""
+        penalties = [torch.zeros(sample.num_trained) for sample in samples]
+        if self._kl_in_reward:
+            penalties = self._kl_penalties(samples, ref_logprobs)
+        if self._kl_in_reward or self._overlong_penalty:
+            groups = self._shaped(groups, samples, penalties)
+        return list(groups), penalties
 
     def _shaped(
         self, groups: Sequence[RolloutGroup], samples: Sequence[RolloutSample], penalties: Sequence[Tensor]

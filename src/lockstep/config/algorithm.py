@@ -6,7 +6,7 @@ them in.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
@@ -62,11 +62,11 @@ class KLConfig(Config):
             )
         return self
 
-    def resolved(self) -> KLConfig:
+    def resolved(self) -> Self:
         """Return the config with the estimator filled in."""
         if self.estimator is not None:
             return self
-        return KLConfig.model_validate(
+        return type(self).model_validate(
             self.model_dump() | {"estimator": "k1" if self.place == "reward" else "k3"}
         )
 
@@ -157,7 +157,7 @@ class GRPOConfig(Config):
             )
         return self
 
-    def resolved(self) -> GRPOConfig:
+    def resolved(self) -> Self:
         """Return the config with every option that was left at None set to the published value."""
         values: dict[str, Any] = self.model_dump()
         published = published_values(self.name)
@@ -168,7 +168,7 @@ class GRPOConfig(Config):
         if overlong.penalty is None:
             default_penalty = 0.0 if overlong.buffer_tokens is None else 1.0
             values["overlong"]["penalty"] = published["overlong"].get("penalty", default_penalty)
-        return GRPOConfig.model_validate(values | {"kl": self.kl.resolved()})
+        return type(self).model_validate(values | {"kl": self.kl.resolved()})
 
 
 _GRPO: dict[str, Any] = {
@@ -209,6 +209,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
+# arXiv 1707.06347, eq. 7, with the bounds and the mean over tokens of verl and OpenRLHF; other options are in
+# lockstep.config.ppo. Not in PUBLISHED, which is of the algorithms without a value model.
+PPO: dict[str, Any] = _GRPO | {"advantage": "gae", "aggregation": "token_mean"}
+
+
 class SFTConfig(Config):
     """Supervised fine-tuning: cross-entropy of the labels, averaged over the step."""
 
@@ -231,4 +236,4 @@ class DPOConfig(Config):
 
 def published_values(name: str) -> dict[str, Any]:
     """The published values of an algorithm; of somebody's `module:Class` those of grpo."""
-    return PUBLISHED.get(name, _GRPO)
+    return PPO if name == "ppo" else PUBLISHED.get(name, _GRPO)

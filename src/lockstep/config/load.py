@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_origin
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.base import Config
+from lockstep.config.ppo import PPORun
 from lockstep.config.problems import DEPTH, explain, model_of, unknown_keys, unusable
 from lockstep.config.run import DPORun, GRPORun, RunConfig, SFTRun
 from lockstep.config.toml import TomlError, to_toml
@@ -27,7 +28,7 @@ from lockstep.observe.text import printable
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
-RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "sft": SFTRun, "dpo": DPORun}
+RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "ppo": PPORun, "sft": SFTRun, "dpo": DPORun}
 
 TOML_BYTES = 2**20
 """Largest file of settings that is read."""
@@ -63,7 +64,7 @@ def load_run(
 
     Args:
         source: a TOML file, or a recipe's name; None: the defaults of `kind`.
-        kind: "grpo", "sft" or "dpo"; None: the file's. A file of another kind is refused.
+        kind: "grpo", "ppo", "sft" or "dpo"; None: the file's. A file of another kind is refused.
         overrides: dotted path -> value, such as {"train.lr": 1e-6}; applied to the file before it is checked.
 
     Raises:

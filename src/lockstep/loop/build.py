@@ -20,6 +20,7 @@ import transformers
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
+from lockstep.config.ppo import PPORun
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import PromptSet
@@ -35,10 +36,21 @@ from lockstep.loop.batch_invariance import (
 from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
+from lockstep.loop.positions import check_positions
+from lockstep.loop.roles import Roles
+from lockstep.loop.value_role import ValueRole, build_value, load_value_model
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import Planner
-from lockstep.protocols import Algorithm, InferenceEngine, Scorer, SharesWeights, TrainBackend, WeightTransfer
+from lockstep.protocols import (
+    Algorithm,
+    InferenceEngine,
+    Saved,
+    Scorer,
+    SharesWeights,
+    TrainBackend,
+    WeightTransfer,
+)
 from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import Recorder
 from lockstep.registry import require_members
@@ -79,16 +91,27 @@ class OnlineParts:
     bitwise_check: BitwiseCheck | None = None
     """Set where trainer and engine have the same kernel contract; None: their logprobs are close, not
     equal."""
+    value: ValueRole | None = None
+    """The value model; None: the algorithm has none."""
     verifier: Verifier | None = None
     """Checks after pushes that the engine holds the weights; None: not checked."""
     on_progress: OnProgress | None = None
     recorder: Recorder | None = None
     ranks: RankContext = field(default_factory=RankContext.alone)
 
+    @property
+    def roles(self) -> Saved:
+        """What a checkpoint holds: the policy, and the value model if there is one."""
+        if self.value is None:
+            return self.backend
+        return Roles(policy=self.backend, others={"value": self.value.backend}, ranks=self.ranks)
+
     def close(self) -> None:
         """Close all parts, the engine first, because it reads the backend's Parameters. One that fails to
         close does not stop the others."""
         with contextlib.ExitStack() as stack:
+            if self.value is not None:
+                stack.callback(self.value.backend.close)
             for part in (self.backend, self.rewards, self.transfer, self.engine):
                 stack.callback(part.close)
 
@@ -137,6 +160,11 @@ def build_online(
         ref=algorithm.needs_ref,
     )
     plan = _planner(run, axes, ranks)
+    value = None
+    if isinstance(run, PPORun):
+        with ranks.together("loading the value model"):
+            value_model = load_value_model(run, axes, policy=model, longest=longest)
+        value = build_value(run, axes, value_model, plan=plan)
     # Last: what can be wrong with the run is known before a server is started.
     connect = _external_engine if external else _embedded_engine
     engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
@@ -167,6 +195,7 @@ def build_online(
         eval_prompts=eval_prompts,
         rewards=reward_set,
         plan=plan,
+        value=value,
         batch_invariance=policy.batch_invariance,
         bitwise_check=_bitwise_check(run, axes, backend=backend, engine=engine, ranks=ranks),
         verifier=verifier if external else None,
@@ -387,20 +416,3 @@ def recording_header(
         },
         device_name=torch.cuda.get_device_name(axes.device) if cuda else platform.processor() or "cpu",
     )
-
-
-def check_positions(model: LoadedModel, longest: int, *, setting: str) -> None:
-    """Refuse documents of more tokens than the model has positions.
-
-    Args:
-        longest: tokens of the longest document that the run has or may have.
-        setting: which settings make it that long.
-
-    Raises:
-        ConfigError: the numbers, and what to lower.
-    """
-    if longest > model.max_positions:
-        raise ConfigError(
-            f"{setting} allows documents of {longest} tokens, which exceeds the {model.max_positions} "
-            f"positions of {model.name} (max_position_embeddings); lower it to {model.max_positions}"
-        )

@@ -3,6 +3,7 @@
     checkpoints/
       step-000010/
         model.safetensors, optimizer.safetensors, ...   what the train backend saves, each rank its own files
+        value/model.safetensors, ...                    the same of the value model, where there is one
         run_state.json                                  what the loop saves: step, tokens, evaluations
         complete.json                                   step, optimizer steps, size and sha256 of every other
                                                         file; written last
@@ -34,7 +35,7 @@ from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
 from lockstep.observe.files import check_inside, file_errors, jsonable, sync_folder
 from lockstep.observe.text import printable
-from lockstep.protocols.train import FinishSave, TrainBackend
+from lockstep.protocols.train import FinishSave, Saved
 from lockstep.ranks.context import RankContext
 from lockstep.train.state.files import (
     FileRecord,
@@ -115,7 +116,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        backend: TrainBackend,
+        backend: Saved,
         run_state: Mapping[str, Any],
         *,
         metric: float | None = None,
@@ -245,7 +246,7 @@ class CheckpointManager:
         except CheckpointError as error:
             raise CheckpointError(self._damage_message(path, str(error))) from error
 
-    def load(self, path: Path, backend: TrainBackend) -> dict[str, Any]:
+    def load(self, path: Path, backend: Saved) -> dict[str, Any]:
         """Check a checkpoint, load it into the backend, and return its run_state.
 
         Raises:
@@ -472,6 +473,8 @@ def verify(path: Path, *, part: int = 0, of: int = 1) -> None:
     _check_step(path, RUN_STATE, _run_state(path).get("step"), complete)
     if STATE in records or (path / STATE).exists():
         _check_state(path, read_index(path), complete)
+    for role in sorted({name.partition("/")[0] for name in records if name.endswith(f"/{STATE}")}):
+        _check_state(path, read_index(path / role), complete, role=role)
 
 
 def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any]) -> None:
@@ -482,23 +485,28 @@ def _check_step(path: Path, source: str, step: Any, complete: Mapping[str, Any])
         )
 
 
-def _check_state(path: Path, index: StateIndex, complete: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless complete.json lists every file of the train state."""
+def _check_state(
+    path: Path, index: StateIndex, complete: Mapping[str, Any], *, role: str | None = None
+) -> None:
+    """Raise CheckpointError unless complete.json lists every file of the train state; `role`: of the model in
+    that folder of the checkpoint."""
     listed = complete["files"]
     lists = [
         rank_file("files", "json", rank=rank, size=index.world_size) for rank in range(1, index.world_size)
     ]
-    for name in (STATE, RUN_STATE, *lists, *index.files):
+    folder = "" if role is None else f"{role}/"
+    for own in (STATE, *lists, *index.files, *(() if role else (RUN_STATE,))):
+        name = f"{folder}{own}"
         if name not in listed:
             raise CheckpointError(f"{path / COMPLETE}: field 'files' lacks {name!r}, which the state needs")
-        record = index.files.get(name)
+        record = index.files.get(own)
         if record is not None and asdict(record) != listed[name]:
             raise CheckpointError(
-                f"{path}: {COMPLETE} and {STATE} differ in what {name!r} must be; files of two checkpoints "
-                "are mixed"
+                f"{path}: {COMPLETE} and {folder}{STATE} differ in what {name!r} must be; files of two "
+                "checkpoints are mixed"
             )
     recorded, steps = complete.get("optimizer_steps"), index.progress.get("step")
-    if recorded is not None and recorded != steps:  # checkpoints of earlier versions do not have it
+    if role is None and recorded not in (None, steps):  # checkpoints of earlier versions do not have it
         raise CheckpointError(
             f"{path}: {COMPLETE} is of {recorded} optimizer steps, {STATE} of {steps!r:.40}; files of two "
             "checkpoints are mixed"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from typing import TypeVar
 
 from lockstep.protocols.engine import EngineStats, InferenceEngine
 from lockstep.ranks.context import RankContext
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import PackedBatch, TrainSample
 from lockstep.schema.rollout import RolloutGroup
+
+Samples = TypeVar("Samples", bound=TrainSample)
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -73,3 +77,25 @@ def engine_metrics(before: EngineStats, engine: InferenceEngine, *, ranks: RankC
     if engine.external:
         values["engine/restarts"] = float(sum(now.restarts for _, now in everyone))
     return values
+
+
+def split_samples(samples: Sequence[Samples], minibatches: int) -> list[Sequence[Samples]]:
+    """Return the samples of each optimizer step. Dropped rollouts may leave a number that does not divide:
+    the schedule counts on every update."""
+    bounds = [len(samples) * i // minibatches for i in range(minibatches + 1)]
+    return [samples[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
+
+
+def combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the
+    last learning rate, means of the rest."""
+    combined = {}
+    for name in dict.fromkeys(name for update in updates for name in update):
+        values = [update[name] for update in updates if name in update]
+        if name.endswith("_max"):
+            combined[name] = max(values)
+        elif name == "lr":
+            combined[name] = values[-1]
+        else:
+            combined[name] = statistics.fmean(values)
+    return combined

@@ -13,7 +13,6 @@ from lockstep.loop.axes import Axes, as_started, resolved_train, total_device_by
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
     build_backend,
-    check_positions,
     data_parallel,
     load_policy,
     recording_header,
@@ -22,6 +21,7 @@ from lockstep.loop.compile_meter import CompileMeter
 from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.metrics import shape_metrics
+from lockstep.loop.positions import check_positions
 from lockstep.loop.preflight import preflight
 from lockstep.loop.session import Session
 from lockstep.loop.tasks import OfflineSet, OfflineTask, offline_task

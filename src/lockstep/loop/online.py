@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -29,18 +27,18 @@ from lockstep.loop.determinism import deterministic, weights_hash
 from lockstep.loop.distributed import connect_ranks
 from lockstep.loop.engine_report import engine_report, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
-from lockstep.loop.metrics import engine_metrics, rollout_metrics, shape_metrics
+from lockstep.loop.metrics import combine, engine_metrics, rollout_metrics, shape_metrics, split_samples
 from lockstep.loop.preflight import preflight
 from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
+from lockstep.protocols import ValueAlgorithm
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampledStep, SampleKey
 from lockstep.schema.batch import (
     PackedBatch,
     PolicySample,
     RolloutSample,
-    TrainSample,
     policy_samples,
     rollout_samples,
 )
@@ -90,25 +88,26 @@ def train_online(
         for note in parts.rewards.notes():
             session.display.note(note)
         compiled = CompileMeter(parts.backend, ranks=ranks)
-        first_step = session.restore(parts.backend)
+        first_step = session.restore(parts.roles)
         parts = _recorded(parts, session, first_step)
+        roles = parts.roles
         trainer = OnlineTrainer(parts, spans=session.spans, cancelled=session.is_cancelled)
         pushed = trainer.push(policy_version=first_step)
         with session.interruptible(parts.engine.abort):
             for done in range(first_step, run.steps + 1):
-                with session.keeping(done, parts.backend):
+                with session.keeping(done, roles):
                     fresh = not session.stopping() and _evaluate(session, trainer, done)
                 if session.stopping():
-                    return session.interrupted(done, parts.backend)
+                    return session.interrupted(done, roles)
                 if session.is_due(run.checkpoint.every, done) and (fresh or done > first_step):
-                    session.save(done, parts.backend)
+                    session.save(done, roles)
                 if done == run.steps:
                     break
                 session.begin_step(done)
-                with session.keeping(done, parts.backend):
+                with session.keeping(done, roles):
                     sampled = trainer.sample(done)
                 if session.stopping():  # generation was cut short: this step never happened
-                    return session.interrupted(done, parts.backend)
+                    return session.interrupted(done, roles)
                 result = trainer.update(sampled.groups, step=done)
                 metrics = result.metrics | sampled.counts | pushed
                 pushed = trainer.push(policy_version=done + 1)
@@ -117,7 +116,7 @@ def train_online(
                     metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
                 weights = weights_hash(parts.backend) if run.train.deterministic else None
                 session.log_step(done, metrics | compiled.metrics(), weights_hash=weights)
-            return session.finish(run.steps, parts.backend)
+            return session.finish(run.steps, roles)
 
 
 def _holds_out(session: Session) -> bool:
@@ -256,7 +255,7 @@ class OnlineTrainer:
         parts, train, algorithm = self.parts, self.parts.run.train, self.parts.algorithm
         rollouts = rollout_samples(rollout.trajectory for group in groups for rollout in group.rollouts)
         ref_logprobs = self._ref_logprobs(rollouts) if algorithm.needs_ref else None
-        groups, advantages = algorithm.advantages(groups, rollouts, ref_logprobs=ref_logprobs)
+        groups, advantages, of_value = self._advantages(groups, rollouts, ref_logprobs)
         if parts.recorder is not None:
             parts.recorder.see(groups)
         check, loss = parts.bitwise_check, algorithm.loss()
@@ -278,7 +277,7 @@ class OnlineTrainer:
                     update = parts.backend.optimizer_step()
                 updates.append({"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats))
         shapes = shape_metrics([batch for batches in minibatches for batch in batches])
-        metrics = rollout_metrics(groups) | shapes | _combine(updates)
+        metrics = rollout_metrics(groups) | shapes | combine(updates) | of_value
         metrics |= scored_metrics(samples, trained_tokens=shapes["input/trained_tokens"])
         if check is not None:
             metrics |= check.metrics(sum(sample.num_trained for sample in samples))
@@ -303,7 +302,7 @@ class OnlineTrainer:
     ) -> list[list[PackedBatch]]:
         """The micro-batches of each optimizer step, whose normaliser counts all of its samples."""
         minibatches = []
-        for part in _split(samples, self.parts.run.train.minibatches):
+        for part in split_samples(samples, self.parts.run.train.minibatches):
             weights = self.parts.algorithm.loss_weights(part)
             if scored is None:
                 minibatches.append(self.parts.plan(part, weights))
@@ -312,6 +311,25 @@ class OnlineTrainer:
             packs = self.parts.plan([part[i] for i in kept], [weights[i] for i in kept], whole=part)
             minibatches.append(packs)
         return minibatches
+
+    def _advantages(
+        self,
+        groups: Sequence[RolloutGroup],
+        rollouts: Sequence[RolloutSample],
+        ref_logprobs: Sequence[Tensor] | None,
+    ) -> tuple[list[RolloutGroup], list[Tensor], dict[str, float]]:
+        """The groups with the algorithm's own rewards, [L] advantages per sample, and the metrics of the
+        value model, which is updated here, if there is one."""
+        algorithm, value = self.parts.algorithm, self.parts.value
+        if value is None:
+            return *algorithm.advantages(groups, rollouts, ref_logprobs=ref_logprobs), {}
+        with self.spans("values"):
+            values = value.score(rollouts)
+        estimates = cast(ValueAlgorithm, algorithm).estimates(
+            groups, rollouts, values=values, ref_logprobs=ref_logprobs
+        )
+        metrics = value.update(rollouts, values=values, returns=estimates.returns, spans=self.spans)
+        return estimates.groups, estimates.advantages, metrics
 
     def push(self, *, policy_version: int) -> dict[str, float]:
         """Send the trainer's current weights to the engine, which samples from them from here on.
@@ -345,7 +363,7 @@ class OnlineTrainer:
         if ref is None:
             raise ConfigError("the algorithm has a KL term, but parts.ref is None; give it a Scorer")
         with self.spans("logprobs"):
-            for part in _split(samples, self.parts.run.train.minibatches):
+            for part in split_samples(samples, self.parts.run.train.minibatches):
                 batches = self.parts.plan(part, [sample.loss_mask.float() for sample in part])
                 for batch, logprobs in zip(batches, ref.logprobs(batches), strict=True):
                     by_sample.update(zip(batch.sample_ids, batch.split(logprobs.cpu()), strict=True))
@@ -386,28 +404,3 @@ def explain_out_of_memory(side: Literal["engine", "trainer"], parts: OnlineParts
         )
         kind = EngineError if side == "engine" or isinstance(error, EngineError) else TrainError
         raise kind(f"{error}\n{text}") from error
-
-
-Samples = TypeVar("Samples", bound=TrainSample)
-
-
-def _split(samples: Sequence[Samples], minibatches: int) -> list[Sequence[Samples]]:
-    """The samples of each optimizer step. Dropped rollouts may leave a number that does not divide: the
-    schedule counts on every update."""
-    bounds = [len(samples) * i // minibatches for i in range(minibatches + 1)]
-    return [samples[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
-
-
-def _combine(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several optimizer steps of one rollout batch: maxima of what is a maximum, the last learning
-    rate, means of the rest."""
-    combined = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
-        values = [update[name] for update in updates if name in update]
-        if name.endswith("_max"):
-            combined[name] = max(values)
-        elif name == "lr":
-            combined[name] = values[-1]
-        else:
-            combined[name] = statistics.fmean(values)
-    return combined

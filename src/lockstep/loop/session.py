@@ -37,7 +37,7 @@ from lockstep.observe.run_history import EVALUATIONS, is_step
 from lockstep.observe.run_log import RunLog
 from lockstep.observe.spans import Spans
 from lockstep.observe.text import printable
-from lockstep.protocols import TrainBackend
+from lockstep.protocols import Saved, TrainBackend
 from lockstep.ranks.context import RankContext, RankError
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.recording.recorder import Recorder, RecorderSettings
@@ -311,7 +311,7 @@ class Session:
         mesh = mesh_coordinates(self.run, self.ranks)
         return {"backend": self.run.train.backend, "ranks": self.ranks.world_size, **mesh.sizes}
 
-    def restore(self, backend: TrainBackend) -> int:
+    def restore(self, backend: Saved) -> int:
         """Load the checkpoint to go on from; returns the number of steps that are done."""
         done = 0
         if self._resumed:
@@ -502,7 +502,7 @@ class Session:
         text = "  ".join(f"{k} {v:.3f}" for k, v in numbers.items() if isinstance(v, float))
         self.display.note(f"evaluation {name} ({done} steps): {text}")
 
-    def save(self, done: int, backend: TrainBackend, *, wait: bool = False) -> Path:
+    def save(self, done: int, backend: Saved, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps and prune older ones. wait: not in the
         background, whatever checkpoint.background says."""
         with self.spans("save"):
@@ -523,7 +523,7 @@ class Session:
         return path
 
     @contextlib.contextmanager
-    def keeping(self, done: int, backend: TrainBackend) -> Iterator[None]:
+    def keeping(self, done: int, backend: Saved) -> Iterator[None]:
         """Save the steps since the last checkpoint when the body fails, then raise. The body must leave the
         weights alone (sampling, rewards, evaluation)."""
         try:
@@ -547,13 +547,13 @@ class Session:
             return True
         return False
 
-    def interrupted(self, done: int, backend: TrainBackend) -> dict[str, Any]:
+    def interrupted(self, done: int, backend: Saved) -> dict[str, Any]:
         """Save after `done` steps and end the run for now."""
         path = self.save(done, backend, wait=True)
         self.display.note(f"stopped after {done} steps; saved {path}")
         return self._summary("interrupted", **self._resume_fields(done))
 
-    def finish(self, done: int, backend: TrainBackend) -> dict[str, Any]:
+    def finish(self, done: int, backend: Saved) -> dict[str, Any]:
         """Save, export, and write the summary."""
         extra: dict[str, Any] = {"steps": done}
         if self.run.checkpoint.save_at_end and self._saved != done:

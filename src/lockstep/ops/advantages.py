@@ -75,20 +75,29 @@ def reward_to_go(token_rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.
 
 
 def gae(
-    token_rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0, lam: float = 1.0
+    token_rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
+    final_values: Tensor | None = None,
 ) -> Tensor:
     """Generalised advantage estimation over packed documents (arXiv 1506.02438, eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t         A_t = delta_t + gamma lam A_{t+1}
 
-    with V and A zero after a document's last slot. The scan doubles its reach instead of walking over
-    tokens: log2(T) passes over [T].
+    with V = `final_values` and A = 0 after a document's last slot. The scan doubles its reach instead of
+    walking over tokens: log2(T) passes over [T].
 
     Args:
         token_rewards: [T], the reward of each action, 0 where a slot is no action.
         values: [T], the value before each action, 0 elsewhere; the next value is that of the next
             slot, so actions must lie side by side.
         cu_seqlens: [D + 1].
+        lam: for all documents, or [D].
+        final_values: [D], the value of the state after each document's last slot: 0 where it has ended, V
+            where it was only cut off. None: all have ended.
 
     Returns:
         [T] advantages, in the dtype of token_rewards; returns are advantages + values.
@@ -97,8 +106,9 @@ def gae(
     ids = document_ids(cu_seqlens, num_slots)
     following = torch.cat([values[1:], values.new_zeros(1)])
     same = torch.cat([ids[1:] == ids[:-1], ids.new_zeros(1, dtype=torch.bool)])
-    total = token_rewards + gamma * torch.where(same, following, 0.0) - values
-    reach, decay = 1, gamma * lam
+    after: Tensor | float = 0.0 if final_values is None else final_values.to(values.dtype)[ids]
+    total = token_rewards + gamma * torch.where(same, following, after) - values
+    reach, decay = 1, gamma * (lam if isinstance(lam, float) else lam.to(values.dtype)[ids])
     while reach < num_slots:
         further = torch.cat([total[reach:], total.new_zeros(reach)])
         same = torch.cat([ids[reach:] == ids[:-reach], ids.new_zeros(reach, dtype=torch.bool)])

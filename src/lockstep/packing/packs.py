@@ -24,10 +24,14 @@ from lockstep.schema.batch import (
     PreferenceBatch,
     PreferenceSample,
     TrainSample,
+    ValueBatch,
+    ValueSample,
 )
 
 MAX_BUCKETS = 4
 _ALIGNMENT = 64
+_FLOATS = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
+"""Per-token floats that some types of batch have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +108,10 @@ def pack(
     kind = kinds.pop()
     if issubclass(kind, PreferenceSample):
         return PreferenceBatch(**fields)
+    if issubclass(kind, ValueSample):
+        for name in ("returns", "old_values"):
+            fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
+        return ValueBatch(**fields)
     if not issubclass(kind, PolicySample):
         return PackedBatch(**fields)
     for name in ("rollout_logprobs", "advantages"):
@@ -146,7 +154,7 @@ def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
         "lengths": tuple(lengths + tail),
         "shared": None,
     }
-    for name in ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs"):
+    for name in _FLOATS:
         values = getattr(batch, name, None)
         if values is not None:
             fields[name] = _fill([values[:used]], bucket.tokens, 0.0)

@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from lockstep.protocols.reward import RewardFunction as RewardFunction
     from lockstep.protocols.reward import RewardInput as RewardInput
     from lockstep.protocols.train import Algorithm as Algorithm
+    from lockstep.protocols.train import Estimates as Estimates
     from lockstep.protocols.train import LossOutput as LossOutput
     from lockstep.protocols.train import Reference as Reference
+    from lockstep.protocols.train import Saved as Saved
     from lockstep.protocols.train import Scorer as Scorer
     from lockstep.protocols.train import StepStats as StepStats
     from lockstep.protocols.train import TokenLoss as TokenLoss
     from lockstep.protocols.train import TrainBackend as TrainBackend
+    from lockstep.protocols.train import ValueAlgorithm as ValueAlgorithm
     from lockstep.protocols.transfer import WeightTransfer as WeightTransfer
 
 _HOMES = {
     "Algorithm": "train",
     "EngineStats": "engine",
+    "Estimates": "train",
     "Finished": "engine",
     "Handle": "engine",
     "InferenceEngine": "engine",
@@ -39,17 +43,20 @@ _HOMES = {
     "RewardFunction": "reward",
     "RewardInput": "reward",
     "SamplesTokens": "engine",
+    "Saved": "train",
     "Scorer": "train",
     "SharesWeights": "engine",
     "StepStats": "train",
     "TokenLoss": "train",
     "TrainBackend": "train",
+    "ValueAlgorithm": "train",
     "WeightTransfer": "transfer",
 }
 
 __all__ = [
     "Algorithm",
     "EngineStats",
+    "Estimates",
     "Finished",
     "Handle",
     "InferenceEngine",
@@ -59,11 +66,13 @@ __all__ = [
     "RewardFunction",
     "RewardInput",
     "SamplesTokens",
+    "Saved",
     "Scorer",
     "SharesWeights",
     "StepStats",
     "TokenLoss",
     "TrainBackend",
+    "ValueAlgorithm",
     "WeightTransfer",
 ]
 

@@ -200,3 +200,46 @@ class Algorithm(Protocol):
         ...
 
     def loss(self) -> TokenLoss: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimates:
+    """What rewards and values make of a rollout batch."""
+
+    groups: list[RolloutGroup]
+    """With the algorithm's own rewards among theirs."""
+    advantages: list[Tensor]
+    """[L] float32 per sample, 0 where loss_mask is False."""
+    returns: list[Tensor]
+    """[L] float32 per sample, what the value model is trained towards; 0 where loss_mask is False."""
+
+
+class ValueAlgorithm(Algorithm, Protocol):
+    """An algorithm with a value model: `estimates` takes the place of `advantages`."""
+
+    def estimates(
+        self,
+        groups: Sequence[RolloutGroup],
+        samples: Sequence[RolloutSample],
+        *,
+        values: Sequence[Tensor],
+        ref_logprobs: Sequence[Tensor] | None = None,
+    ) -> Estimates:
+        """Return rewards, advantages and returns.
+
+        Args:
+            samples: the rollouts of all groups as documents, in order.
+            values: [L] float32 per sample: entry t is the value of the state that token_ids[: t + 1] makes,
+                given where loss_mask is True, and at the last entry; 0 elsewhere.
+            ref_logprobs: [L] float32 per sample, nats; given if needs_ref.
+        """
+        ...
+
+
+class Saved(Protocol):
+    """What a checkpoint is made of: one TrainBackend, or those of several roles (see TrainBackend for the
+    contracts)."""
+
+    def save(self, directory: Path, *, background: bool = False) -> FinishSave: ...
+    def load(self, directory: Path, *, verified: bool = False) -> None: ...
+    def export(self, directory: Path) -> None: ...

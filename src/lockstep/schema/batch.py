@@ -31,6 +31,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ class TrainSample:
     sample_id: int = 0
     """Index of the sample in its step; packs keep it, so that per-sample values can be mapped back."""
 
+    scores_last: ClassVar[bool] = False
+    """Whether loss_mask may be True at the last token, after which nothing is predicted."""
+
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype != torch.int64:
             raise ValueError(
@@ -62,7 +66,7 @@ class TrainSample:
                 f"loss_mask must be bool of shape {list(self.token_ids.shape)}, "
                 f"got {list(self.loss_mask.shape)} {self.loss_mask.dtype}"
             )
-        if len(self) and bool(self.loss_mask[-1]):
+        if len(self) and bool(self.loss_mask[-1]) and not self.scores_last:
             raise ValueError("loss_mask[-1] must be False: the last token of a document predicts nothing")
 
     def __len__(self) -> int:
@@ -92,6 +96,24 @@ class PolicySample(RolloutSample):
     """[L] float32, by the algorithm; 0 where loss_mask is False."""
     ref_logprobs: Tensor | None = None
     """[L] float32, nats, by the frozen reference. None: the algorithm has no KL term."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateSample(TrainSample):
+    """A document for a model with a scalar head. loss_mask is True where the state is scored: entry t is the
+    state that token_ids[: t + 1] makes, the last entry that of the whole document."""
+
+    scores_last: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueSample(TrainSample):
+    """A rollout ready for an update of the value model."""
+
+    returns: Tensor
+    """[L] float32, the targets, in units of reward; 0 where loss_mask is False."""
+    old_values: Tensor
+    """[L] float32, by the value model before the rollout batch's first update; 0 where loss_mask is False."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,6 +312,16 @@ class PolicyBatch(PackedBatch):
     so a loss takes its own logprobs, detached (importance ratio exactly 1)."""
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, by the frozen reference. None: the algorithm has no KL term."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueBatch(PackedBatch):
+    """A micro-batch of rollouts for the value model."""
+
+    returns: Tensor
+    """[T] float32, in units of reward."""
+    old_values: Tensor
+    """[T] float32, by the value model before the rollout batch's first update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

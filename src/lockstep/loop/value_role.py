@@ -1,0 +1,178 @@
+"""The value model's part in a step: it scores the rollouts, and is then trained towards their returns.
+
+It is a train backend of its own. Packs go in and numbers come out on the host, so it may live in this process
+or anywhere else, and nothing of it reaches the policy but values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.value_loss import ValueLoss
+from lockstep.config.ppo import POLICY, PPORun, ValueConfig
+from lockstep.errors import ConfigError
+from lockstep.loop.axes import Axes, resolved_train
+from lockstep.loop.metrics import combine, split_samples
+from lockstep.loop.positions import check_positions
+from lockstep.models.causal_lm import text_config
+from lockstep.models.load import LoadedModel, load_model
+from lockstep.observe.spans import Spans
+from lockstep.ops.losses import loss_weights
+from lockstep.ops.values import explained_variance
+from lockstep.packing import Planner
+from lockstep.protocols import TrainBackend
+from lockstep.schema.batch import RolloutSample, StateSample, ValueSample
+from lockstep.train import BACKENDS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValueRole:
+    """The value model of a run."""
+
+    model: LoadedModel
+    backend: TrainBackend
+    plan: Planner
+    config: ValueConfig
+    minibatches: int
+    """Optimizer steps per pass over a rollout batch."""
+    epochs: int
+    """Passes over a rollout batch."""
+
+    def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
+        """Return [L] float32 per sample, on the host: the values of the states in which the policy wrote a
+        token, and of that of the whole document; 0 elsewhere."""
+        documents = [_states(sample) for sample in samples]
+        by_sample: dict[int, Tensor] = {}
+        for part in split_samples(documents, self.minibatches):
+            batches = self.plan(part, [sample.loss_mask.float() for sample in part])
+            for batch, values in zip(batches, self.backend.logprobs(batches), strict=True):
+                by_sample.update(zip(batch.sample_ids, batch.split(values.cpu()), strict=True))
+        return [by_sample[sample.sample_id] for sample in samples]
+
+    def update(
+        self,
+        samples: Sequence[RolloutSample],
+        *,
+        values: Sequence[Tensor],
+        returns: Sequence[Tensor],
+        spans: Spans,
+    ) -> dict[str, float]:
+        """Do every optimizer step of the rollout batch.
+
+        Args:
+            values: of `score`. returns: [L] float32 per sample, 0 where loss_mask is False.
+
+        Returns:
+            Metrics of the whole batch, named value/...: in units of reward, but for explained_variance, lr
+            and shares of tokens.
+        """
+        loss = ValueLoss(self.config)
+        trained = [
+            ValueSample(
+                token_ids=sample.token_ids,
+                loss_mask=sample.loss_mask,
+                sample_id=sample.sample_id,
+                returns=target,
+                old_values=torch.where(sample.loss_mask, value, 0.0),
+            )
+            for sample, value, target in zip(samples, values, returns, strict=True)
+        ]
+        updates: list[dict[str, float]] = []
+        with spans("value"):
+            minibatches = [
+                self.plan(
+                    part, loss_weights([s.loss_mask for s in part], aggregation=self.config.aggregation)
+                )
+                for part in split_samples(trained, self.minibatches)
+            ]
+            for _ in range(self.epochs):
+                for batches in minibatches:
+                    stats = self.backend.forward_backward(batches, loss)
+                    update = self.backend.optimizer_step()
+                    updates.append({"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats))
+        return {f"value/{name}": value for name, value in (_figures(trained) | combine(updates)).items()}
+
+
+def load_value_model(run: PPORun, axes: Axes, *, policy: LoadedModel, longest: int) -> LoadedModel:
+    """Load the value model on the policy's device, without weights where the backend reads its own part.
+
+    Args:
+        longest: tokens of the longest document that the run may have.
+
+    Raises:
+        ConfigError: its token ids are not the policy's, or it has too few positions.
+        ModelError: it cannot be loaded, or its head gives more than one number.
+    """
+    whole = not BACKENDS.load(run.train.backend).shards_weights
+    model = load_model(
+        run.value.model(run.model),
+        attention=axes.attention,
+        device=torch.device(axes.device),
+        materialize=whole,
+        head="scalar",
+    )
+    if run.value.name != POLICY:
+        _check_token_ids(model, policy)
+    check_positions(model, longest, setting="data.max_prompt_tokens + rollout.sampling.max_tokens")
+    return model
+
+
+def _check_token_ids(model: LoadedModel, policy: LoadedModel) -> None:
+    """Raises ConfigError."""
+    size, needed = text_config(model.module).vocab_size, text_config(policy.module).vocab_size
+    problem = None
+    if model.tokenizer is not None and policy.tokenizer is not None:
+        own, theirs = model.tokenizer.get_vocab(), policy.tokenizer.get_vocab()
+        if own != theirs:
+            differing = sorted(t for t in own.keys() | theirs.keys() if own.get(t) != theirs.get(t))
+            problem = f"{len(differing)} tokens have other ids, such as {differing[0]!r}"
+    elif size < needed:
+        problem = f"its vocabulary has {size} ids, the policy's {needed}"
+    if problem is not None:
+        raise ConfigError(
+            f"value.name = {model.name!r} reads token ids otherwise than the policy {policy.name!r}: "
+            f"{problem}. It is given the policy's ids: choose a model with the same tokenizer, or 'policy'"
+        )
+
+
+def build_value(run: PPORun, axes: Axes, model: LoadedModel, *, plan: Planner) -> ValueRole:
+    """Build the value model's backend; its schedule spans all optimizer steps of the run."""
+    train = run.value.train(run.train)
+    resolved = resolved_train(train, axes).model_copy(update={"batch_invariant": False})
+    backend: TrainBackend = BACKENDS.load(train.backend)(
+        resolved,
+        model=dataclasses.replace(model, execution=axes.execution),
+        total_steps=run.steps * train.minibatches * train.epochs_per_batch,
+    )
+    return ValueRole(
+        model=model,
+        backend=backend,
+        plan=plan,
+        config=run.value,
+        minibatches=train.minibatches,
+        epochs=train.epochs_per_batch,
+    )
+
+
+def _states(sample: RolloutSample) -> StateSample:
+    mask = sample.loss_mask.clone()
+    mask[-1] = True
+    return StateSample(token_ids=sample.token_ids, loss_mask=mask, sample_id=sample.sample_id)
+
+
+def _figures(samples: Sequence[ValueSample]) -> dict[str, float]:
+    """Of the values before the update."""
+    values = torch.cat([sample.old_values[sample.loss_mask] for sample in samples])
+    returns = torch.cat([sample.returns[sample.loss_mask] for sample in samples])
+    if not len(values):
+        return {}
+    numbers = torch.stack([explained_variance(values, returns), values.mean(), returns.mean()])
+    names = ("explained_variance", "mean", "returns_mean")
+    return dict(zip(names, numbers.tolist(), strict=True)) | {
+        "returns_std": float(returns.std(correction=0)),
+    }

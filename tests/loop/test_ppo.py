@@ -1,0 +1,181 @@
+"""PPO runs: two models that are trained, saved and resumed together, and kept apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_runs import TINY, Commands, everything
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from lockstep.config.load import build, parse_toml
+from lockstep.config.model import ModelConfig
+from lockstep.config.ppo import PPORun
+from lockstep.errors import ConfigError
+from lockstep.loop.build import build_online
+from lockstep.loop.determinism import weights_hash
+from lockstep.loop.online import OnlineTrainer
+from lockstep.models.export import export_hf
+from lockstep.models.load import load_model
+from lockstep.schema.batch import rollout_samples
+
+PPO = TINY.replace('kind = "grpo"', 'kind = "ppo"') + "[value]\nlr = 1e-2\n"
+OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
+SAVE = "lockstep.train.local:LocalBackend.save"
+LOAD = "lockstep.train.local:LocalBackend.load"
+FORWARD = "lockstep.train.loss_module:LossModule.forward"
+
+
+def run_of(**overrides: Any) -> PPORun:
+    values = parse_toml(PPO.encode(), origin="test")
+    for path, value in overrides.items():
+        section, _, name = path.partition("__")
+        values.setdefault(section, {})[name] = value
+    run = build(values, origin="test")
+    assert isinstance(run, PPORun)
+    return run
+
+
+@pytest.fixture(scope="session")
+def ppo_toml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("config") / "ppo.toml"
+    file.write_text(PPO)
+    return file
+
+
+def kill(target: str, **order: Any) -> dict[str, Any]:
+    return {"target": target, "call": 1, "send": "SIGKILL"} | order
+
+
+KILLS = [
+    kill(OPTIMIZER, step=0, when="after"),  # of the value model: the policy's comes second
+    kill(SAVE, step=1, call=2),  # the policy's files are written, the value model's are not
+    kill(SAVE, step=1, call=2, when="after"),
+    kill(OPTIMIZER, step=2, when="after"),
+    kill(LOAD, call=2),  # the policy is loaded, the value model is not
+    kill(FORWARD, step=3, call=2, when="backward"),
+]
+
+
+def test_a_killed_run_goes_on_with_both_models(
+    lockstep: Commands, straight: Callable[..., dict[str, Any]], ppo_toml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    argv: tuple[str | Path, ...] = ("train", ppo_toml, "--run-dir", run)
+    begun = False
+    for order in KILLS:
+        ended = lockstep(*argv, cwd=tmp_path, signals=[order])
+        assert ended.code == -9, (order, ended.out, ended.err)
+        begun = begun or any((run / "checkpoints").glob("step-*"))
+        if begun:
+            argv = ("train", "--resume", run)
+        elif order["target"] == SAVE:  # two steps are done and nothing is saved: it begins again elsewhere
+            run = tmp_path / f"run-{KILLS.index(order)}"
+            argv = ("train", ppo_toml, "--run-dir", run)
+        else:
+            argv = ("train", "--resume", run)
+    ended = lockstep(*argv, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    found = everything(run)
+    assert {name.partition("/")[0] for name in found["weights"]} == {
+        "step-000004",
+        "value",
+        "export",
+        "export-value",
+    }
+    assert found == straight(toml=ppo_toml)
+
+
+def test_what_a_run_leaves(lockstep: Commands, ppo_toml: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    exported = AutoModelForSequenceClassification.from_pretrained(run / "export-value")
+    saved = load_file(run / "checkpoints" / "step-000002" / "value" / "model.safetensors")
+    weights = exported.state_dict()
+    assert saved.keys() == weights.keys() and all(weights[n].equal(saved[n]) for n in saved)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    for name in ("explained_variance", "loss", "error", "grad_norm", "lr", "returns_mean", "clip_fraction"):
+        assert all(isinstance(row[f"value/{name}"], float) for row in steps), name
+    assert steps[0]["value/lr"] == 1e-2 and steps[0]["lr"] == 1e-3
+
+
+def test_no_role_reaches_the_others_weights() -> None:
+    """An update of the value model changes it alone, and leaves no gradient in the policy; so does one of the
+    policy."""
+    parts = build_online(run_of(eval__before=False, eval__after=False, eval__every=0))
+    try:
+        trainer = OnlineTrainer(parts)
+        trainer.push(policy_version=0)
+        value = parts.value
+        assert value is not None
+        memory = {p.data_ptr() for p in parts.model.module.parameters()}
+        assert not memory & {p.data_ptr() for p in value.model.module.parameters()}
+        before = weights_hash(parts.backend), weights_hash(value.backend)
+        groups = trainer.sample(0).groups
+        trainer.update(groups, step=0)
+        after = weights_hash(parts.backend), weights_hash(value.backend)
+        assert before[0] != after[0] and before[1] != after[1]
+        samples = rollout_samples(r.trajectory for group in groups for r in group.rollouts)
+        values = value.score(samples)
+        value.update(samples, values=values, returns=[v + 1.0 for v in values], spans=trainer.spans)
+        assert weights_hash(parts.backend) == after[0] and weights_hash(value.backend) != after[1]
+        assert all(p.grad is None for p in parts.model.module.parameters())
+    finally:
+        parts.close()
+
+
+def test_values_approach_the_returns() -> None:
+    """Trained on the same rollouts again and again."""
+    parts = build_online(run_of(eval__before=False, eval__after=False, eval__every=0, value__clip=0.0))
+    try:
+        trainer = OnlineTrainer(parts)
+        trainer.push(policy_version=0)
+        assert parts.value is not None
+        groups = trainer.sample(0).groups
+        samples = rollout_samples(r.trajectory for group in groups for r in group.rollouts)
+        rewards = [r.reward for group in groups for r in group.rollouts]
+        returns = [s.loss_mask * reward for s, reward in zip(samples, rewards, strict=True)]
+        seen = []
+        for _ in range(12):
+            values = parts.value.score(samples)
+            seen.append(parts.value.update(samples, values=values, returns=returns, spans=trainer.spans))
+        assert seen[-1]["value/loss"] < 0.2 * seen[0]["value/loss"]
+        assert seen[-1]["value/explained_variance"] > 0.3 > seen[0]["value/explained_variance"]
+    finally:
+        parts.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "text"),
+    [
+        ("algorithm__gamma", 1.5, r"algorithm.gamma = 1.5: .*less than or equal to 1"),
+        ("algorithm__lam", -0.1, r"algorithm.lam = -0.1: .*greater than or equal to 0"),
+        ("value__minibatches", 3, r"value.minibatches = 3 does not divide the 16 rollouts"),
+        ("value__clip", -1.0, r"value.clip = -1.0"),
+        ("value__huber_delta", 2.0, r"huber_delta = 2.0 has no effect with loss = 'squared'"),
+        ("algorithm__advantage", "group_mean", r"advantage = 'group_mean': expected one of 'gae'"),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused(setting: str, value: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        run_of(**{setting: value})
+
+
+def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
+    module: Any = load_model(
+        ModelConfig(name="shape:tiny-llama", dtype="float32"),
+        attention="sdpa",
+        device=torch.device("cpu"),
+        head="scalar",
+    ).module
+    module.resize_token_embeddings(128)
+    export_hf(module, None, tmp_path / "value")
+    with pytest.raises(ConfigError, match=r"reads token ids otherwise .*vocabulary has 128 ids.*'policy'"):
+        build_online(run_of(value__name=str(tmp_path / "value")))
