@@ -38,7 +38,7 @@ from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.loop.positions import check_positions
 from lockstep.loop.roles import Roles
-from lockstep.loop.value_role import ValueRole, build_value, load_value_model
+from lockstep.loop.value_role import ValueRole, build_value
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import Planner
@@ -160,28 +160,11 @@ def build_online(
         ref=algorithm.needs_ref,
     )
     plan = _planner(run, axes, ranks)
-    value = None
-    if isinstance(run, PPORun):
-        with ranks.together("loading the value model"):
-            value_model = load_value_model(run, axes, policy=model, longest=longest)
-        value = build_value(run, axes, value_model, plan=plan)
+    value = None if not isinstance(run, PPORun) else build_value(run, axes, model, plan=plan, ranks=ranks)
     # Last: what can be wrong with the run is known before a server is started.
     connect = _external_engine if external else _embedded_engine
     engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)
-    verifier = Verifier(
-        when=run.engine.verify,
-        backend=backend,
-        engine=engine,
-        transfer=transfer,
-        plan=plan,
-        vocab_size=text_config(model.module).vocab_size,
-        max_prompt_tokens=run.data.max_prompt_tokens,
-        max_tokens=run.rollout.sampling.max_tokens,
-        temperature=run.rollout.sampling.temperature,
-        dtype=axes.dtype,
-        ranks=ranks,
-    )
-    return OnlineParts(
+    parts = OnlineParts(
         run=run,
         axes=axes,
         model=model,
@@ -198,9 +181,26 @@ def build_online(
         value=value,
         batch_invariance=policy.batch_invariance,
         bitwise_check=_bitwise_check(run, axes, backend=backend, engine=engine, ranks=ranks),
-        verifier=verifier if external else None,
         on_progress=on_progress,
         ranks=ranks,
+    )
+    return dataclasses.replace(parts, verifier=_verifier(parts)) if external else parts
+
+
+def _verifier(parts: OnlineParts) -> Verifier:
+    run = parts.run
+    return Verifier(
+        when=run.engine.verify,
+        backend=parts.backend,
+        engine=parts.engine,
+        transfer=parts.transfer,
+        plan=parts.plan,
+        vocab_size=text_config(parts.model.module).vocab_size,
+        max_prompt_tokens=run.data.max_prompt_tokens,
+        max_tokens=run.rollout.sampling.max_tokens,
+        temperature=run.rollout.sampling.temperature,
+        dtype=parts.axes.dtype,
+        ranks=parts.ranks,
     )
 
 

@@ -26,6 +26,7 @@ from lockstep.ops.losses import loss_weights
 from lockstep.ops.values import explained_variance
 from lockstep.packing import Planner
 from lockstep.protocols import TrainBackend
+from lockstep.ranks.context import RankContext
 from lockstep.schema.batch import RolloutSample, StateSample, ValueSample
 from lockstep.train import BACKENDS
 
@@ -98,28 +99,44 @@ class ValueRole:
         return {f"value/{name}": value for name, value in (_figures(trained) | combine(updates)).items()}
 
 
-def load_value_model(run: PPORun, axes: Axes, *, policy: LoadedModel, longest: int) -> LoadedModel:
-    """Load the value model on the policy's device, without weights where the backend reads its own part.
-
-    Args:
-        longest: tokens of the longest document that the run may have.
+def build_value(
+    run: PPORun, axes: Axes, policy: LoadedModel, *, plan: Planner, ranks: RankContext
+) -> ValueRole:
+    """Load the value model on the policy's device and build its backend, whose schedule spans all optimizer
+    steps of the run.
 
     Raises:
         ConfigError: its token ids are not the policy's, or it has too few positions.
         ModelError: it cannot be loaded, or its head gives more than one number.
     """
-    whole = not BACKENDS.load(run.train.backend).shards_weights
-    model = load_model(
-        run.value.model(run.model),
-        attention=axes.attention,
-        device=torch.device(axes.device),
-        materialize=whole,
-        head="scalar",
+    train = run.value.train(run.train)
+    make = BACKENDS.load(train.backend)
+    with ranks.together("loading the value model"):
+        model = load_model(
+            run.value.model(run.model),
+            attention=axes.attention,
+            device=torch.device(axes.device),
+            materialize=not make.shards_weights,
+            head="scalar",
+        )
+        if run.value.name != POLICY:
+            _check_token_ids(model, policy)
+        setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
+        check_positions(model, run.longest_unit, setting=setting)
+    model = dataclasses.replace(model, execution=axes.execution)
+    backend: TrainBackend = make(
+        resolved_train(train, axes).model_copy(update={"batch_invariant": False}),
+        model=model,
+        total_steps=run.steps * train.minibatches * train.epochs_per_batch,
     )
-    if run.value.name != POLICY:
-        _check_token_ids(model, policy)
-    check_positions(model, longest, setting="data.max_prompt_tokens + rollout.sampling.max_tokens")
-    return model
+    return ValueRole(
+        model=model,
+        backend=backend,
+        plan=plan,
+        config=run.value,
+        minibatches=train.minibatches,
+        epochs=train.epochs_per_batch,
+    )
 
 
 def _check_token_ids(model: LoadedModel, policy: LoadedModel) -> None:
@@ -138,25 +155,6 @@ def _check_token_ids(model: LoadedModel, policy: LoadedModel) -> None:
             f"value.name = {model.name!r} reads token ids otherwise than the policy {policy.name!r}: "
             f"{problem}. It is given the policy's ids: choose a model with the same tokenizer, or 'policy'"
         )
-
-
-def build_value(run: PPORun, axes: Axes, model: LoadedModel, *, plan: Planner) -> ValueRole:
-    """Build the value model's backend; its schedule spans all optimizer steps of the run."""
-    train = run.value.train(run.train)
-    resolved = resolved_train(train, axes).model_copy(update={"batch_invariant": False})
-    backend: TrainBackend = BACKENDS.load(train.backend)(
-        resolved,
-        model=dataclasses.replace(model, execution=axes.execution),
-        total_steps=run.steps * train.minibatches * train.epochs_per_batch,
-    )
-    return ValueRole(
-        model=model,
-        backend=backend,
-        plan=plan,
-        config=run.value,
-        minibatches=train.minibatches,
-        epochs=train.epochs_per_batch,
-    )
 
 
 def _states(sample: RolloutSample) -> StateSample:
