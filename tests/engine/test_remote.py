@@ -179,7 +179,7 @@ def test_death_again_and_again_ends_with_the_log(engines):
     with pytest.raises(EngineError) as caught:
         engine.generate(requests_of(1))
     text = str(caught.value)
-    assert "was ended by SIGKILL while it generated" in text
+    assert "was killed by SIGKILL while it generated" in text
     assert "engine.max_restarts = 1" in text and "RuntimeError: the fake was told to die" in text
 
 

@@ -79,7 +79,7 @@ def test_death_at_start_shows_the_reason(tmp_path):
     with pytest.raises(EngineError) as caught:
         server.start(answers(server))
     text = str(caught.value)
-    assert "ended with status 3" in text
+    assert "exited with status 3" in text
     assert "The first error in its log: ValueError: no kernel for head_dim=16" in text
     assert "frame 39" in text and "frame 1\n" not in text
 
@@ -88,7 +88,7 @@ def test_death_by_signal_is_named(started):
     server = started({"grandchild": True})
     fake, child = pids(server.spec.log.parent)
     kill(fake, signal.SIGKILL)
-    assert server.wait_ended(15.0) == "was ended by SIGKILL"
+    assert server.wait_ended(15.0) == "was killed by SIGKILL"
     assert not alive(child)  # what it had started went with it
 
 
@@ -256,7 +256,7 @@ def test_the_server_ends_with_its_watcher(started, tmp_path):
     fake, child = pids(tmp_path)
     kill(server.pid, signal.SIGKILL)
     until(lambda: not alive(fake))  # by the kernel, whether we look or not
-    assert server.wait_ended(5.0) == "was ended by SIGKILL"
+    assert server.wait_ended(5.0) == "was killed by SIGKILL"
     assert not alive(child)
 
 

@@ -170,7 +170,7 @@ def test_a_server_that_dies_in_mid_batch_is_started_again_and_no_sample_is_lost(
 
 def test_a_server_that_keeps_dying_is_an_error(engines):
     engine = engines({"die_at_token": 2}, max_restarts=1)
-    with pytest.raises(EngineError, match=r"was ended by SIGKILL while it generated.*max_restarts = 1"):
+    with pytest.raises(EngineError, match=r"was killed by SIGKILL while it generated.*max_restarts = 1"):
         engine.generate([request(10, max_tokens=50)])
 
 

@@ -1,1 +1,1 @@
-"""What engines behind an HTTP server share: the client, the process, its supervisor, the stall detector."""
+"""What engines behind an HTTP server share: the client, the process, the stall detector."""

@@ -5,25 +5,18 @@
     server.ended()           # None while it runs, else how it ended
     server.stop()            # it and everything that it started
 
-It never outlives this process: `supervisor.py` holds a pipe to us and ends the server, with the processes
-that it started, when the pipe closes, whatever ended us. Its output goes to one file of the run directory.
+It is a Child (lockstep.processes), so it never outlives this process. Its output goes to one file of the run
+directory.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import logging
 import os
 import re
 import secrets
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,15 +26,10 @@ from lockstep.config.engine import EngineConfig
 from lockstep.engine.remote.http import HttpClient
 from lockstep.errors import ConfigError, EngineError
 from lockstep.observe.text import printable
-
-log = logging.getLogger(__name__)
+from lockstep.processes.child import LINGER_SECONDS, Child, describe_status
 
 LOOPBACK = "127.0.0.1"
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _POLL_SECONDS = 0.1
-_END_SECONDS = 20.0
-"""Time that a supervisor has to end after its pipe was closed, beyond the server's grace."""
-_SESSION_SECONDS = 10.0
 _TAIL_LINES = 25
 _TAIL_BYTES = 256 * 1024
 _INHERITED = re.compile(
@@ -185,13 +173,14 @@ class ServerProcess:
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.starts = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._log_start = 0
 
     @property
     def pid(self) -> int | None:
         """Process id of the supervisor, whose child is the server. None when nothing runs."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        child = self._child
+        return child.pid if child is not None and child.poll() is None else None
 
     def start(self, ready: Callable[[], str | None]) -> None:
         """Start the server and wait until it answers.
@@ -215,27 +204,21 @@ class ServerProcess:
 
     def ended(self) -> str | None:
         """How the server ended, in words; None while it runs."""
-        if self._process is None:
-            return "was not started"
-        status = self._process.poll()
-        if status is None:
-            return None
-        if status < 0:
-            _end_session(self._process.pid)
-        return _status_text(status)
+        return self.wait_ended(0.0)
 
     def wait_ended(self, seconds: float) -> str | None:
         """Like `ended`, after waiting for it."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-        return self.ended()
+        child = self._child
+        if child is None:
+            return "was not started"
+        status = child.wait(seconds)
+        return None if status is None else describe_status(status)
 
     def stop(self) -> None:
         """End the server and everything that it started. Idempotent."""
-        process, self._process = self._process, None
-        if process is not None:
-            _end(process)
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
     def log_lines(self, count: int = _TAIL_LINES) -> list[str]:
         """The last lines since the last start."""
@@ -259,16 +242,14 @@ class ServerProcess:
         with open(spec.log, "ab", opener=_private) as log:
             self._log_start = log.tell()
             self._print_head(log)
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(spec.grace_seconds), *spec.command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(spec.environment),
-                start_new_session=True,  # Ctrl-C is for us; we end the server
+            self._child = Child(
+                spec.command,
+                output=log,
+                env=spec.environment,
+                grace=spec.grace_seconds,
+                linger=min(spec.grace_seconds, LINGER_SECONDS),
             )
         self.starts += 1
-        _keep(self._process)
 
     def _print_head(self, log: IO[bytes]) -> None:
         """Log the command and the environment, so that a log explains itself."""
@@ -329,75 +310,6 @@ def _without_prefix(line: str) -> str:
     match = _LOG_PREFIX.match(line)
     assert match is not None
     return "" if match[1] in ("INFO", "WARNING", "DEBUG") else line[match.end() :]
-
-
-def _status_text(status: int) -> str:
-    number = -status if status < 0 else status - 128
-    with contextlib.suppress(ValueError):
-        if status < 0 or status > 128:
-            return f"was ended by {signal.Signals(number).name}"
-    return f"ended with status {status}"
-
-
-_RUNNING: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
-
-
-def _keep(process: subprocess.Popen[bytes]) -> None:
-    if not _RUNNING:
-        atexit.register(_end_running)
-    _RUNNING.add(process)
-
-
-def _end_running() -> None:
-    for process in list(_RUNNING):
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()  # all at once, then wait for each
-    for process in list(_RUNNING):
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipe: the supervisor ends the server and then itself."""
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        # The supervisor is stuck; the kernel ends the server with it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(5.0)
-    if process.returncode < 0:
-        _end_session(process.pid)
-    _RUNNING.discard(process)
-
-
-def _end_session(session: int) -> None:
-    """Kill what a killed supervisor left: the server died with it, but not the processes that the server
-    started."""
-    deadline = time.monotonic() + _SESSION_SECONDS
-    while members := _session_members(session):
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            log.error("processes %s of an engine's server cannot be ended", members)
-            return
-        time.sleep(0.02)
-
-
-def _session_members(session: int) -> list[int]:
-    """Processes of a session, without zombies."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(of) == session and state != "Z":
-                    members.append(int(entry.name))
-    return members
 
 
 def server_gpus(devices: Sequence[int], *, device: str, visible: str | None) -> str:
