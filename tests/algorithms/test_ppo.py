@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.algorithms.ppo import PPO
 from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.ppo import PPOConfig, ValueConfig
-from lockstep.errors import TrainError
+from lockstep.errors import CheckpointError, TrainError
 from lockstep.ops.losses import loss_weights
 from lockstep.packing import pack
 from lockstep.protocols.train import Estimates
@@ -31,12 +31,21 @@ def rollout(reward: float, *spans: Span, finish: FinishReason = "stop") -> Rollo
     return Rollout(trajectory=trajectory, reward=reward, rewards={"test": reward})
 
 
+def ppo(**options: Any) -> PPO:
+    return PPO(PPOConfig.model_validate({"whiten_advantages": False} | options), max_tokens=8)
+
+
 def estimates(
-    rollouts: list[Rollout], values: list[list[float]], ref: list[list[float]] | None = None, **options: Any
+    rollouts: list[Rollout],
+    values: list[list[float]],
+    ref: list[list[float]] | None = None,
+    *,
+    algorithm: PPO | None = None,
+    **options: Any,
 ) -> Estimates:
     group = RolloutGroup(prompt=Prompt(index=0, token_ids=(5, 6), text=""), rollouts=tuple(rollouts))
     samples = rollout_samples(each.trajectory for each in rollouts)
-    algorithm = PPO(PPOConfig(whiten_advantages=False).model_copy(update=options), max_tokens=8)
+    algorithm = algorithm or ppo(**options)
     refs = None if ref is None else [torch.tensor(each) for each in ref]
     return algorithm.estimates(
         [group], samples, values=[torch.tensor(each) for each in values], ref_logprobs=refs
@@ -72,7 +81,7 @@ def test_kl_is_charged_to_each_token() -> None:
         [rollout(1.0, policy(7, 8))],
         [[0.0] * 4],
         ref=[[0.0, -1.0, -0.25, 0.0]],
-        kl=PPOConfig.model_validate({"kl": {"coef": 0.1}}).kl,
+        kl={"coef": 0.1},
     )
     close(found.returns[0], [0.0, 1.0 - 0.05 + 0.025, 1.0 + 0.025, 0.0])
     changed = found.groups[0].rollouts[0]
@@ -89,6 +98,111 @@ def test_whitened_advantages_leave_returns_alone() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for a, b in zip(plain.returns, white.returns, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_rollout_that_was_cut_off_is_worth_the_value_of_its_last_state() -> None:
+    """V after the last sampled token, 0.5, stands at the document's last entry; gamma = 1/2, lam = 1.
+
+    Cut: delta = 0.125 - 0.5, 1 + 0.25 - 0.25. Ended, with the same value there: 1 - 0.25 at the end."""
+    values = [0.0, 0.5, 0.25, 0.5]
+    cut = [rollout(1.0, policy(7, 8), finish="length"), rollout(1.0, policy(7, 8))]
+    found = estimates(cut, [values, values], gamma=0.5, bootstrap_truncated=True)
+    close(found.advantages[0], [0.0, -0.375 + 0.5, 1.0, 0.0])
+    close(found.returns[0], [0.0, 0.625, 1.25, 0.0])
+    close(found.advantages[1], [0.0, -0.375 + 0.375, 0.75, 0.0])
+    off = estimates(cut, [values, values], gamma=0.5)
+    close(off.advantages[0], off.advantages[1].tolist())
+
+
+def test_a_cut_off_second_turn() -> None:
+    """The state after the last token is that of the whole document, not that after the tool's."""
+    spans = policy(7), Span(author="tool", token_ids=(1, 2)), policy(8)
+    found = estimates(
+        [rollout(0.0, *spans, finish="length")],
+        [[0.0, 0.0, 9.0, 9.0, 0.0, 2.0]],
+        gamma=0.5,
+        bootstrap_truncated=True,
+    )
+    close(found.returns[0], [0.0, 0.5, 0.0, 0.0, 1.0, 0.0])
+
+
+def test_lambda_of_the_returns_is_its_own() -> None:
+    """VAPO: returns with lambda 1, advantages with 0: one step ahead."""
+    values = [[9.0, 0.5, 0.25, 1.0, 9.0]]
+    found = estimates([rollout(2.0, policy(7, 8, 9))], values, lam=0.0, lam_value=1.0)
+    close(found.advantages[0], [0.0, -0.25, 0.75, 1.0, 0.0])
+    close(found.returns[0], [0.0, 2.0, 2.0, 2.0, 0.0])
+
+
+def test_lambda_by_length() -> None:
+    """alpha = 1/2: 1 - 2 / n is 0 for 1 and 2 tokens, 1/3 for 3 and 1/2 for 4; returns have `lam`."""
+    rollouts = [rollout(1.0, policy(*range(7, 7 + n))) for n in (1, 2, 3, 4)]
+    values = [[0.5] * (n + 2) for n in (1, 2, 3, 4)]
+    found = estimates(rollouts, values, lam_length_alpha=0.5)
+    for each, n, lam in zip(found.advantages, (1, 2, 3, 4), (0.0, 0.0, 1 / 3, 0.5), strict=True):
+        close(each[1:-1], [0.5 * lam ** (n - 1 - t) for t in range(n)])
+    for each in found.returns:
+        close(each[1:-1], [1.0] * (len(each) - 2))
+
+
+def test_a_missing_end_is_charged() -> None:
+    rollouts = [rollout(1.0, policy(7), finish="length"), rollout(1.0, policy(7))]
+    found = estimates(rollouts, [[0.0] * 3] * 2, missing_end_penalty=0.25)
+    assert [float(each[1]) for each in found.returns] == [0.75, 1.0]
+    changed, same = found.groups[0].rollouts
+    assert changed.reward == 0.75 and changed.rewards == {"test": 1.0, "missing_end": -0.25}
+    assert same.reward == 1.0 and same.rewards == {"test": 1.0}
+
+
+def test_rewards_are_normalised_by_all_so_far_then_bounded() -> None:
+    """1 and 3: mean 2, deviation 1. Then 4 and 8: all four have mean 4 and deviation sqrt(26 / 4)."""
+    algorithm = ppo(normalize_rewards=True, reward_clip=(-1.0, 1.0))
+    assert rewards_after(algorithm, [1.0, 3.0]) == pytest.approx([-1.0, 1.0])
+    state = algorithm.state()
+    found = rewards_after(algorithm, [4.0, 8.0])
+    assert found == pytest.approx([0.0, 1.0]), "4 / sqrt(6.5) is beyond the bound"
+    resumed = ppo(normalize_rewards=True, reward_clip=(-9.0, 9.0))
+    resumed.load_state(state)
+    assert rewards_after(resumed, [4.0, 8.0]) == pytest.approx([0.0, 4.0 / 6.5**0.5])
+    with pytest.raises(CheckpointError, match="the state of PPO has"):
+        resumed.load_state({"kl_coef": 0.0})
+
+
+def test_the_coefficient_of_kl_follows_its_target() -> None:
+    """k1 of the two completions 0.5 - 0.25 and 0.75 nats, their mean 0.5, is twice the target: the error is
+    bounded by 0.2, and two rollouts of ten are a fifth of it."""
+    algorithm = ppo(kl={"coef": 0.1, "target": 0.25, "horizon": 10})
+    rollouts = [rollout(1.0, policy(7, 8)), rollout(1.0, policy(7))]
+    refs = [[0.0, -1.0, -0.25, 0.0], [0.0, -1.25, 0.0]]
+    zeros = [[0.0] * 4, [0.0] * 3]
+    found = estimates(rollouts, zeros, refs, algorithm=algorithm)
+    assert found.metrics == pytest.approx({"kl_coef": 0.1, "kl_rollout": 0.5})
+    assert algorithm.state()["kl_coef"] == pytest.approx(0.1 * 1.04)
+    again = estimates(rollouts, zeros, refs, algorithm=algorithm)
+    close(again.returns[1], [0.0, 1.0 - 0.104 * 0.75, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"reward_clip": [1.0, 1.0]}, "reward_clip = .*the first bound is not below the second"),
+        ({"lam": 0.9, "lam_length_alpha": 0.05}, "lam = 0.9 has no effect with lam_length_alpha"),
+        ({"kl": {"target": 6.0}}, "target = 6.0 has no effect: kl.coef = 0 stays 0"),
+        ({"kl": {"coef": 0.1, "place": "loss", "target": 6.0}}, "kl.place = 'loss' has a fixed coefficient"),
+        ({"lam_value": 1.1}, "less than or equal to 1"),
+        ({"missing_end_penalty": -1.0}, "greater than or equal to 0"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        PPOConfig.model_validate(options)
+
+
+def rewards_after(algorithm: PPO, rewards: list[float]) -> list[float]:
+    """The rewards of one rollout each of these, as the algorithm sees them."""
+    rollouts = [rollout(reward, policy(7)) for reward in rewards]
+    found = estimates(rollouts, [[0.0] * 3 for _ in rewards], algorithm=algorithm)
+    return [each.reward for each in found.groups[0].rollouts]
 
 
 def test_estimates_need_values_of_all() -> None:

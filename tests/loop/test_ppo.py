@@ -31,6 +31,9 @@ LOAD = "lockstep.train.local:LocalBackend.load"
 FORWARD = "lockstep.train.loss_module:LossModule.forward"
 
 
+NO_EVALUATION = {"eval__before": False, "eval__after": False, "eval__every": 0}
+
+
 def run_of(**overrides: Any) -> PPORun:
     values = parse_toml(PPO.encode(), origin="test")
     for path, value in overrides.items():
@@ -91,6 +94,67 @@ def test_a_killed_run_goes_on_with_both_models(
     assert found == straight(toml=ppo_toml)
 
 
+REMEMBERS = (
+    *("--algorithm.kl.coef", "0.1", "--algorithm.kl.target", "0.01", "--algorithm.kl.horizon", "32"),
+    *("--algorithm.normalize-rewards", "--algorithm.bootstrap-truncated", "--algorithm.lam", "0.9"),
+    *("--value.warmup-batches", "1", "--train.minibatches", "2", "--value.epochs-per-batch", "2"),
+)
+
+
+def test_what_the_algorithm_remembers_is_in_the_checkpoint(
+    lockstep: Commands, straight: Callable[..., dict[str, Any]], ppo_toml: Path, tmp_path: Path
+) -> None:
+    """The coefficient of KL, the moments of the rewards, and how far the critic's warm-up is."""
+    run = tmp_path / "run"
+    ended = lockstep(
+        *("train", ppo_toml, "--run-dir", run, *REMEMBERS, "--checkpoint.every", "1"),
+        cwd=tmp_path,
+        signals=[kill(OPTIMIZER, step=2, when="after")],
+    )
+    assert ended.code == -9, ended.out + ended.err
+    saved = json.loads((run / "checkpoints" / "step-000002" / "algorithm.json").read_text())
+    assert saved["reward_count"] == 32 and saved["kl_coef"] != 0.1
+    ended = lockstep("train", "--resume", run, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    found, expected = everything(run), straight(*REMEMBERS, toml=ppo_toml)
+    assert found == expected
+    steps = [row for row in found["metrics"] if "value/loss" in row]
+    assert "loss" not in steps[0] and all("loss" in row for row in steps[1:])
+    assert len({row["kl_coef"] for row in steps}) == 4
+
+
+def test_a_checkpoint_without_a_part_of_a_role_is_damaged(
+    lockstep: Commands, ppo_toml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    folder = run / "checkpoints" / "step-000002"
+    for name in ("algorithm.json", "value/model.safetensors", "value/state.json"):
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(kept[:-1])
+        ended = lockstep("train", "--resume", run, "--steps", "4", cwd=tmp_path)
+        assert ended.code == 1 and "is damaged" in ended.err and name in ended.err, ended.err
+        (folder / name).write_bytes(kept)
+
+
+def test_the_policy_waits_for_the_value_model() -> None:
+    parts = build_online(run_of(**NO_EVALUATION, value__warmup_batches=1))
+    try:
+        trainer = OnlineTrainer(parts)
+        trainer.push(policy_version=0)
+        assert parts.value is not None
+        before = weights_hash(parts.backend), weights_hash(parts.value.backend)
+        result = trainer.update(trainer.sample(0).groups, step=0)
+        assert "loss" not in result.metrics and "value/loss" in result.metrics
+        after = weights_hash(parts.backend), weights_hash(parts.value.backend)
+        assert before[0] == after[0] and before[1] != after[1]
+        result = trainer.update(trainer.sample(1).groups, step=1)
+        assert result.metrics["grad_norm"] > 0 and weights_hash(parts.backend) != after[0]
+    finally:
+        parts.close()
+
+
 def test_what_a_run_leaves(lockstep: Commands, ppo_toml: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     ended = lockstep("train", ppo_toml, "--run-dir", run, "--steps", "2", cwd=tmp_path)
@@ -109,7 +173,7 @@ def test_what_a_run_leaves(lockstep: Commands, ppo_toml: Path, tmp_path: Path) -
 def test_no_role_reaches_the_others_weights() -> None:
     """An update of the value model changes it alone, and leaves no gradient in the policy; so does one of the
     policy."""
-    parts = build_online(run_of(eval__before=False, eval__after=False, eval__every=0))
+    parts = build_online(run_of(**NO_EVALUATION))
     try:
         trainer = OnlineTrainer(parts)
         trainer.push(policy_version=0)
@@ -133,7 +197,7 @@ def test_no_role_reaches_the_others_weights() -> None:
 
 def test_values_approach_the_returns() -> None:
     """Trained on the same rollouts again and again."""
-    parts = build_online(run_of(eval__before=False, eval__after=False, eval__every=0, value__clip=0.0))
+    parts = build_online(run_of(**NO_EVALUATION, value__clip=0.0))
     try:
         trainer = OnlineTrainer(parts)
         trainer.push(policy_version=0)
@@ -160,6 +224,12 @@ def test_values_approach_the_returns() -> None:
         ("value__minibatches", 3, r"value.minibatches = 3 does not divide the 16 rollouts"),
         ("value__clip", -1.0, r"value.clip = -1.0"),
         ("value__huber_delta", 2.0, r"huber_delta = 2.0 has no effect with loss = 'squared'"),
+        ("value__warmup_batches", 4, r"value.warmup_batches = 4 is not below steps = 4"),
+        (
+            "algorithm__kl",
+            {"coef": 0.1, "target": 6.0, "horizon": 8},
+            r"horizon = 8 is below the 16 rollouts",
+        ),
         ("algorithm__advantage", "group_mean", r"advantage = 'group_mean': expected one of 'gae'"),
     ],
 )

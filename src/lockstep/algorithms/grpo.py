@@ -37,6 +37,8 @@ class PolicyAlgorithm:
         self.needs_ref = self.config.kl.coef > 0
         self._loss = PolicyLoss(self.config)
         self._kl_in_reward = self.needs_ref and self.config.kl.place == "reward"
+        self.kl_coef = self.config.kl.coef
+        """In the reward: as it is now."""
         assert self.config.advantage is not None
         self._per_group: Callable[[Tensor, Tensor], Tensor] | None = None
         if self.config.advantage not in (*PER_STEP, "gae"):
@@ -130,7 +132,7 @@ class PolicyAlgorithm:
                 f"{'none' if ref_logprobs is None else len(ref_logprobs)}"
             )
         return [
-            -self.config.kl.coef * kl_k1(sample.rollout_logprobs[sample.loss_mask], ref[sample.loss_mask])
+            -self.kl_coef * kl_k1(sample.rollout_logprobs[sample.loss_mask], ref[sample.loss_mask])
             for sample, ref in zip(samples, ref_logprobs, strict=True)
         ]
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.config.ppo import PPOConfig
-from lockstep.errors import TrainError
+from lockstep.errors import CheckpointError, TrainError
 from lockstep.ops.advantages import batch_mean_std, gae
 from lockstep.protocols.train import Estimates
 from lockstep.schema.batch import RolloutSample
-from lockstep.schema.rollout import RolloutGroup
+from lockstep.schema.rollout import Rollout, RolloutGroup
 
 WHITENING_EPS = 1e-8
 """Added to the deviation of the advantages, in units of reward; verl's and TRL's, there under the root."""
@@ -25,11 +29,14 @@ class PPO(PolicyAlgorithm):
     A token that the policy wrote is an action, and the state before it is what was written until then, by
     whomever. Tokens of others are part of the next state: nothing is discounted, and no lambda applied, over
     them. The reward of a rollout is earned by its last token, and KL by each token.
+
+    Rewards are normalised, then bounded, then charged with a missing end, overlong punishment and KL.
     """
 
     def __init__(self, config: PPOConfig, *, max_tokens: int) -> None:
         super().__init__(config, max_tokens=max_tokens)
         self.options = config.resolved()
+        self._seen = RunningMoments()
 
     def advantages(
         self,
@@ -49,7 +56,8 @@ class PPO(PolicyAlgorithm):
         values: Sequence[Tensor],
         ref_logprobs: Sequence[Tensor] | None = None,
     ) -> Estimates:
-        """See protocols.ValueAlgorithm.
+        """See protocols.ValueAlgorithm. Counts the rewards, and adapts the coefficient of KL, for the next
+        rollout batch.
 
         Raises:
             TrainError: the reward has a KL term, and ref_logprobs are missing; or there are not values of all
@@ -59,21 +67,146 @@ class PPO(PolicyAlgorithm):
             raise TrainError(
                 f"there are values of {len(values)} of {len(samples)} rollouts; score all of them"
             )
-        shaped, penalties = self.shaped(groups, samples, ref_logprobs)
+        shaped, penalties = self.shaped(self._scaled(groups), samples, ref_logprobs)
+        metrics = self._adapt_kl(penalties) if self._kl_in_reward else {}
         lengths = [sample.num_trained for sample in samples]
-        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-        token_rewards = _token_rewards(shaped, penalties)
-        flat = _flat([value[sample.loss_mask] for value, sample in zip(values, samples, strict=True)])
-        options = self.options
-        advantages = gae(token_rewards, flat, cu_seqlens, gamma=options.gamma, lam=options.lam)
-        returns = advantages + flat
-        if options.whiten_advantages:
+        scan = _Scan(
+            token_rewards=_token_rewards(shaped, penalties),
+            values=_flat([value[sample.loss_mask] for value, sample in zip(values, samples, strict=True)]),
+            final_values=self._final_values(groups, values),
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+            gamma=self.options.gamma,
+        )
+        advantages = scan.advantages(self._lambda(lengths))
+        lam_value = self.options.lam if self.options.lam_value is None else self.options.lam_value
+        returns = scan.advantages(lam_value) + scan.values
+        if self.options.whiten_advantages:
             advantages = batch_mean_std(advantages, eps=WHITENING_EPS)
         return Estimates(
             groups=shaped,
             advantages=_by_slot(advantages, samples, lengths),
             returns=_by_slot(returns, samples, lengths),
+            metrics=metrics,
         )
+
+    def state(self) -> dict[str, float]:
+        """See protocols.ValueAlgorithm."""
+        return {"kl_coef": self.kl_coef, **self._seen.state()}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """See protocols.ValueAlgorithm."""
+        if state.keys() != self.state().keys():
+            raise CheckpointError(
+                f"the state of PPO has {sorted(self.state())}, the checkpoint {sorted(state)}"
+            )
+        self.kl_coef = state["kl_coef"]
+        self._seen = RunningMoments.of(state)
+
+    def _scaled(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups with their rewards normalised, bounded and charged with a missing end."""
+        options = self.options
+        if options.normalize_rewards:
+            self._seen.add([rollout.reward for group in groups for rollout in group.rollouts])
+        return [
+            dataclasses.replace(group, rollouts=tuple(self._scaled_one(each) for each in group.rollouts))
+            for group in groups
+        ]
+
+    def _scaled_one(self, rollout: Rollout) -> Rollout:
+        reward, extra, options = rollout.reward, {}, self.options
+        if options.normalize_rewards:
+            reward = self._seen.normalized(reward)
+        if options.reward_clip is not None:
+            reward = min(max(reward, options.reward_clip[0]), options.reward_clip[1])
+        if options.missing_end_penalty and rollout.trajectory.finish_reason == "length":
+            extra = {"missing_end": -options.missing_end_penalty}
+            reward -= options.missing_end_penalty
+        return dataclasses.replace(rollout, reward=reward, rewards={**rollout.rewards, **extra})
+
+    def _final_values(self, groups: Sequence[RolloutGroup], values: Sequence[Tensor]) -> Tensor | None:
+        """[S] the value after the last token of each rollout; None: 0 for all."""
+        if not self.options.bootstrap_truncated:
+            return None
+        ends = [each.trajectory.finish_reason == "length" for group in groups for each in group.rollouts]
+        return torch.tensor(
+            [float(value[-1]) if cut else 0.0 for value, cut in zip(values, ends, strict=True)],
+            dtype=torch.float64,
+        )
+
+    def _lambda(self, lengths: Sequence[int]) -> float | Tensor:
+        """Of the advantages: of all rollouts, or [S]."""
+        alpha = self.options.lam_length_alpha
+        if alpha is None:
+            return self.options.lam
+        tokens = torch.tensor(lengths, dtype=torch.float64).clamp(min=1)
+        return (1.0 - 1.0 / (alpha * tokens)).clamp(min=0.0)
+
+    def _adapt_kl(self, penalties: Sequence[Tensor]) -> dict[str, float]:
+        """Move the coefficient of KL for the next rollout batch (arXiv 1909.08593, section 2.2); the metrics
+        are of this one."""
+        rollout_nats = -float(_flat(penalties).sum()) / self.kl_coef / max(1, len(penalties))
+        metrics = {"kl_coef": self.kl_coef, "kl_rollout": rollout_nats}
+        target, horizon = self.options.kl.target, self.options.kl.horizon
+        if target is not None:
+            error = min(max(rollout_nats / target - 1.0, -0.2), 0.2)
+            self.kl_coef *= 1.0 + error * len(penalties) / horizon
+        return metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Scan:
+    """The arguments of `gae` but lambda; float64."""
+
+    token_rewards: Tensor
+    values: Tensor
+    final_values: Tensor | None
+    cu_seqlens: Tensor
+    gamma: float
+
+    def advantages(self, lam: float | Tensor) -> Tensor:
+        return gae(
+            self.token_rewards,
+            self.values,
+            self.cu_seqlens,
+            gamma=self.gamma,
+            lam=lam,
+            final_values=self.final_values,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningMoments:
+    """Mean and deviation of all numbers so far (the update of Chan et al., 1979)."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of the squared distances from the mean."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, float]) -> RunningMoments:
+        """The inverse of `state`."""
+        return cls(count=state["reward_count"], mean=state["reward_mean"], squares=state["reward_squares"])
+
+    def state(self) -> dict[str, float]:
+        """Return the numbers, for a checkpoint."""
+        return {"reward_count": self.count, "reward_mean": self.mean, "reward_squares": self.squares}
+
+    def add(self, numbers: Sequence[float]) -> None:
+        """Count more numbers."""
+        if not numbers:
+            return
+        mean = statistics.fmean(numbers)
+        total, shift = self.count + len(numbers), mean - self.mean
+        self.squares += sum((number - mean) ** 2 for number in numbers)
+        self.squares += shift**2 * self.count * len(numbers) / total
+        self.mean += shift * len(numbers) / total
+        self.count = total
+
+    def normalized(self, number: float) -> float:
+        """(number - mean) / (deviation + 1e-8), with n in the variance."""
+        deviation = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return (number - self.mean) / (deviation + WHITENING_EPS)
 
 
 def _token_rewards(groups: Sequence[RolloutGroup], penalties: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,22 @@ class PPOKLConfig(KLConfig):
     place: Literal["loss", "reward"] = "reward"
     """reward: each token is charged with its own KL; OpenRLHF's and TRL's. loss: as in GRPO; verl's
     use_kl_loss."""
+    target: PositiveFloat | None = None
+    """Nats of KL of a whole completion that `coef` is adapted towards after each rollout batch, starting from
+    its value; 6 in arXiv 1909.08593. None: it stays."""
+    horizon: PositiveInt = 10_000
+    """Rollouts over which `target` is approached: the largest change of coef per rollout batch is 0.2 *
+    rollouts / horizon; 10,000 in arXiv 1909.08593, verl, OpenRLHF and TRL."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> PPOKLConfig:
+        if self.target is not None and (self.coef == 0 or self.place == "loss"):
+            why = "kl.coef = 0 stays 0" if self.coef == 0 else "kl.place = 'loss' has a fixed coefficient"
+            raise ValueError(
+                f"target = {self.target} has no effect: {why}; set kl.coef above 0 and kl.place = 'reward', "
+                "or leave target out"
+            )
+        return self
 
 
 class PPOConfig(GRPOConfig):
@@ -37,10 +53,39 @@ class PPOConfig(GRPOConfig):
     lam: float = Field(1.0, ge=0.0, le=1.0)
     """Lambda of the advantages: 1 counts what came, less trusts the value model more. 1 in verl and OpenRLHF,
     0.95 in TRL."""
+    lam_length_alpha: PositiveFloat | None = None
+    """In place of `lam`, 1 - 1 / (alpha * n) for a rollout of n tokens of the policy, at least 0: the longer,
+    the less is lost of its reward on the way; 0.05 in VAPO (arXiv 2504.05118, section 4.2). None: `lam`."""
+    lam_value: float | None = Field(None, ge=0.0, le=1.0)
+    """Lambda of the returns that the value model is trained towards; 1 in VAPO. None: `lam`."""
+    bootstrap_truncated: bool = False
+    """A rollout that max_tokens cut off is worth, after its last token, the value of the state there. Off, as
+    in verl, OpenRLHF and TRL: it has ended, with value 0."""
+    normalize_rewards: bool = False
+    """Rewards are shifted and scaled by mean and deviation of all rollouts of the run so far; a checkpoint
+    has both. A peer's reward normalisation is of its reward model's training set instead."""
+    reward_clip: tuple[float, float] | None = None
+    """Bounds of rewards, after normalize_rewards; (-10, 10) in OpenRLHF. None: no bound."""
+    missing_end_penalty: NonNegativeFloat = 0.0
+    """Taken from the reward of a rollout that max_tokens cut off; TRL's missing_eos_penalty."""
     kl: PPOKLConfig = PPOKLConfig()
     whiten_advantages: bool = True
     """Advantages are shifted and scaled to mean 0 and deviation 1 over the tokens of the rollout batch; verl,
     OpenRLHF and TRL do it."""
+
+    @model_validator(mode="after")
+    def _check_estimates(self) -> PPOConfig:
+        if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
+            raise ValueError(
+                f"reward_clip = {list(self.reward_clip)}: the first bound is not below the second, so every "
+                "reward would be the same; swap them"
+            )
+        if self.lam_length_alpha is not None and self.lam != 1.0:
+            raise ValueError(
+                f"lam = {self.lam} has no effect with lam_length_alpha = {self.lam_length_alpha}, which "
+                "takes its place; leave one of them out (lam_value is that of the returns)"
+            )
+        return self
 
 
 class ValueConfig(Config):
@@ -86,6 +131,10 @@ class ValueConfig(Config):
     """Optimizer steps per pass over a rollout batch."""
     epochs_per_batch: PositiveInt | None = None
     """Passes over a rollout batch."""
+
+    warmup_batches: NonNegativeInt = 0
+    """Rollout batches at the start of the run in which the value model alone is trained; verl's critic_warmup
+    (0 there)."""
 
     loss: Literal["squared", "huber"] = "squared"
     """Of the error value - return: half its square; huber is linear beyond `huber_delta`."""
@@ -143,6 +192,17 @@ class PPORun(GRPORun):
             raise ValueError(
                 f"value.minibatches = {train.minibatches} does not divide the {samples} rollouts of a step "
                 "(rollout.prompts_per_step * rollout.group_size)"
+            )
+        if self.value.warmup_batches >= self.steps:
+            raise ValueError(
+                f"value.warmup_batches = {self.value.warmup_batches} is not below steps = {self.steps}: the "
+                "policy would never be trained; lower it, or raise steps"
+            )
+        kl = self.algorithm.kl
+        if kl.target is not None and kl.horizon < samples:
+            raise ValueError(
+                f"algorithm.kl.horizon = {kl.horizon} is below the {samples} rollouts of a step: the "
+                "coefficient would change by more than a fifth at once; raise it"
             )
         if train.execution == "deepcompile":
             raise ValueError(

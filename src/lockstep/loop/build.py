@@ -38,7 +38,7 @@ from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.loop.positions import check_positions
 from lockstep.loop.roles import Roles
-from lockstep.loop.value_role import ValueRole, build_value
+from lockstep.loop.value_role import ValueRole, build_value, policy_steps
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.packing import Planner
@@ -49,6 +49,7 @@ from lockstep.protocols import (
     Scorer,
     SharesWeights,
     TrainBackend,
+    ValueAlgorithm,
     WeightTransfer,
 )
 from lockstep.ranks.context import RankContext
@@ -104,7 +105,8 @@ class OnlineParts:
         """What a checkpoint holds: the policy, and the value model if there is one."""
         if self.value is None:
             return self.backend
-        return Roles(policy=self.backend, others={"value": self.value.backend}, ranks=self.ranks)
+        others, algorithm = {"value": self.value.backend}, cast(ValueAlgorithm, self.algorithm)
+        return Roles(policy=self.backend, others=others, algorithm=algorithm, ranks=self.ranks)
 
     def close(self) -> None:
         """Close all parts, the engine first, because it reads the backend's Parameters. One that fails to
@@ -155,7 +157,7 @@ def build_online(
         run,
         axes,
         model,
-        updates_per_step=run.train.minibatches * run.train.epochs_per_batch,
+        total_steps=policy_steps(run) * run.train.minibatches * run.train.epochs_per_batch,
         temperature=run.rollout.sampling.temperature,
         ref=algorithm.needs_ref,
     )
@@ -350,13 +352,13 @@ def data_parallel(run: RunConfig, ranks: RankContext) -> int:
 
 
 def build_backend(
-    run: RunConfig, axes: Axes, model: LoadedModel, *, updates_per_step: int, temperature: float, ref: bool
+    run: RunConfig, axes: Axes, model: LoadedModel, *, total_steps: int, temperature: float, ref: bool
 ) -> TrainBackend:
-    """Build the train backend of `run`; its schedule spans run.steps * updates_per_step optimizer steps."""
+    """Build the policy's train backend; its schedule spans `total_steps` optimizer steps."""
     backend: TrainBackend = BACKENDS.load(run.train.backend)(
         resolved_train(run.train, axes),
         model=model,
-        total_steps=run.steps * updates_per_step,
+        total_steps=total_steps,
         temperature=temperature,
         ref=ref,
     )

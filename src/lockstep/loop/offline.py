@@ -60,7 +60,7 @@ def train_offline(
             axes, model = policy.axes, policy.model
             task = offline_task(run)
             documents, held_out = _load(run, task, model)
-        backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=task.needs_ref)
+        backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
         plan = _planner(run, axes, ranks)
         session.describe(axes=axes, model=model, data=documents.report, fingerprint=documents.fingerprint)
         contract, compiled = backend.contract, CompileMeter(backend, ranks=ranks)

@@ -112,7 +112,7 @@ def train_online(
                 metrics = result.metrics | sampled.counts | pushed
                 pushed = trainer.push(policy_version=done + 1)
                 session.log_rollouts(done, rollout_rows(done, result.groups), save=run.rollout.save)
-                if done == first_step:
+                if done == max(first_step, trainer.warmup_batches):
                     metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
                 weights = weights_hash(parts.backend) if run.train.deterministic else None
                 session.log_step(done, metrics | compiled.metrics(), weights_hash=weights)
@@ -225,6 +225,11 @@ class OnlineTrainer:
             ranks=parts.ranks,
         )
 
+    @property
+    def warmup_batches(self) -> int:
+        """Rollout batches at the start of the run in which the policy is not trained."""
+        return 0 if self.parts.value is None else self.parts.value.config.warmup_batches
+
     def sample(self, step: int) -> SampledStep:
         """Sample the rollouts of `step` and their rewards: a pure function of (run, step, weights)."""
         parts, run = self.parts, self.parts.run
@@ -258,16 +263,18 @@ class OnlineTrainer:
         groups, advantages, of_value = self._advantages(groups, rollouts, ref_logprobs)
         if parts.recorder is not None:
             parts.recorder.see(groups)
-        check, loss = parts.bitwise_check, algorithm.loss()
+        # The rollout batches in which the value model learns alone leave the policy as it is.
+        epochs = train.epochs_per_batch if step >= self.warmup_batches else 0
+        check, loss = parts.bitwise_check if epochs else None, algorithm.loss()
         if check is not None:
             check.begin(step, groups)
         samples = policy_samples(rollouts, advantages, ref_logprobs=ref_logprobs)
         with self.spans("pack"):
             minibatches = self._packs(samples, self._scored(groups, samples, step=step))
-        if len(minibatches) * train.epochs_per_batch > 1:  # the policy moves: remember where it was
+        if len(minibatches) * epochs > 1:  # the policy moves: remember where it was
             minibatches = self._with_old_logprobs(minibatches)
         updates: list[dict[str, float]] = []
-        for _ in range(train.epochs_per_batch):
+        for _ in range(epochs):
             for batches in minibatches:
                 with self.spans("forward_backward"):
                     stats = parts.backend.forward_backward(batches, loss)
@@ -329,7 +336,7 @@ class OnlineTrainer:
             groups, rollouts, values=values, ref_logprobs=ref_logprobs
         )
         metrics = value.update(rollouts, values=values, returns=estimates.returns, spans=self.spans)
-        return estimates.groups, estimates.advantages, metrics
+        return estimates.groups, estimates.advantages, {**estimates.metrics, **metrics}
 
     def push(self, *, policy_version: int) -> dict[str, float]:
         """Send the trainer's current weights to the engine, which samples from them from here on.

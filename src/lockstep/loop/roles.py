@@ -1,18 +1,24 @@
 """The models that a run trains, as one thing to save, load and export.
 
-The policy's files lie at the top of a checkpoint, those of every other role in a folder of its name. So the
-checkpoint of a run without other roles is one of its policy alone, and tools that read a policy read both.
+The policy's files lie at the top of a checkpoint, those of every other role in a folder of its name, and what
+the algorithm remembers in algorithm.json. So the checkpoint of a run without other roles is one of its policy
+alone, and tools that read a policy read both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.protocols import Saved
+from lockstep.errors import CheckpointError
+from lockstep.protocols import Saved, ValueAlgorithm
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext
+from lockstep.train.state.files import read_json, write_json
+
+ALGORITHM = "algorithm.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +27,8 @@ class Roles:
 
     policy: Saved
     others: Mapping[str, Saved]
+    algorithm: ValueAlgorithm
+    """Its numbers are ALGORITHM."""
     ranks: RankContext
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
@@ -31,17 +39,24 @@ class Roles:
             self.ranks.from_first(folder.mkdir, what=f"beginning the checkpoint of role {role}")
             finishes[f"{role}/"] = backend.save(folder, background=background)
 
+        numbers = self.ranks.from_first(
+            lambda: write_json(directory / ALGORITHM, self.algorithm.state()).sha256,
+            str,
+            what="saving the algorithm's state",
+        )
+
         def finish() -> dict[str, str]:
-            return {
-                f"{prefix}{name}": digest
-                for prefix, own in finishes.items()
-                for name, digest in own().items()
-            }
+            own = {f"{prefix}{name}": sha for prefix, of in finishes.items() for name, sha in of().items()}
+            return own | {ALGORITHM: numbers}
 
         return finish
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load all of them."""
+        state = read_json(directory / ALGORITHM)
+        if not isinstance(state, dict) or not all(_is_number(value) for value in state.values()):
+            raise CheckpointError(f"{directory / ALGORITHM} holds no numbers by name; it is damaged")
+        self.algorithm.load_state(state)
         self.policy.load(directory, verified=verified)
         for role, backend in self.others.items():
             backend.load(directory / role, verified=verified)
@@ -51,3 +66,7 @@ class Roles:
         self.policy.export(directory)
         for role, backend in self.others.items():
             backend.export(directory.with_name(f"{directory.name}-{role}"))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

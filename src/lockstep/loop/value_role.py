@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.ppo import POLICY, PPORun, ValueConfig
+from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
 from lockstep.loop.axes import Axes, resolved_train
 from lockstep.loop.metrics import combine, split_samples
@@ -97,6 +98,11 @@ class ValueRole:
                     update = self.backend.optimizer_step()
                     updates.append({"loss": float(sum(stats.losses))} | update | loss.metrics(batches, stats))
         return {f"value/{name}": value for name, value in (_figures(trained) | combine(updates)).items()}
+
+
+def policy_steps(run: GRPORun) -> int:
+    """Return the rollout batches that train the policy: all but those of the value model's warm-up."""
+    return run.steps - (run.value.warmup_batches if isinstance(run, PPORun) else 0)
 
 
 def build_value(

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -212,6 +212,7 @@ class Estimates:
     """[L] float32 per sample, 0 where loss_mask is False."""
     returns: list[Tensor]
     """[L] float32 per sample, what the value model is trained towards; 0 where loss_mask is False."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class ValueAlgorithm(Algorithm, Protocol):
@@ -233,6 +234,14 @@ class ValueAlgorithm(Algorithm, Protocol):
                 given where loss_mask is True, and at the last entry; 0 elsewhere.
             ref_logprobs: [L] float32 per sample, nats; given if needs_ref.
         """
+        ...
+
+    def state(self) -> dict[str, float]:
+        """Return what it remembers from one rollout batch to the next, for a checkpoint."""
+        ...
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Take the numbers of `state`. Raises CheckpointError: they are of another algorithm."""
         ...
 
 
