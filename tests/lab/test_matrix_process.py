@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.lab.suite.parent_death import die_with_parent
 from lockstep.lab.suite.process import (
     ProcessRunner,
     line_that_matters,
     looks_out_of_memory,
     read_tail,
-    signal_name,
     stalled_in,
 )
 
@@ -56,7 +54,7 @@ def test_a_real_segmentation_fault_names_the_place(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     exit_status = ProcessRunner().run([sys.executable, str(tmp_path / "crash.py")], log=log, timeout=30.0)
     assert exit_status.returncode == -signal.SIGSEGV
-    assert signal_name(exit_status.returncode) == "SIGSEGV"
+    assert exit_status.describe() == "it was killed by SIGSEGV"
     # The innermost frame is ctypes' own; the line says the file and the line in it.
     assert line_that_matters(read_tail(log)).startswith(
         "Fatal Python error: Segmentation fault, in string_at ("
@@ -157,7 +155,7 @@ def test_no_cell_outlives_a_suite_that_is_killed(words: list[str], tmp_path: Pat
     try:
         logs = [tmp_path / "0.log", tmp_path / "1.log"]
         assert wait_for(lambda: all("waiting" in read_tail(log) for log in logs), 30.0)
-        cells = children(suite.pid)
+        cells = [cell for supervisor in children(suite.pid) for cell in children(supervisor)]
         assert len(cells) == 2 and not any(map(gone, cells))
     finally:
         suite.kill()
@@ -173,17 +171,8 @@ def test_no_cell_outlives_a_suite_that_is_killed(words: list[str], tmp_path: Pat
 def test_a_command_that_does_not_exist_says_so(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     exit_status = ProcessRunner().run([str(tmp_path / "none")], log=log, timeout=30.0)
-    assert exit_status.returncode == 1
+    assert exit_status.returncode == 127
     assert read_tail(log) == f"cannot start {tmp_path}/none: No such file or directory\n"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it, on Linux")
-def test_what_is_started_when_its_suite_has_gone_already_does_not_begin(tmp_path: Path) -> None:
-    code = f"import pathlib; pathlib.Path({str(tmp_path / 'began')!r}).touch()"
-    words = die_with_parent([sys.executable, "-c", code])
-    words[words.index(str(os.getpid()))] = str(os.getppid())  # not the parent of what is started here
-    assert subprocess.run(words, timeout=30).returncode == 1
-    assert not (tmp_path / "began").exists()
 
 
 @pytest.mark.parametrize(

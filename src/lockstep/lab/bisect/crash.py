@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from lockstep.lab.bisect.shrink_worker import TRIAL_SECONDS, TrialRunner
 from lockstep.lab.replay.buckets import select_inputs
 from lockstep.lab.replay.options import ReplayOptions
 from lockstep.lab.replay.policy import check_inputs_fit, check_usable, model_config, model_size
-from lockstep.lab.suite.parent_death import die_with_parent
+from lockstep.lab.suite.process import ProcessRunner
 from lockstep.models.dtypes import DTYPES
 from lockstep.observe.files import write_atomic
 
@@ -166,18 +165,8 @@ def _write(
 def _confirmed(command: Sequence[str], *, seconds: float, log: Path) -> bool:
     """Run the command once; return whether it fails as a replay does (1), dies, or stalls."""
     out = log.parent / "crash-replay"
-    with log.open("a", encoding="utf-8") as file:
-        try:
-            status = subprocess.run(
-                die_with_parent([sys.executable, "-m", "lockstep", *command, "--out", str(out)]),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                timeout=2 * seconds,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return True
+    argv = [sys.executable, "-m", "lockstep", *command, "--out", str(out)]
+    status = ProcessRunner().run(argv, log=log, timeout=2 * seconds).returncode
     if status == 2:
         raise LockstepError(f"the replay of the small recording was refused; see {log}")
     return status != 0

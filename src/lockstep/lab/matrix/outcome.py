@@ -16,11 +16,11 @@ from lockstep.lab.suite.process import (
     line_that_matters,
     looks_out_of_memory,
     read_tail,
-    signal_name,
     stalled_in,
 )
 from lockstep.observe.files import read_json, read_plain
 from lockstep.observe.text import printable_lines
+from lockstep.processes.child import signal_name
 
 _USAGE_STATUS = 2
 """lockstep's exit status for an invalid setting."""

@@ -1,29 +1,25 @@
 """One cell's subprocess: a log of its own, a deadline, and how it ended in a few words.
 
 A process that hangs is first asked for a traceback of all its threads (SIGABRT, which Python's faulthandler
-answers), then killed with everything it started. It does not outlive this process, whatever ends that.
+answers), then ended with everything it started. It does not outlive this process, whatever ends that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.lab.suite.parent_death import die_with_parent
+from lockstep.processes.child import Child, describe_status, end
 
-TRACEBACK_SECONDS = 5.0
-"""How long a process that ran past its deadline may take to write its traceback."""
 TAIL_BYTES = 256 * 1024
 """How much of a log's end is searched for the line that matters."""
+_LINGER_SECONDS = 12.0
+"""What a cell left behind, such as the server of an engine, has this long to end by itself."""
 
 _ERROR = re.compile(r"^(?:\[?rank ?\d+\]?:? ?)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$")
 _ERROR_NAME = re.compile(r"(Error|Exception|Interrupt|Exit|Unsupported|Failed|Failure)$")
@@ -45,11 +41,7 @@ class ExitStatus:
 
     def describe(self) -> str:
         """ "it exited with status 1", "it was killed by SIGSEGV" or "it was killed"."""
-        if self.returncode is None:
-            return "it was killed"
-        if self.returncode < 0:
-            return f"it was killed by {signal_name(self.returncode)}"
-        return f"it exited with status {self.returncode}"
+        return "it was killed" if self.returncode is None else f"it {describe_status(self.returncode)}"
 
 
 class ProcessRunner:
@@ -57,7 +49,7 @@ class ProcessRunner:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[Child] = set()
         self._stopped = False
 
     def run(
@@ -80,30 +72,21 @@ class ProcessRunner:
             with self._lock:
                 if self._stopped:
                     raise KeyboardInterrupt
-                # A session of its own: the terminal's Ctrl-C comes here only, and one kill reaches all of it.
-                process = subprocess.Popen(
-                    die_with_parent(argv),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=variables,
-                    cwd=directory,
-                    start_new_session=True,
-                )
-                self._running.add(process)
+                child = Child(argv, output=file, env=variables, cwd=directory, linger=_LINGER_SECONDS)
+                self._running.add(child)
             try:
-                timed_out = not _wait(process, timeout)
-                if timed_out:
-                    _ask_for_traceback(process)
+                status = child.wait(timeout)
+                if status is None:
+                    child.ask_for_traceback()
             finally:
-                _kill_group(process)
+                child.end()
                 with self._lock:
-                    self._running.discard(process)
+                    self._running.discard(child)
         if self._stopped:
             raise KeyboardInterrupt
         return ExitStatus(
-            returncode=None if timed_out else process.returncode,
-            timed_out=timed_out,
+            returncode=status,
+            timed_out=status is None,
             seconds=time.monotonic() - start,
         )
 
@@ -111,16 +94,8 @@ class ProcessRunner:
         """Kill what runs, and start nothing more."""
         with self._lock:
             self._stopped = True
-            for process in self._running:
-                _signal_group(process, signal.SIGKILL)
-
-
-def signal_name(returncode: int) -> str:
-    """-11 -> "SIGSEGV"."""
-    try:
-        return signal.Signals(-returncode).name
-    except ValueError:
-        return f"signal {-returncode}"
+            running = list(self._running)
+        end(running)
 
 
 def read_tail(log: Path) -> str:
@@ -192,34 +167,3 @@ def _short_path(path: str) -> str:
 
 def _shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 4] + " ..."
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
-
-
-def _ask_for_traceback(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if sys.platform == "linux":
-            import resource
-
-            # The signal must not leave a core dump of a whole model behind.
-            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
-        os.kill(process.pid, signal.SIGABRT)
-    _wait(process, TRACEBACK_SECONDS)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and everything in its session, such as ranks that it started."""
-    _signal_group(process, signal.SIGKILL)
-    process.wait()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    # The group's id is the process's own; it stays taken as long as any member lives.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)

@@ -11,8 +11,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,8 +23,8 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.lab.suite.parent_death import die_with_parent
 from lockstep.lab.train_parity.stacks import Stack
+from lockstep.processes.child import Child, describe_status
 from lockstep.protocols.train import TrainBackend
 from lockstep.train import BACKENDS
 
@@ -106,15 +106,15 @@ def check_imports() -> list[Finding]:
 def import_failure(name: str) -> str:
     """Why an installed package cannot be imported; empty: it can. Imported in a process of its own, because
     it may write and change settings."""
-    command = [sys.executable, "-c", f"import {name}"]
-    try:
-        process = subprocess.run(
-            die_with_parent(command), capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
+    with tempfile.TemporaryFile() as errors:
+        child = Child([sys.executable, "-c", f"import {name}"], output=(None, errors))
+        status = child.wait(IMPORT_SECONDS)
+        child.end()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    if status is None:
         return f"import {name} takes more than {IMPORT_SECONDS:g} s"
-    last = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-    return f"import {name} fails: {last}" if process.returncode else ""
+    return f"import {name} fails: {lines[-1] if lines else describe_status(status)}" if status else ""
 
 
 def _version(module: str) -> str:
