@@ -109,7 +109,7 @@ def test_settings_that_pages_name_exist() -> None:
     unknown = []
     for page in PAGES:
         for name in re.findall(r"`(?:--)?([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", page.read_text()):
-            if name.endswith(".safetensors"):
+            if name.endswith((".safetensors", ".json")):
                 continue
             if name.split(".")[0] in starts and name not in known and name not in sections:
                 unknown.append(f"{page.name}: {name}")
@@ -197,11 +197,15 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
     equal = load_run("tiny", kind="grpo", overrides=to_the_bit)
     assert isinstance(equal, GRPORun)
     train_online(equal)
+    critic = {"steps": 1, "run_dir": str(tmp_path / "ppo"), "algorithm.kl.coef": 0.01}
+    ppo = load_run("tiny-ppo", kind="ppo", overrides=critic | {"algorithm.missing_end_penalty": 0.1})
+    assert isinstance(ppo, PPORun)
+    train_online(ppo)
 
-    real = set().union(*(logged(tmp_path / name) for name in ("grpo", "sft", "math", "bits")))
+    real = set().union(*(logged(tmp_path / name) for name in ("grpo", "sft", "math", "bits", "ppo")))
     named = documented()
     by_name = {
-        re.sub(r"^reward/(ids|overlong|math|length|verifier)(?=$|/)", "reward/NAME", name) for name in real
+        re.sub(r"^reward/(ids|overlong|missing_end|kl|math|length|verifier)(?=$|/)", "reward/NAME", name) for name in real
     }
     assert sorted(by_name - named) == [], "logged, not on the page"
     assert sorted(named - by_name - SELDOM) == [], "on the page, not logged"
