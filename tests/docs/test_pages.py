@@ -204,8 +204,7 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
 
     real = set().union(*(logged(tmp_path / name) for name in ("grpo", "sft", "math", "bits", "ppo")))
     named = documented()
-    by_name = {
-        re.sub(r"^reward/(ids|overlong|missing_end|kl|math|length|verifier)(?=$|/)", "reward/NAME", name) for name in real
-    }
+    kinds = "ids|overlong|missing_end|kl|math|length|verifier"
+    by_name = {re.sub(rf"^reward/({kinds})(?=$|/)", "reward/NAME", name) for name in real}
     assert sorted(by_name - named) == [], "logged, not on the page"
     assert sorted(named - by_name - SELDOM) == [], "on the page, not logged"
