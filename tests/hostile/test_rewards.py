@@ -173,17 +173,17 @@ def gone(pid: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("segfault", "its process was ended by SIGSEGV"),
-        ("exits", "its process ended with exit code 0"),
-        ("killed", "its process was ended by SIGKILL"),
+        ("segfault", "its process was killed by SIGSEGV"),
+        ("exits", "its process exited with status 0"),
+        ("killed", "its process was killed by SIGKILL"),
         ("sys_exits", r"raised SystemExit: 3 \(worst.py, line \d+\)"),
         ("runaway", "raised TimeoutError: took longer than 0.5 s"),
         ("huge", r"returned '(\\x1b)+.* \(str\), not a finite number"),
         ("raises_huge", r"raised ValueError: \\x1b\]0;pwn\\x07x+ \(worst.py, line \d+\)"),
         ("scribbles", "it replied something that is no reply to the job"),
-        ("closes", "its process ended with exit code 1"),
+        ("closes", "its process exited with status 1"),
         ("imports", "raised ModuleNotFoundError: No module named 'no_such_module'"),
-        ("async_exits", "its process ended with exit code 4"),
+        ("async_exits", "its process exited with status 4"),
     ],
 )
 def test_the_worst_reward_is_one_error(name: str, text: str, make: Make) -> None:
@@ -292,9 +292,9 @@ def test_a_runaway_pattern_of_format_ends_at_its_time() -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("import os; os._exit(3)", "cannot be started: its process ended with exit code 3"),
+        ("import os; os._exit(3)", "cannot be started: its process exited with status 3"),
         ("import sys; sys.exit('\\x1bno')", r"importing its module raised SystemExit: \\x1bno"),
-        ("import ctypes; ctypes.string_at(0)", "cannot be started: its process was ended by SIGSEGV"),
+        ("import ctypes; ctypes.string_at(0)", "cannot be started: its process was killed by SIGSEGV"),
         ("import os; os.fork(); 1 / 0", "importing its module raised ZeroDivisionError"),
         ("def f(: pass", "importing its module raised SyntaxError"),
     ],

@@ -212,7 +212,7 @@ ATTEMPTS = """
 import json, os, socket, sys
 sys.path.insert(0, {root!r})
 from lockstep.rollout import sandbox
-sandbox.supervise(int(sys.argv[1]), confined=True)
+sandbox.supervise(int(sys.argv[1]))
 sandbox.limits()
 sandbox.lock(sandbox.readable_places(), may_fork=True)
 def tried(call):

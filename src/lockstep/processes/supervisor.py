@@ -82,7 +82,7 @@ def supervise(
     for pipe in (wakeup, waker):
         os.set_blocking(pipe, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    watched = {signal.SIGCHLD, *_ENDING, *passed_on}
+    watched = {signal.SIGCHLD, signal.SIGINT, *_ENDING, *passed_on}
     before = {number: signal.signal(number, lambda *_: None) for number in watched}
     # A signal to the fork before it has its own handlers must reach it, not the pipe that it shares with us.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)

@@ -19,9 +19,10 @@ from typing import Any
 from lockstep.config.rollout import RewardConfig
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.observe.text import echo, printable, printable_lines
+from lockstep.processes.jobs import JobProcess, ProcessEnded, end
+from lockstep.processes.messages import Message
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout import calls
-from lockstep.rollout.messages import JobProcess, Message, ProcessEnded, end
 from lockstep.rollout.row_values import encoded
 
 START_SECONDS = 600.0
@@ -133,7 +134,7 @@ class RewardWorker:
     def _ended(self, seconds: float = _LAST_WORDS_SECONDS) -> None:
         """End the process, and wait until its last output is shown."""
         if self._process is not None:
-            self._process.close()
+            self._process.end()
         if self._output is not None:
             self._output.join(seconds)
         self._process = self._output = None

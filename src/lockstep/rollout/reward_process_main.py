@@ -1,6 +1,6 @@
 """The process of a user's reward: samples in, scores out.
 
-    supervisor   ends the whole tree when the run is gone, see sandbox.supervise
+    supervisor   ends the whole tree when the run is gone, see lockstep.processes
       worker     imports the user's module and calls its function; trusted code, with the run's own rights
 
 Imports the standard library and the user's module only, so that a start takes some 0.1 s.
@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import os
 import random
-import signal
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -21,10 +21,10 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.observe.text import printable
+from lockstep.processes.messages import Message, receive, send
+from lockstep.processes.supervisor import supervise
 from lockstep.protocols.reward import RewardInput
 from lockstep.registry import load_object
-from lockstep.rollout import sandbox
-from lockstep.rollout.messages import Message, receive, send
 from lockstep.rollout.reward_functions import bind, is_async, own_row, raised, score_of
 from lockstep.rollout.row_values import decoded
 
@@ -141,9 +141,9 @@ def _started(target: str, name: str, kwargs: Mapping[str, Any]) -> tuple[Worker 
 def main(target: str, name: str, path: Sequence[str], *, jobs: int, replies: int) -> None:
     """Serve samples for one reward until a job says `end`, or the pipe of jobs closes. The first job has its
     kwargs."""
-    sandbox.supervise(jobs, confined=False)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    supervise(jobs)
     process = os.getpid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for fd in (jobs, replies):  # a program that the reward starts must not hold them open
         os.set_inheritable(fd, False)
     for stream in (sys.stdout, sys.stderr):

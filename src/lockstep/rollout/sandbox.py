@@ -5,7 +5,7 @@ Landlock (files can only be read, and only where Python and its packages lie) an
 system calls that computing needs). Without Landlock it can read what its user can. Standard library only, as
 every judge process imports it.
 
-    start of the child:  supervise(lifeline, confined=True)   # returns in a fork, the supervised process
+    start of the child:  supervise(lifeline)                  # returns in a fork, the supervised process
     after its imports:   lock(readable_places(), may_fork=True)
     in a fork of that:   lock(None, may_fork=False)
 """
@@ -19,20 +19,20 @@ import json
 import os
 import platform
 import resource
-import select
 import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from lockstep.processes import supervisor
+from lockstep.processes.supervisor import prctl
+
 MEMORY_LIMIT = 8 << 30
 """Bytes of address space of one process: an answer such as 9**9**9 must not take the machine with it."""
-SWEEP_SECONDS = 5.0
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 """The folder that Lockstep is imported from."""
 
@@ -119,103 +119,18 @@ def report() -> None:
     print(json.dumps({"namespaces": namespaces, **locked}))  # noqa: T201 (JSON for a program)
 
 
-# --- Supervision: the whole tree ends together
-
-
-def supervise(lifeline: int, *, confined: bool) -> list[str]:
-    """Fork; return in the child. The parent stays and ends all descendants when the child ends, when SIGTERM
-    comes, or when nobody holds the other end of the pipe `lifeline` any more; it ends as the child did.
+def supervise(lifeline: int) -> list[str]:
+    """Leave the namespaces of the parent, and go on in a fork, under a supervisor (lockstep.processes) that
+    ends the whole tree. Returns the namespaces that were left.
 
     Args:
-        lifeline: a pipe's end for reading, which only the child reads.
-        confined: the child gets namespaces of its own where the kernel allows it, which are returned.
+        lifeline: a pipe's end for reading, which only the fork reads.
     """
-    namespaces = isolate() if confined else []
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    namespaces = isolate()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    os.set_blocking(reader, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for kind in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(kind, lambda *_: None)
-    child = os.fork()
-    if child == 0:
-        signal.set_wakeup_fd(-1)
-        for kind in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(kind, signal.SIG_DFL)
-        os.close(reader)
-        os.close(writer)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        return namespaces
-    status = _wait(child, lifeline, (reader, writer))
-    end_descendants()
-    if status is not None and os.WIFEXITED(status):
-        os._exit(os.WEXITSTATUS(status))
-    number = int(signal.SIGKILL) if status is None else os.WTERMSIG(status)
-    if number not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-    os._exit(1)
-
-
-def _wait(child: int, lifeline: int, wakeups: tuple[int, int]) -> int | None:
-    """The child's wait status, or None when it has to be ended."""
-    # Such as the reply pipe, whose reader must see when the child is gone.
-    close_all_but(0, 1, 2, lifeline, *wakeups)
-    poll = select.poll()
-    poll.register(lifeline, 0)  # only POLLHUP and POLLERR
-    poll.register(wakeups[0], select.POLLIN)
-    while True:
-        ready = dict(poll.poll())
-        if wakeups[0] in ready and signal.SIGTERM in os.read(wakeups[0], 4096):
-            return None
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return None
-            if pid == child:
-                return status
-            if pid == 0:
-                break
-        if lifeline in ready:
-            return None
-
-
-def close_all_but(*keep: int) -> None:
-    """Close every other descriptor of this process."""
-    low = -1
-    for fd in (*sorted(keep), min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 16)):
-        if fd > low + 1:  # closerange of nothing from 0 on would close everything
-            os.closerange(low + 1, fd)
-        low = fd
-
-
-def end_descendants() -> None:
-    """Kill all descendants of this process, which must be their subreaper."""
-    deadline = time.monotonic() + SWEEP_SECONDS
-    while time.monotonic() < deadline:
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.005)
-
-
-def _children() -> list[int]:
-    me = os.getpid()
-    children = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            if int(file.read().rpartition(b")")[2].split()[1]) == me:
-                children.append(int(name))
-    return children
+    supervisor.supervise(lifeline)
+    return namespaces
 
 
 # --- Namespaces
@@ -250,13 +165,7 @@ def isolate() -> list[str]:
 
 # --- Landlock, seccomp and limits
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_CHILD_SUBREAPER, _PR_SET_SECCOMP = 1, 38, 36, 22
-_PR_CAPBSET_DROP = 24
-
-
-def _prctl(option: int, value: int) -> bool:
-    prctl = getattr(_libc, "prctl", None)
-    return prctl is not None and prctl(option, value, 0, 0, 0) == 0
+_PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 38, 22, 24
 
 
 def limits(*, memory: int = MEMORY_LIMIT) -> None:
@@ -281,10 +190,10 @@ def lock(readable: Iterable[str] | None, *, may_fork: bool) -> dict[str, Any]:
         readable: folders and files that may still be read. None: files as before.
         may_fork: whether to allow processes (never programs), and a further lock.
     """
-    if not _prctl(_PR_SET_NO_NEW_PRIVS, 1):
+    if not prctl(_PR_SET_NO_NEW_PRIVS, 1):
         return {"landlock": 0, "seccomp": False}
     for capability in range(64):
-        _prctl(_PR_CAPBSET_DROP, capability)
+        prctl(_PR_CAPBSET_DROP, capability)
     return {
         "landlock": _landlock(list(readable or ())) if readable is not None else 0,
         "seccomp": _seccomp(may_fork),
@@ -348,8 +257,8 @@ def _seccomp(may_fork: bool) -> bool:
     program = b"".join(_filter(machine, may_fork))
     buffer = ctypes.create_string_buffer(program, len(program))
     descriptor = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    prctl = _libc.prctl
-    return bool(prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(descriptor), 0, 0) == 0)
+    call = _libc.prctl
+    return bool(call(_PR_SET_SECCOMP, ctypes.c_ulong(2), ctypes.c_char_p(descriptor), 0, 0) == 0)
 
 
 def _filter(machine: str, may_fork: bool) -> list[bytes]:

@@ -1,6 +1,6 @@
 """The process of a verifier package: jobs in, one small reply each, in a sandbox.
 
-    supervisor   ends the whole tree when the parent is gone, see sandbox.supervise
+    supervisor   ends the whole tree when the parent is gone, see lockstep.processes
       judge      imports the package, locks itself in, reads jobs, keeps the time, writes the replies
         evaluator  a fork of the judge: has no pipe but its own to the judge; computes one score
 
@@ -30,8 +30,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from lockstep.processes.messages import Message, receive, send
+from lockstep.processes.supervisor import close_all_but
 from lockstep.rollout import grammar, sandbox
-from lockstep.rollout.messages import Message, receive, send
 from lockstep.rollout.row_values import decoded
 
 REPLY_BYTES = 4096
@@ -203,7 +204,7 @@ class Judge:
         pid = os.fork()
         if pid == 0:
             try:
-                sandbox.close_all_but(1, 2, theirs_in, theirs_out)  # 1 and 2 are /dev/null
+                close_all_but(1, 2, theirs_in, theirs_out)  # 1 and 2 are /dev/null
                 _evaluate(self._score, theirs_in, theirs_out)
             finally:
                 os._exit(1)
@@ -272,7 +273,7 @@ def _answer(judge: Judge, job: Message, isolation: sandbox.Isolation) -> Message
 
 def main(package: str, jobs: int, replies: int) -> None:
     """Serve jobs for one package until the pipe of jobs closes."""
-    namespaces = sandbox.supervise(jobs, confined=True)
+    namespaces = sandbox.supervise(jobs)
     logging.disable(
         logging.WARNING
     )  # math-verify warns that its own timeout is off; the judge keeps the time

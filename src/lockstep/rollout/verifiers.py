@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.rollout.messages import JobProcess, Message, ProcessEnded, end
+from lockstep.processes.jobs import JobProcess, ProcessEnded, end
+from lockstep.processes.messages import Message
 from lockstep.rollout.row_values import encoded
 
 _START_SECONDS = 180.0
@@ -114,7 +115,7 @@ class VerifierProcess:
         except (TimeoutError, ProcessEnded) as error:
             raise VerifierFailure(f"{package} cannot be started: {error}") from None
         if "ready" not in reply:
-            process.close()
+            process.end()
             raise VerifierFailure(str(reply.get("error")))
         self._processes[package] = process
         return process

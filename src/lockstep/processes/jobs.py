@@ -1,75 +1,37 @@
-"""Jobs to child processes: JSON behind a 4-byte length, one reply for each job, with the job's id.
-
-`receive` and `send` are for the child, which waits without a limit. JobProcess is for the parent, which never
-waits without a deadline.
-"""
+"""Jobs to a child process that this one never waits for without a deadline: one reply for each job."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
 import select
-import signal
 import struct
 import subprocess
 import sys
 import time
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lockstep.rollout.sandbox import ROOT
-
-Message = dict[str, Any]
+from lockstep.processes import child
+from lockstep.processes.child import END_SECONDS, Child, describe_status
+from lockstep.processes.messages import Message, packed
 
 REPLY_BYTES = 64 << 20
-END_SECONDS = 10.0
-"""Deadline of ending processes, for all together; those that are left are killed."""
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""The folder that Lockstep is imported from."""
 _LONGEST_POLL = 2**31 - 1
 """Milliseconds: 24 days."""
-
-
-def receive(fd: int) -> Message:
-    """Read the next message; ends the process when there will be none."""
-    size = struct.unpack("<I", _read(fd, 4))[0]
-    message: Message = json.loads(_read(fd, size))
-    return message
-
-
-def _read(fd: int, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = os.read(fd, min(size - len(data), 1 << 20))
-        if not chunk:
-            os._exit(0)
-        data += chunk
-    return bytes(data)
-
-
-def send(fd: int, message: Message) -> None:
-    """Write one message."""
-    data = memoryview(packed(message))
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def packed(message: Message) -> bytes:
-    """Return the bytes of a message."""
-    text = json.dumps(message).encode()
-    return struct.pack("<I", len(text)) + text
 
 
 class ProcessEnded(RuntimeError):
     """The process died, or sent something that is no reply."""
 
 
-class JobProcess:
+class JobProcess(Child):
     """A child process that runs `module`'s main(*arguments, jobs=FD, replies=FD).
 
-    It must call `sandbox.supervise(jobs, ...)` first, so that it ends with all its descendants.
+    It must call `supervisor.supervise(jobs)` before anything else, so that it ends with all its descendants.
 
     Args:
         env: its whole environment; None: ours, and our Python path.
@@ -95,7 +57,7 @@ class JobProcess:
         )
         sink = subprocess.DEVNULL if output is None else output
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, *(["-I", "-B", "-W", "ignore"] if confined else ["-P"]), "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -109,19 +71,7 @@ class JobProcess:
             os.close(theirs_out)
         os.set_blocking(self._jobs, False)
         self._count = 0
-        self._finalizer = weakref.finalize(self, _end, [_Parts(self._process, (self._jobs, self._replies))])
-        self._finalizer.atexit = False  # `_end_running` ends them together
-        _running.add(self)
-
-    @property
-    def pid(self) -> int:
-        """The pid of the supervisor, which stands for the whole tree."""
-        return self._process.pid
-
-    @property
-    def closed(self) -> bool:
-        """Whether the process was ended."""
-        return not self._finalizer.alive
+        self._own(process, self._jobs, self._replies, seconds=0.0)
 
     def exchange(self, job: Message, *, seconds: float) -> Message:
         """Send a job and return its reply.
@@ -140,19 +90,15 @@ class JobProcess:
                 self._died()
             reply = self._reply(deadline)
         except TimeoutError:
-            self.close()
+            self.end()
             raise TimeoutError(f"took longer than {seconds:g} s") from None
         except BaseException:
-            self.close()
+            self.end()
             raise
         if not isinstance(reply, dict) or type(reply.get("id")) is not int or reply.pop("id") != self._count:
-            self.close()
+            self.end()
             raise ProcessEnded("it replied something that is no reply to the job")
         return reply
-
-    def close(self) -> None:
-        """End the process and everything that it started."""
-        end([self])
 
     def _give(self, job: Message, deadline: float) -> None:
         self._count += 1
@@ -181,14 +127,10 @@ class JobProcess:
         return bytes(data)
 
     def _died(self) -> None:
-        try:
-            code = self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise ProcessEnded("it closed its pipe") from None
-        if code >= 0:
-            raise ProcessEnded(f"its process ended with exit code {code}")
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        raise ProcessEnded(f"its process was ended by {name}")
+        status = self.wait(END_SECONDS)
+        raise ProcessEnded(
+            "it closed its pipe" if status is None else f"its process {describe_status(status)}"
+        )
 
 
 def _ready(deadline: float, *, read: int | None = None, write: int | None = None) -> None:
@@ -203,7 +145,7 @@ def _ready(deadline: float, *, read: int | None = None, write: int | None = None
 
 
 def end(processes: Iterable[JobProcess], *, last: Message | None = None, seconds: float = 0.0) -> None:
-    """End the processes and everything that they started; all are waited for together, END_SECONDS long.
+    """End the processes and everything that they started; all are waited for together.
 
     Args:
         last: a job that is first sent to each, on which they end by themselves.
@@ -218,47 +160,4 @@ def end(processes: Iterable[JobProcess], *, last: Message | None = None, seconds
         for process in open_ones:
             with contextlib.suppress(TimeoutError):  # the pipe closes, or there is a reply that nobody needs
                 _ready(deadline, read=process._replies)
-    finalized = [process._finalizer.detach() for process in open_ones]
-    _end([part for _, _, (parts,), _ in filter(None, finalized) for part in parts])
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The process and the pipes of a JobProcess that is to be ended, and may be gone."""
-
-    process: subprocess.Popen[bytes]
-    pipes: tuple[int, int]
-    owner: int = field(default_factory=os.getpid)
-
-
-def _end(ending: Sequence[_Parts]) -> None:
-    for part in ending:
-        for pipe in part.pipes:
-            os.close(pipe)
-    own = [part.process for part in ending if part.owner == os.getpid()]  # in a fork they are another's
-    for process in own:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    late = _late(own)
-    for process in late:
-        process.kill()
-    _late(late)  # the kernel ends it when it can
-
-
-def _late(processes: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
-    """Those that have not ended after END_SECONDS."""
-    deadline, late = time.monotonic() + END_SECONDS, []
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late.append(process)
-    return late
-
-
-_running: weakref.WeakSet[JobProcess] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_running() -> None:
-    end(list(_running))
+    child.end(open_ones)

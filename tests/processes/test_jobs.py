@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.rollout import messages
-from lockstep.rollout.messages import JobProcess, end
+from lockstep.processes import child
+from lockstep.processes.jobs import JobProcess, end
 
 SOCIABLE = """
 import os, signal, time
 from pathlib import Path
-from lockstep.rollout.messages import receive, send
+from lockstep.processes.messages import receive, send
 
 def main(folder, name, others, *, jobs, replies):
     def leave(*_):  # once all have been told to
@@ -23,7 +23,7 @@ def main(folder, name, others, *, jobs, replies):
             time.sleep(0.01)
         Path(folder, name + "-left").touch()
         os._exit(7)
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, leave)
     send(replies, {"id": receive(jobs)["id"]})
     while True:
         time.sleep(1)
@@ -54,9 +54,9 @@ def test_all_are_told_before_any_is_waited_for(folder: Path) -> None:
 
 
 def test_whoever_does_not_end_is_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "END_SECONDS", 0.2)
+    monkeypatch.setattr(child, "END_SECONDS", 0.2)
     alone, *others = started(folder)
-    alone.close()
+    alone.end()
     assert alone._process.returncode == -9
     end(others)
 
@@ -66,7 +66,7 @@ import os, sys
 from pathlib import Path
 folder = {folder!r}
 sys.path[:0] = [folder, {tests!r}]
-from test_messages import started
+from test_jobs import started
 processes = started(Path(folder))
 if os.fork() == 0:
     sys.exit()  # which ends the processes of nobody else
