@@ -270,7 +270,7 @@ class OnlineTrainer:
             check.begin(step, groups)
         samples = policy_samples(rollouts, advantages, ref_logprobs=ref_logprobs)
         with self.spans("pack"):
-            minibatches = self._packs(samples, self._scored(groups, samples, step=step))
+            minibatches = self._packs(samples, self._scored(groups, samples, step=step, loss=loss))
         if len(minibatches) * epochs > 1:  # the policy moves: remember where it was
             minibatches = self._with_old_logprobs(minibatches)
         updates: list[dict[str, float]] = []
@@ -291,18 +291,20 @@ class OnlineTrainer:
         return StepResult(metrics=metrics, groups=groups)
 
     def _scored(
-        self, groups: Sequence[RolloutGroup], samples: Sequence[PolicySample], *, step: int
+        self, groups: Sequence[RolloutGroup], samples: Sequence[PolicySample], *, step: int, loss: TokenLoss
     ) -> frozenset[int] | None:
         """The sample_ids that go through forward and backward; None: all."""
         parts = self.parts
         everything = scores_all(
             parts.run.train,
             step,
-            loss=parts.algorithm.loss(),
+            loss=loss,
             recorded=parts.recorder is not None,
             static_capacity=parts.plan.static_capacity,
         )
-        return None if everything else with_signal(groups, samples)
+        # The policy's first step is what engine and trainer are compared by.
+        first = step == self.warmup_batches
+        return None if everything or first else with_signal(groups, samples)
 
     def _packs(
         self, samples: Sequence[PolicySample], scored: frozenset[int] | None
