@@ -26,7 +26,7 @@ from lockstep.config.algorithm import (
     RolloutCorrectionConfig,
 )
 from lockstep.config.train import TrainConfig
-from lockstep.loop.online import train_online
+from lockstep.loop.online import OnlineTrainer, train_online
 from lockstep.loop.scored import scored_indices, scores_all, with_signal
 from lockstep.schema.batch import policy_samples, rollout_samples
 
@@ -192,6 +192,14 @@ def test_which_steps_score_all() -> None:
     assert full(1, loss=object())  # somebody's loss that does not say
     assert full(1, static_capacity=True, max_recompiles=0)
     assert not full(1, static_capacity=True) and not full(1, max_recompiles=0)
+
+
+def test_the_first_step_behind_a_warm_up_scores_all(toy: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PPO's value model may learn alone at first; the gap is checked at the policy's first step."""
+    assert toy.trainer.warmup_batches == 0
+    monkeypatch.setattr(OnlineTrainer, "warmup_batches", 3)
+    shares = [toy.update(STEP, step=step)[0].metrics["scored_share"] for step in (3, 4)]
+    assert shares == [1.0, 0.5]
 
 
 def test_what_stands_for_documents_that_train_nothing() -> None:

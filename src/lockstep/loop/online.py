@@ -291,7 +291,12 @@ class OnlineTrainer:
         return StepResult(metrics=metrics, groups=groups)
 
     def _scored(
-        self, groups: Sequence[RolloutGroup], samples: Sequence[PolicySample], *, step: int, loss: TokenLoss
+        self,
+        groups: Sequence[RolloutGroup],
+        samples: Sequence[PolicySample],
+        *,
+        step: int,
+        loss: TokenLoss,
     ) -> frozenset[int] | None:
         """The sample_ids that go through forward and backward; None: all."""
         parts = self.parts
