@@ -32,7 +32,7 @@ from lockstep.loop.preflight import preflight
 from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
-from lockstep.protocols import ValueAlgorithm
+from lockstep.protocols import TokenLoss, ValueAlgorithm
 from lockstep.ranks.context import RankContext
 from lockstep.rollout.sampler import GroupSampler, Resampling, SampledStep, SampleKey
 from lockstep.schema.batch import (
