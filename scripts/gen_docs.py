@@ -25,7 +25,7 @@ from lockstep.config.base import OneOf
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes
 from lockstep.config.ppo import PPOConfig, PPORun
-from lockstep.config.run import GRPORun, SFTRun
+from lockstep.config.run import DPORun, GRPORun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
 from lockstep.config.toml import toml_value
 from lockstep.engine.sglang import translate as sglang
@@ -83,19 +83,19 @@ def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
 
 
 def config_page() -> str:
-    """Every setting of both kinds of run."""
+    """Every setting of every kind of run."""
     parts = [
         "# Settings",
         NOTE,
         "Every setting of a run. In a TOML file a dotted name is a key in a section; on the command line it "
         "is a flag: `train.lr` is `lr` under `[train]`, and `--train.lr 1e-5`. Underscores may be hyphens in "
         "flags, and `--train.no-activation-checkpointing` turns a switch off. `kind` at the top of a file is "
-        "`grpo`, `ppo` or `sft`.",
+        "`grpo`, `ppo`, `sft` or `dpo`.",
         f"Recipes that come with Lockstep: {', '.join(f'`{name}`' for name in recipes())}. "
         "`lockstep train --recipe NAME --print-config` prints one in full.",
     ]
     shared = set(GRPORun.model_fields) & set(SFTRun.model_fields) - {"algorithm", "kind", "eval_data"}
-    parts.append("## Both kinds of run")
+    parts.append("## Every kind of run")
     parts += sections(GRPORun, only=shared)
     parts.append('## `kind = "grpo"`')
     parts += sections(GRPORun, only=set(GRPORun.model_fields) - shared)
@@ -107,6 +107,9 @@ def config_page() -> str:
     parts += sections(PPORun, only={"value"})
     parts.append('## `kind = "sft"`')
     parts += sections(SFTRun, only=set(SFTRun.model_fields) - shared)
+    parts.append('## `kind = "dpo"`')
+    parts.append("The settings of `sft`, but for these.")
+    parts += sections(DPORun, only={"algorithm"})
     return "\n\n".join(parts) + "\n"
 
 

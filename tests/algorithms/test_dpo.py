@@ -1,17 +1,19 @@
-"""DPO against hand-worked constants, and against the naive formula by autograd."""
+"""DPO and its successors against hand-worked constants, and against the naive formula by autograd."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, get_args
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from lockstep.algorithms.dpo import DPO
-from lockstep.config.algorithm import DPOConfig
+from lockstep.config.algorithm import PREFERENCES, DPOConfig, PreferenceName
 from lockstep.errors import DataError, TrainError
-from lockstep.ops.losses import dpo
+from lockstep.ops.preferences import dpo, robust_dpo
 from lockstep.packing import PackLimits, empty_batch, pack, plan_micro_batches
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PreferenceBatch, PreferenceSample
@@ -122,3 +124,122 @@ def test_what_is_no_pair_is_refused() -> None:
     bare = dataclasses.replace(batch_of([2, 2]), ref_logprobs=None)
     with pytest.raises(TrainError, match="no ref_logprobs"):
         algorithm.loss()(torch.zeros(4), torch.zeros(4), bare, slice(0, 4))
+
+
+# One pair: the chosen answer has 2 trained tokens and logprobs -1 and -2, the rejected one 1 and -2; the
+# reference says -1 everywhere. Scores: chosen -1, rejected -1 by sums of log(policy / ref), -0.5 and -1 by
+# means; by the policy alone -1.5 and -2 by means.
+def sigmoid_loss(margin: float) -> float:
+    return math.log1p(math.exp(-margin))
+
+
+def log_odds(logprob: float) -> float:
+    return logprob - math.log(1 - math.exp(logprob))
+
+
+BY_HAND = {
+    "dpo": ({"beta": 0.5}, sigmoid_loss(0.0)),
+    "dpo averaged": ({"beta": 0.5, "average": True}, sigmoid_loss(0.25)),
+    "robust_dpo": ({"label_smoothing": 0.2}, (0.8 * math.log(2) - 0.2 * math.log(2)) / 0.6),
+    "robust_dpo averaged": (
+        {"beta": 1.0, "average": True},  # e = 0.1
+        (0.9 * sigmoid_loss(0.5) - 0.1 * sigmoid_loss(-0.5)) / 0.8,
+    ),
+    "ipo": ({}, (0.5 - 5.0) ** 2),
+    "ipo summed": ({"beta": 0.25, "average": False}, (0.0 - 2.0) ** 2),
+    "simpo": ({}, sigmoid_loss(2.0 * 0.5 - 1.0)),
+    "simpo with a margin": ({"beta": 1.0, "margin": 0.3}, sigmoid_loss(0.5 - 0.3)),
+    "orpo": ({}, 1.5 + 0.1 * sigmoid_loss(log_odds(-1.5) - log_odds(-2.0))),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_each_loss_by_hand(case: str) -> None:
+    options, expected = BY_HAND[case]
+    algorithm = DPO(DPOConfig(name=case.split()[0], **options))
+    samples = [sample(0, 3), sample(1, 2)]
+    batch = pack(samples, algorithm.loss_weights(samples))
+    if algorithm.config.needs_ref:
+        batch = dataclasses.replace(batch, ref_logprobs=torch.full((batch.num_slots,), -1.0))
+    logprobs = torch.tensor([-1.0, -2.0, math.nan, -2.0, math.nan], requires_grad=True)
+    loss = algorithm.loss()(logprobs, logprobs, batch, slice(0, batch.num_slots)).loss
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    loss.backward()
+    assert logprobs.grad is not None and bool(logprobs.grad.isfinite().all())
+
+
+def test_orpo_of_a_certain_answer_is_finite() -> None:
+    batch = pack([sample(0, 3), sample(1, 2)], DPO(DPOConfig()).loss_weights([sample(0, 3), sample(1, 2)]))
+    logprobs = torch.zeros(batch.num_slots, requires_grad=True)
+    loss = DPO(DPOConfig(name="orpo")).loss()(logprobs, logprobs, batch, slice(0, batch.num_slots)).loss
+    loss.backward()
+    assert math.isfinite(loss.item()) and bool(logprobs.grad.isfinite().all())  # type: ignore[union-attr]
+
+
+def test_robust_dpo_over_flipped_labels_is_dpo_on_the_right_ones() -> None:
+    chosen, rejected = torch.tensor([0.7, -2.0]), torch.tensor([-0.1, 1.0])
+    noisy = 0.7 * robust_dpo(chosen, rejected, beta=0.3, label_smoothing=0.3)
+    noisy += 0.3 * robust_dpo(rejected, chosen, beta=0.3, label_smoothing=0.3)
+    torch.testing.assert_close(noisy, dpo(chosen, rejected, beta=0.3))
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_the_formulas_of_trl(name: str) -> None:
+    """TRL 1.16: dpo_trainer.py (sigmoid, robust, ipo), experimental CPO (simpo) and ORPO, re-expressed."""
+    generator = torch.Generator().manual_seed(3)
+    samples = [sample(i, 2 + (3 * i) % 5) for i in range(8)]
+    algorithm = DPO(DPOConfig(name=name))
+    batch = pack(samples, algorithm.loss_weights(samples))
+    values, refs = -torch.rand(2, batch.num_slots, generator=generator) * 3
+    if algorithm.config.needs_ref:
+        batch = dataclasses.replace(batch, ref_logprobs=refs)
+    got = values.clone().requires_grad_()
+    algorithm.loss()(got, got, batch, slice(0, batch.num_slots)).loss.backward()
+
+    theirs = values.clone().requires_grad_()
+    sums, means, ref_sums, ref_means = [], [], [], []
+    for part, ref in zip(batch.split(theirs), batch.split(refs), strict=True):
+        sums.append(part[:-1].sum())
+        means.append(part[:-1].mean())
+        ref_sums.append(ref[:-1].sum())
+        ref_means.append(ref[:-1].mean())
+    logits = torch.stack([(sums[i] - ref_sums[i]) - (sums[i + 1] - ref_sums[i + 1]) for i in range(0, 8, 2)])
+    chosen, rejected = torch.stack(means[::2]), torch.stack(means[1::2])
+    log_sigmoid = torch.nn.functional.logsigmoid
+    if name == "dpo":
+        losses = -log_sigmoid(0.1 * logits)
+    elif name == "robust_dpo":
+        losses = (-log_sigmoid(0.1 * logits) * 0.9 + log_sigmoid(-0.1 * logits) * 0.1) / (1 - 2 * 0.1)
+    elif name == "ipo":
+        delta = (chosen - torch.stack(ref_means[::2])) - (rejected - torch.stack(ref_means[1::2]))
+        losses = (delta - 1 / (2 * 0.1)) ** 2
+    elif name == "simpo":
+        losses = -log_sigmoid(2.0 * ((chosen - rejected) - 1.0 / 2.0))
+    else:
+        odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+        losses = -chosen - 0.1 * log_sigmoid(odds)
+    losses.mean().backward()
+    torch.testing.assert_close(got.grad, theirs.grad, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "simpo", "label_smoothing": 0.1}, "label_smoothing = 0.1 has no effect"),
+        ({"name": "ipo", "margin": 0.5}, "margin = 0.5 has no effect"),
+        ({"name": "orpo", "average": False}, "odds of a whole answer"),
+        ({"name": "dpo", "label_smoothing": 0.5}, "less than 0.5"),
+        ({"beta": 0.0}, "greater than 0"),
+        ({"name": "slic"}, "'dpo', 'robust_dpo', 'ipo', 'simpo' or 'orpo'"),
+    ],
+)
+def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DPOConfig(**options)
+
+
+def test_published_values_are_filled_in_once() -> None:
+    simpo = DPOConfig(name="simpo", beta=2.5).resolved()
+    assert (simpo.beta, simpo.margin, simpo.average, simpo.label_smoothing) == (2.5, 1.0, True, None)
+    assert simpo.resolved() == simpo and not simpo.needs_ref
+    assert set(PREFERENCES) == set(get_args(PreferenceName))

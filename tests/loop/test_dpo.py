@@ -63,10 +63,18 @@ def test_a_micro_batch_must_hold_a_pair(lockstep: Commands, dpo_toml: Path, tmp_
     assert ended.code == 2 and "both answers of a pair are in one micro-batch" in ended.err
 
 
-def test_a_recorded_run_replays_to_the_bit(lockstep: Commands, dpo_toml: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ended = lockstep("train", dpo_toml, "--steps", "2", "--record", "--run-dir", run, cwd=tmp_path)
+@pytest.mark.parametrize("name", ["dpo", "orpo"])
+def test_a_recorded_run_replays_to_the_bit(
+    name: str, lockstep: Commands, dpo_toml: Path, tmp_path: Path
+) -> None:
+    run, more = tmp_path / "run", ["--algorithm.name", name, "--record", "--run-dir", tmp_path / "run"]
+    ended = lockstep("train", dpo_toml, "--steps", "2", *more, cwd=tmp_path)
     assert ended.code == 0, ended.out + ended.err
+    header = json.loads((run / "recordings" / "recording.json").read_text())
+    assert header["algorithm"]["name"] == name and header["algorithm"]["beta"] == 0.1
+    assert ('"time/logprobs"' in (run / "metrics.jsonl").read_text()) == (name == "dpo"), (
+        "orpo has no reference"
+    )
     ended = lockstep("replay", run, "--steps", "0:1", "--out", tmp_path / "out", cwd=tmp_path)
     assert ended.code == 0, ended.out + ended.err
     assert ended.verdict.endswith("equal to the recording, to the bit")

@@ -1,16 +1,16 @@
-"""Direct preference optimisation (arXiv 2305.18290)."""
+"""Direct preference optimisation (arXiv 2305.18290) and the losses of pairs that came after it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lockstep.config.algorithm import DPOConfig
 from lockstep.errors import DataError, TrainError
-from lockstep.ops.losses import dpo
 from lockstep.ops.masks import document_sums, masked
+from lockstep.ops.preferences import dpo, ipo, orpo, robust_dpo, simpo
 from lockstep.protocols.train import LossOutput, StepStats
 from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
 
@@ -29,40 +29,45 @@ class DPOLoss:
     terms: tuple[str, ...] = ()
 
     def __init__(self, config: DPOConfig) -> None:
-        self.config = config
+        self.config = config.resolved()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
         """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
         batch = _preferences(batch)
         slots = logprobs.new_zeros(batch.num_slots)
         slots[rows] = logprobs
-        chosen, rejected = self.log_ratios(slots, batch)
-        config = self.config
-        losses = dpo(chosen, rejected, beta=config.beta, label_smoothing=config.label_smoothing)
+        losses = pair_losses(*self.scores(slots, batch), self.config)
         weights = masked(batch.loss_weights, batch.loss_mask)
         documents = torch.segment_reduce(weights, "max", offsets=batch.cu_seqlens.long(), initial=0.0)
         return LossOutput((losses * _pairs(documents, batch).amax(1)).sum())
 
-    def log_ratios(self, logprobs: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-        """[P] each: log(policy / ref) of the chosen and of the rejected answers, nats. logprobs: [T]."""
-        if batch.ref_logprobs is None:
-            raise TrainError(
-                "DPO compares with a reference, but the batch has no ref_logprobs; run "
-                "backend.ref.logprobs(batches) first"
-            )
-        ref = batch.ref_logprobs.to(logprobs.device)
-        ratios = masked(logprobs, batch.loss_mask) - masked(ref, batch.loss_mask)
-        chosen, rejected = _pairs(document_sums(ratios, batch.cu_seqlens), batch).unbind(1)
+    def scores(self, logprobs: Tensor, batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
+        """[P] each: the score of the chosen and of the rejected answers, see lockstep.ops.preferences, nats.
+        logprobs: [T]."""
+        scores = masked(logprobs, batch.loss_mask)
+        if self.config.needs_ref:
+            if batch.ref_logprobs is None:
+                raise TrainError(
+                    f"{self.config.name} compares with a reference, but the batch has no ref_logprobs; run "
+                    "backend.ref.logprobs(batches) first"
+                )
+            scores = scores - masked(batch.ref_logprobs.to(logprobs.device), batch.loss_mask)
+        documents = document_sums(scores, batch.cu_seqlens)
+        if self.config.average:
+            trained = document_sums(batch.loss_mask.to(scores.dtype), batch.cu_seqlens)
+            documents = documents / trained.clamp(min=1)
+        chosen, rejected = _pairs(documents, batch).unbind(1)
         return chosen, rejected
 
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """Return means over the step's pairs: rewards (beta log(policy / ref), nats) of chosen and rejected
-        answers, their margin, and the share of pairs whose chosen answer has the higher one."""
+        """Return means over the step's pairs: rewards (beta times the score) of chosen and rejected answers,
+        their margin, and the share of pairs whose chosen answer has the higher one."""
+        assert self.config.beta is not None, "resolved"
         chosen, rejected = (
             torch.cat(column) * self.config.beta
             for column in zip(
                 *(
-                    self.log_ratios(logprobs, _preferences(batch).to(logprobs.device))  # type: ignore[arg-type]
+                    self.scores(logprobs, _preferences(batch).to(logprobs.device))  # type: ignore[arg-type]
                     for batch, logprobs in zip(batches, stats.logprobs, strict=True)
                 ),
                 strict=True,
@@ -74,8 +79,24 @@ class DPOLoss:
         return dict(zip(names, figures.tolist(), strict=True))
 
 
+def pair_losses(chosen: Tensor, rejected: Tensor, config: DPOConfig) -> Tensor:
+    """[P]: the loss of each pair, by the scores of its answers, [P] each. config: resolved."""
+    loss, names = _LOSSES[config.name]
+    return loss(chosen, rejected, **{name: getattr(config, name) for name in names})
+
+
+_LOSSES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "dpo": (dpo, ("beta", "label_smoothing")),
+    "robust_dpo": (robust_dpo, ("beta", "label_smoothing")),
+    "ipo": (ipo, ("beta",)),
+    "simpo": (simpo, ("beta", "margin")),
+    "orpo": (orpo, ("beta",)),
+}
+
+
 class DPO:
-    """Preference pairs; needs ref_logprobs. Shares loss_weights and loss with Algorithm."""
+    """Preference pairs, with ref_logprobs where the loss needs them. Shares loss_weights and loss with
+    Algorithm."""
 
     def __init__(self, config: DPOConfig) -> None:
         self.config = config

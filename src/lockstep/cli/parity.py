@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.config.algorithm import PREFERENCES
 from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.train_parity.stacks import (
@@ -112,7 +113,7 @@ def _stack_flags(group: Any) -> None:
 
 
 def _work_flags(group: Any) -> None:
-    group.add_argument("--algorithm", choices=["sft", "grpo", "dpo"], default="sft", help="(sft)")
+    group.add_argument("--algorithm", choices=["sft", "grpo", *PREFERENCES], default="sft", help="(sft)")
     group.add_argument("--model", metavar="NAME", help="(bundled:smollm2-135m)")
     group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
     group.add_argument(

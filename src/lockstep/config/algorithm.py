@@ -223,15 +223,66 @@ class SFTConfig(Config):
     """token_mean: over all trained tokens of the step. sequence_mean: per document, then over documents."""
 
 
-class DPOConfig(Config):
-    """Direct preference optimisation on pairs of answers."""
+PreferenceName = Literal["dpo", "robust_dpo", "ipo", "simpo", "orpo"]
 
-    name: Literal["dpo"] = "dpo"
-    """The only value."""
-    beta: PositiveFloat = 0.1
-    """How much a nat of log(policy / ref) counts: a larger one keeps the policy nearer to the reference."""
-    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
-    """Share of the pairs that are taken to be the wrong way round."""
+
+class DPOConfig(Config):
+    """Direct preference optimisation on pairs of answers, and the losses that came after it."""
+
+    name: PreferenceName = "dpo"
+    """Name of a published loss: options below that are left out take its published values. simpo and orpo
+    need no reference."""
+    beta: PositiveFloat | None = None
+    """dpo, robust_dpo, ipo: how much a nat of log(policy / ref) counts; a larger one keeps the policy nearer
+    to the reference. simpo: how much a nat of the mean logprob counts. orpo: weight of the odds ratio beside
+    the cross-entropy of the chosen answer."""
+    label_smoothing: float | None = Field(None, ge=0.0, lt=0.5)
+    """dpo, robust_dpo: share of the pairs that are taken to be the wrong way round."""
+    average: bool | None = None
+    """Divide an answer's log-probability by its number of trained tokens, so that length does not count."""
+    margin: float | None = Field(None, ge=0.0)
+    """simpo: how far the chosen reward, beta times the mean logprob, should exceed the other one's."""
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether the loss compares with a reference."""
+        return self.name not in ("simpo", "orpo")
+
+    @model_validator(mode="after")
+    def _check(self) -> DPOConfig:
+        if self.label_smoothing and self.name not in ("dpo", "robust_dpo"):
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} has no effect with name = {self.name!r}; leave it "
+                "out"
+            )
+        if self.margin is not None and self.name != "simpo":
+            raise ValueError(f"margin = {self.margin} has no effect with name = {self.name!r}; leave it out")
+        if self.average is False and self.name == "orpo":
+            raise ValueError(
+                "average = false with name = 'orpo': the odds of a whole answer are 0 in any float; leave it "
+                "out"
+            )
+        return self
+
+    def resolved(self) -> Self:
+        """Return the config with every option that was left at None set to the published value; None stays
+        where the loss has no such option."""
+        own = {key: value for key, value in self.model_dump().items() if value is not None}
+        return type(self).model_validate(PREFERENCES[self.name] | own)
+
+
+PREFERENCES: dict[str, dict[str, Any]] = {
+    # arXiv 2305.18290, section 6 and appendix B
+    "dpo": {"beta": 0.1, "label_smoothing": 0.0, "average": False},
+    # arXiv 2403.00409, section 5.2
+    "robust_dpo": {"beta": 0.1, "label_smoothing": 0.1, "average": False},
+    # arXiv 2310.12036; beta (tau there) and the mean over tokens as TRL has them
+    "ipo": {"beta": 0.1, "average": True},
+    # arXiv 2405.14734, appendix B: beta 2 to 2.5, margin / beta about 0.5
+    "simpo": {"beta": 2.0, "margin": 1.0, "average": True},
+    # arXiv 2403.07691, section 5.1
+    "orpo": {"beta": 0.1, "average": True},
+}
 
 
 def published_values(name: str) -> dict[str, Any]:

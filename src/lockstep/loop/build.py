@@ -21,7 +21,7 @@ from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
 from lockstep.config.ppo import PPORun
-from lockstep.config.run import GRPORun, OfflineRun, RunConfig
+from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.data.held_out import evaluates, load_train_and_held_out
 from lockstep.data.prompts import PromptSet
 from lockstep.engine.build import is_external, make_engine
@@ -380,7 +380,7 @@ def recording_header(
     assert isinstance(run, GRPORun | OfflineRun)
     folder = Path(run.model.name)
     settings = {"dtype": axes.dtype} | ({"name": str(folder.resolve())} if folder.is_dir() else {})
-    algorithm: Config = run.algorithm.resolved() if isinstance(run, GRPORun) else run.algorithm
+    algorithm: Config = run.algorithm.resolved() if isinstance(run, GRPORun | DPORun) else run.algorithm
     cuda = axes.device.startswith("cuda")
     return RecordingHeader(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -180,7 +180,9 @@ def _documents(run: RunConfig) -> tuple[int, int]:
 
 
 def _has_ref(run: RunConfig) -> bool:
-    return isinstance(run, DPORun) or (isinstance(run, GRPORun) and run.algorithm.kl.coef > 0)
+    if isinstance(run, DPORun):
+        return run.algorithm.needs_ref
+    return isinstance(run, GRPORun) and run.algorithm.kl.coef > 0
 
 
 def _is_static(train: TrainConfig) -> bool:

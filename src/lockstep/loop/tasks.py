@@ -38,7 +38,10 @@ class OfflineSet(Protocol):
 class OfflineTask(Protocol):
     """One kind of run on documents."""
 
-    needs_ref: bool
+    @property
+    def needs_ref(self) -> bool:
+        """Whether the loss reads ref_logprobs."""
+        ...
 
     def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet: ...
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
@@ -72,16 +75,21 @@ class SFTTask(SFT):
 
 
 class DPOTask(DPO):
-    """Pairs; the reference is the policy as it was loaded."""
+    """Pairs; the reference, where the loss has one, is the policy as it was loaded."""
 
-    needs_ref = True
+    @property
+    def needs_ref(self) -> bool:
+        """See OfflineTask."""
+        return self.config.needs_ref
 
     def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet:
         """See load_preferences."""
         return load_preferences(config, tokenizer=tokenizer)
 
     def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
-        """With ref_logprobs."""
+        """With ref_logprobs, if the loss needs them."""
+        if not self.needs_ref:
+            return list(batches)
         assert backend.ref is not None, "the loop asks for one where needs_ref"
         return [
             dataclasses.replace(batch, ref_logprobs=logprobs)  # type: ignore[call-arg]

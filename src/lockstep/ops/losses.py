@@ -93,20 +93,6 @@ def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: fl
     return torch.where(keep, weight, 0.0)
 
 
-def dpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """[P]: DPO (arXiv 2305.18290, eq. 7), elementwise; label smoothing as in conservative DPO: the labels are
-    wrong with that probability.
-
-        -(1 - e) log sigmoid(beta (chosen - rejected)) - e log sigmoid(-beta (chosen - rejected))
-
-    Args:
-        chosen, rejected: [P] log(policy / ref) of whole answers, nats.
-    """
-    margin = beta * (chosen - rejected)
-    log_sigmoid = torch.nn.functional.logsigmoid
-    return -(1.0 - label_smoothing) * log_sigmoid(margin) - label_smoothing * log_sigmoid(-margin)
-
-
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in units of reward, never positive.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
-from lockstep.config.algorithm import PUBLISHED, DPOConfig, GRPOConfig
+from lockstep.config.algorithm import PREFERENCES, PUBLISHED, DPOConfig, GRPOConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.support import TABLE
 from lockstep.errors import RecordingError, unknown_name
@@ -113,8 +113,8 @@ def recorded_algorithm(header: RecordingHeader) -> GRPOConfig | DPOConfig | None
     name: Any = header.algorithm.get("name")
     if name in ("sft", "surrogate"):
         return None
-    if not isinstance(name, str) or (name not in PUBLISHED and name != "dpo"):
-        known = (*PUBLISHED, "sft", "dpo", "surrogate")
+    if not isinstance(name, str) or (name not in PUBLISHED and name not in PREFERENCES):
+        known = (*PUBLISHED, *PREFERENCES, "sft", "surrogate")
         raise _refused("algorithm.name", unknown_name("algorithm", str(name)[:80], known), _LOSS_FLAG)
     for field in ("advantage", "objective"):  # a recording may not name code to import
         if ":" in str(value := header.algorithm.get(field)):
@@ -122,7 +122,7 @@ def recorded_algorithm(header: RecordingHeader) -> GRPOConfig | DPOConfig | None
                 f"algorithm.{field}", f"{str(value)[:80]!r} is not one of Lockstep's own", _LOSS_FLAG
             )
     try:
-        if name == "dpo":
+        if name in PREFERENCES:
             return DPOConfig.model_validate(dict(header.algorithm))
         return GRPOConfig.model_validate(dict(header.algorithm))
     except ValidationError as error:

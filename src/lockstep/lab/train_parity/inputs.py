@@ -84,7 +84,7 @@ def make_inputs(spec: InputsSpec) -> InputsReport:
     """
     with quiet_transformers():
         sizes = model_sizes(spec.model)
-        report = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}[spec.algorithm](spec, sizes)
+        report = {"sft": _sft, "grpo": _grpo}.get(spec.algorithm, _pairs)(spec, sizes)
     write_json(spec.out / REPORT, report.model_dump())
     return report
 
@@ -164,10 +164,10 @@ def _zipf(generator: np.random.Generator, length: int, vocab_size: int) -> Tenso
     return torch.from_numpy(generator.choice(len(weights), size=length, p=weights / weights.sum()))
 
 
-# --- DPO ----------------------------------------------------------------------------------------------------
+# --- preferences --------------------------------------------------------------------------------------------
 
 
-def _dpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
+def _pairs(spec: InputsSpec, sizes: Sizes) -> InputsReport:
     notes: tuple[str, ...]
     if spec.data is not None and not spec.data.generated:
         longest = min(spec.max_length, sizes.max_positions, spec.token_budget // 2)
@@ -180,15 +180,18 @@ def _dpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
         notes += ("each document is preferred to itself with random ids in its second half",)
     size = max(1, min(spec.batch_size // 2, len(pairs)))
     steps = spec.steps or -(-len(pairs) // size)
-    algorithm, limits = DPO(DPOConfig()), _limits(spec, documents=2 * size)
+    options = DPOConfig.model_validate({"name": spec.algorithm}).resolved()
+    algorithm, limits = DPO(options), _limits(spec, documents=2 * size)
     limits = dataclasses.replace(limits, min_packs=min(spec.min_packs, size))
     plan = []
     for step in range(steps):
         samples = pairs.batch(step, size, spec.seed)
         plan.append(plan_micro_batches(samples, algorithm.loss_weights(samples), limits))
-    header = inputs_header(spec, sizes, algorithm=DPOConfig().model_dump(mode="json"))
-    indices = write_inputs(spec.out / INPUTS, header, with_reference(plan, spec))
-    notes += ("the reference is the policy before the first step, by `local`",)
+    if options.needs_ref:
+        plan = with_reference(plan, spec)
+        notes += ("the reference is the policy before the first step, by `local`",)
+    header = inputs_header(spec, sizes, algorithm=options.model_dump(mode="json"))
+    indices = write_inputs(spec.out / INPUTS, header, plan)
     return InputsReport(
         steps=indices, source=source, notes=notes, documents=2 * len(pairs), **_sums(plan), **_kept(sizes)
     )

@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from lockstep.config.algorithm import PreferenceName
 from lockstep.config.base import PositiveInt, Record, Seconds, Seed
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
@@ -28,13 +29,16 @@ RANK_LOGS = "ranks"
 INPUTS, REPORT = "inputs", "inputs.json"
 
 
+ParityAlgorithm = Literal["sft", "grpo"] | PreferenceName
+
+
 class InputsSpec(Record):
     """The inputs to make."""
 
-    algorithm: Literal["sft", "grpo", "dpo"] = "sft"
+    algorithm: ParityAlgorithm = "sft"
     model: ModelConfig = ModelConfig()
     data: DataConfig | None = None
-    """SFT and DPO; None: generated documents."""
+    """SFT and losses of pairs; None: generated documents."""
     recording: Path | None = None
     """GRPO; None: the shipped corpus."""
     max_samples: PositiveInt = 160

@@ -35,6 +35,7 @@ from lockstep.lab.train_parity.job import (
     REPORT,
     InputsReport,
     InputsSpec,
+    ParityAlgorithm,
     ParityJob,
     read_outcome,
     read_rows,
@@ -67,7 +68,7 @@ class ParityOptions:
     log_dir: Path | None = None
     """None: OUT/logs."""
     skip: Sequence[str] = ()
-    algorithm: Literal["sft", "grpo", "dpo"] = "sft"
+    algorithm: ParityAlgorithm = "sft"
     device: Literal["cpu", "cuda"] = "cpu"
     gpus: int | None = None
     """Ranks of every stack; None: `default_ranks`, or what a stack needs at least."""
