@@ -177,6 +177,29 @@ def test_auto_dtype_follows_the_cpu(
     assert str(expected).removeprefix("torch.") in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("ATEN_CPU_CAPABILITY", "avx2", torch.float32),
+        ("ATEN_CPU_CAPABILITY", "avx512", torch.bfloat16),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", torch.float32),
+        ("DNNL_MAX_CPU_ISA", "avx512_core", torch.float32),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", torch.bfloat16),  # AMX is hidden, AVX512-BF16 is not
+        ("ONEDNN_MAX_CPU_ISA", "DEFAULT", torch.bfloat16),
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX2", torch.float32),
+    ],
+)
+def test_auto_dtype_honours_variables_that_limit_the_cpu(
+    variable: str, value: str, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtypes, "cpu_flags", lambda: frozenset({"amx_bf16", "avx512_bf16"}))
+    monkeypatch.setenv(variable, value)
+    assert dtypes.resolve_dtype("auto", CPU) == expected
+    fast, reason = dtypes.fast_bfloat16(CPU)
+    assert fast == (expected == torch.bfloat16)
+    assert fast or f"{variable} = {value}" in reason
+
+
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3", "tiny-gemma3", "tiny-mistral"])
 def test_a_second_skeleton_has_the_very_same_parameters(shape: str) -> None:
     loaded = load(f"shape:{shape}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +20,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the torch dtype of a config value; "auto" depends on the device and is logged.
 
     auto: bfloat16 where the hardware multiplies it (CUDA compute capability 8.0 and up, CPUs with AMX,
-    AVX512-BF16 or Arm's BF16), else float32, because emulated bfloat16 is slower than float32 and less exact.
+    AVX512-BF16 or Arm's BF16, unless the environment keeps torch from using them), else float32, because
+    emulated bfloat16 is slower than float32 and less exact.
 
     Raises:
         ModelError: an unknown name.
@@ -43,9 +46,48 @@ def fast_bfloat16(device: torch.device) -> tuple[bool, str]:
     flags = cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"}
     if not flags:
         return False, "CPU without amx_bf16, avx512_bf16 or bf16"
+    hidden = {flag: why for flag in flags if (why := hidden_by(flag, os.environ))}
+    if hidden and hidden.keys() == flags:
+        return False, f"CPU with {', '.join(sorted(flags))}, but {next(iter(hidden.values()))}"
+    flags -= hidden.keys()
     if not torch.backends.mkldnn.is_available():
         return False, f"CPU has {', '.join(sorted(flags))} but this torch has no oneDNN to use it"
     return True, f"CPU with {', '.join(sorted(flags))}"
+
+
+_BELOW_AVX512 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"})
+_ONEDNN_BELOW = {
+    "avx512_bf16": _BELOW_AVX512 | {"AVX512_CORE", "AVX512_CORE_VNNI"},
+    "amx_bf16": _BELOW_AVX512
+    | {"AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10_1_512"},
+}
+"""By CPU flag: the values of ONEDNN_MAX_CPU_ISA under which oneDNN leaves these units alone."""
+
+
+def hidden_by(flag: str, environ: Mapping[str, str]) -> str:
+    """Return the variable and value that keep torch from the units of a CPU flag; empty: none does.
+
+    ATEN_CPU_CAPABILITY limits torch's own kernels, ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) the matrix
+    products in bfloat16 and MKL_ENABLE_INSTRUCTIONS those in float32: whoever sets one below AVX-512 asks for
+    a CPU without. They matter to x86 flags only.
+
+    Example:
+        >>> hidden_by("amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
+        'ONEDNN_MAX_CPU_ISA = AVX2'
+    """
+    if flag not in _ONEDNN_BELOW:
+        return ""
+    limits = {
+        "ATEN_CPU_CAPABILITY": frozenset({"DEFAULT", "AVX2"}),
+        "ONEDNN_MAX_CPU_ISA": _ONEDNN_BELOW[flag],
+        "DNNL_MAX_CPU_ISA": _ONEDNN_BELOW[flag],
+        "MKL_ENABLE_INSTRUCTIONS": frozenset({"SSE4_2", "AVX", "AVX2"}),
+    }
+    for name, below in limits.items():
+        value = environ.get(name, "")
+        if value.upper() in below:
+            return f"{name} = {value}"
+    return ""
 
 
 def cpu_flags() -> frozenset[str]:
