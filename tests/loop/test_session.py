@@ -2,12 +2,13 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from lockstep.config.load import load_run
 from lockstep.config.run import GRPORun
+from lockstep.config.train import EvalConfig
 from lockstep.errors import ConfigError, DataError, RewardError
 from lockstep.loop.build import OnlineParts
 from lockstep.loop.evaluate import score
@@ -105,6 +106,51 @@ def test_times_between_steps_are_reported_with_the_next_step(tmp_path: Path) -> 
     assert ["time/save" in line for line in lines] == [False, True, True]
 
 
+def judge(rewards: object, **settings: Any) -> OnlineParts:
+    """The parts that an evaluation's judging reads."""
+    run = SimpleNamespace(eval=EvalConfig(**settings))
+    return cast(OnlineParts, SimpleNamespace(rewards=rewards, ranks=RankContext.alone(), run=run))
+
+
+def answered(prompt: str, answer: str, *, completion: str) -> RolloutGroup:
+    turn = Completion(
+        prompt_token_ids=(1,),
+        token_ids=(2,),
+        logprobs=(-1.0,),
+        finish_reason="stop",
+        stop_reason=2,
+        text=completion,
+        seed=0,
+        engine="test",
+        policy_version=0,
+    )
+    return RolloutGroup(
+        prompt=Prompt(index=0, token_ids=(1,), text=prompt, row={"answer": answer}),
+        rollouts=(Rollout(trajectory=Trajectory.of(turn), reward=0.0, rewards={}),),
+    )
+
+
+def test_kinds_of_problems_are_reported_apart() -> None:
+    rewards = SimpleNamespace(strict=lambda row, completion: None, take_counts=dict)
+    groups = [
+        answered("1 + 1", "2", completion="2"),
+        answered("3 - 1", "2", completion="2 of 4"),
+        answered("3 - 2", "1", completion="4"),
+        answered("9 - 2", "7", completion="9 - 2 = 7"),
+    ]
+    kinds = {"sums": r"\d \+ \d", "differences": r"\d - \d", "products": r"\*"}
+    numbers = score(judge(rewards, kinds=kinds), groups).as_dict()
+    assert numbers["lenient_accuracy"] == 0.5
+    assert numbers["lenient_accuracy/sums"] == 1.0
+    assert numbers["lenient_accuracy/differences"] == pytest.approx(1 / 3)
+    assert numbers["lenient_accuracy/products"] is None
+
+
+def test_a_kind_that_is_no_regular_expression_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"kinds.sums = '\(' is no regular expression"):
+        EvalConfig(kinds={"sums": "("})
+
+
 def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Path) -> None:
     class Counting:
         """Stands for the rewards; a verifier that finds no answer counts it, also when it is asked again."""
@@ -119,23 +165,8 @@ def test_what_an_evaluation_counts_is_not_reported_by_the_next_step(tmp_path: Pa
             taken, self.counts = self.counts, 0
             return {"verifier/no_answer": taken}
 
-    completion = Completion(
-        prompt_token_ids=(1,),
-        token_ids=(2,),
-        logprobs=(-1.0,),
-        finish_reason="stop",
-        stop_reason=2,
-        text="none",
-        seed=0,
-        engine="test",
-        policy_version=0,
-    )
-    group = RolloutGroup(
-        prompt=Prompt(index=0, token_ids=(1,), text="1 + 1", row={"answer": "2"}),
-        rollouts=(Rollout(trajectory=Trajectory.of(completion), reward=0.0, rewards={}),),
-    )
     rewards = Counting()
-    result = score(cast(OnlineParts, SimpleNamespace(rewards=rewards, ranks=RankContext.alone())), [group])
+    result = score(judge(rewards), [answered("1 + 1", "2", completion="none")])
     assert (result.strict_accuracy, result.lenient_accuracy) == (0.0, 0.0)
     assert rewards.take_counts() == {"verifier/no_answer": 0}
 

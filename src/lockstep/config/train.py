@@ -169,9 +169,19 @@ class EvalConfig(Config):
     before_max_tokens_factor: PositiveInt = 2
     """The run before training may use this many times the tokens, so that learning to stop does not count
     as learning."""
+    kinds: dict[Name, str] = Field(default_factory=dict)
+    """Kinds of problems whose lenient accuracy is reported apart, as eval/lenient_accuracy/NAME: by name, a
+    regular expression that is searched in the rendered prompt."""
 
     @model_validator(mode="after")
     def _check(self) -> EvalConfig:
+        for name, expression in self.kinds.items():
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ValueError(
+                    f"kinds.{name} = {expression!r} is no regular expression: {error}; correct it"
+                ) from error
         if self.samples_per_prompt > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples_per_prompt = {self.samples_per_prompt} at temperature = 0 would sample one and the "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lockstep.config.rollout import SamplingConfig
 from lockstep.errors import ConfigError
@@ -31,6 +31,8 @@ class Evaluation:
     num_prompts: int
     mean_completion_tokens: float
     groups: tuple[RolloutGroup, ...]
+    lenient_by_kind: Mapping[str, float | None] = field(default_factory=dict)
+    """lenient_accuracy of the prompts of each of `eval.kinds`; None where no numbers are asked for."""
 
     def as_dict(self) -> dict[str, float | int | None]:
         """The numbers, for summary.json and metrics.jsonl."""
@@ -40,7 +42,7 @@ class Evaluation:
             "mean_reward": self.mean_reward,
             "num_prompts": self.num_prompts,
             "mean_completion_tokens": self.mean_completion_tokens,
-        }
+        } | {f"lenient_accuracy/{name}": value for name, value in self.lenient_by_kind.items()}
 
 
 def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | None:
@@ -80,15 +82,17 @@ def eval_prompts(parts: OnlineParts) -> Sequence[Prompt]:
 def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
     """Return accuracies and mean reward of finished rollouts; with several ranks each scores a share of
     them."""
-    rollouts = [(group.prompt.row, rollout) for group in groups for rollout in group.rollouts]
-    texts = [(row, rollout.trajectory.text or "") for row, rollout in rollouts]
+    rollouts = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    texts = [(prompt, rollout.trajectory.text or "") for prompt, rollout in rollouts]
     share = texts[parts.ranks.rank :: parts.ranks.world_size]
     everyone = parts.ranks.each(lambda: _mark(parts, share), _Marks, what="judging the evaluation")
     strict = [mark for marks, _ in everyone for mark in marks]
-    lenient = [mark for _, marks in everyone for mark in marks]
+    lenient = [(kinds, mark) for _, marks in everyone for kinds, mark in marks]
+    by_kind = {name: [mark for kinds, mark in lenient if name in kinds] for name in parts.run.eval.kinds}
     return Evaluation(
         strict_accuracy=statistics.fmean(strict) if strict else None,
-        lenient_accuracy=lenient_accuracy(lenient) if lenient else None,
+        lenient_accuracy=_lenient(mark for _, mark in lenient),
+        lenient_by_kind={name: _lenient(marks) for name, marks in by_kind.items()},
         mean_reward=statistics.fmean(rollout.reward for _, rollout in rollouts),
         num_prompts=len(groups),
         mean_completion_tokens=statistics.fmean(r.trajectory.policy_tokens for _, r in rollouts),
@@ -96,12 +100,27 @@ def score(parts: OnlineParts, groups: Sequence[RolloutGroup]) -> Evaluation:
     )
 
 
-_Marks = tuple[list[bool], list[tuple[bool, bool]]]
+_Marks = tuple[list[bool], list[tuple[list[str], tuple[bool, bool]]]]
 
 
-def _mark(parts: OnlineParts, texts: Sequence[tuple[Mapping[str, Any], str]]) -> _Marks:
-    """Strict and lenient marks of the (row, completion) pairs that have any."""
-    strict = [mark for row, text in texts if (mark := parts.rewards.strict(row, text)) is not None]
+def _lenient(marks: Iterable[tuple[bool, bool]]) -> float | None:
+    found = list(marks)
+    return lenient_accuracy(found) if found else None
+
+
+def _mark(parts: OnlineParts, texts: Sequence[tuple[Prompt, str]]) -> _Marks:
+    """Strict marks, and lenient marks with the kinds of their prompt, of the completions that have any."""
+    rows = [(prompt.row, text) for prompt, text in texts]
+    strict = [mark for row, text in rows if (mark := parts.rewards.strict(row, text)) is not None]
     parts.rewards.take_counts()  # else the next training step would report them as its own
-    lenient = [marks for row, text in texts if (marks := lenient_correct(row, text)) is not None]
+    lenient = [
+        (_kinds(parts, prompt), marks)
+        for prompt, text in texts
+        if (marks := lenient_correct(prompt.row, text)) is not None
+    ]
     return strict, lenient
+
+
+def _kinds(parts: OnlineParts, prompt: Prompt) -> list[str]:
+    kinds = parts.run.eval.kinds
+    return [name for name, expression in kinds.items() if re.search(expression, prompt.text)]
