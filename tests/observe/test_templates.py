@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from lockstep.errors import DataError
 from lockstep.observe.templates import Renderer, render_chat
+from lockstep.processes import child
 
 CHAT = [
     {"role": "system", "content": "Be <brief> & \u00fcber \U0001f600"},
@@ -62,16 +63,19 @@ def tiny_tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_a_child_that_does_not_read_is_late_as_one_that_does_not_reply() -> None:
+def test_a_child_that_does_not_read_is_late_as_one_that_does_not_reply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A stopped process, and a job that no pipe holds."""
+    monkeypatch.setattr(child, "END_SECONDS", 0.5)
     renderer = Renderer(seconds=0.5)
     job = {"template": "{{ x }}", "variables": {"x": ""}}
     assert Renderer(seconds=60).run(job, "row 1")["text"] == ""
-    stopped = renderer._start()
-    os.kill(stopped.pid, signal.SIGSTOP)
+    renderer._process = stopped = renderer._start()
+    os.killpg(stopped.pid, signal.SIGSTOP)  # also the one that stands over it
     with pytest.raises(DataError, match="row 1: the chat template does not end"):
         renderer.run(job | {"variables": {"x": "y" * 2**22}}, "row 1")
-    assert stopped.returncode == -signal.SIGKILL
+    assert stopped.closed and stopped.poll() == -signal.SIGKILL
 
 
 FORK = """
@@ -101,8 +105,12 @@ def test_the_child_gets_no_variables_of_ours_that_it_does_not_need(monkeypatch: 
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     renderer = Renderer()
-    process = renderer._start()
-    renderer.run({"template": "", "variables": {}}, "row 1")  # it has surely started
-    given = Path(f"/proc/{process.pid}/environ").read_bytes()
+    renderer.run({"template": "", "variables": {}}, "row 1")
+    given = Path(f"/proc/{renderer._process.pid}/environ").read_bytes()
     assert b"TZ=Asia/Tokyo" in given and b"HF_TOKEN" not in given
-    renderer.close()
+    renderer._process.end()
+
+
+def test_text_beyond_the_first_plane_and_halves_of_it_survive_the_way() -> None:
+    text = "\u00fc\u4e2d\U0001f600 \ud83d"
+    assert Renderer().run({"template": "{{ x }}", "variables": {"x": text}}, "row 1")["text"] == text

@@ -1,8 +1,7 @@
-"""Renders chat templates in a process of its own; run as a script, without Lockstep or torch.
+"""Renders chat templates in a process of its own (lockstep.processes.jobs), without torch.
 
 A template is a program that came with a model. Jinja's sandbox keeps it from files and attributes, not from
-loops over loops or 'x' * 10**10: those end with this process. One job a line on stdin, one reply a line on
-stdout, JSON both ways.
+loops over loops or 'x' * 10**10: those end with this process.
 """
 
 from __future__ import annotations
@@ -13,13 +12,15 @@ import functools
 import json
 import resource
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+
+from lockstep.processes.messages import receive, send
+from lockstep.processes.supervisor import supervise
 
 CPU_SECONDS = 2.0
 """Of one rendering; the kernel ends the process beyond it. A usual template takes a millisecond."""
@@ -46,14 +47,16 @@ class Generation(jinja2.ext.Extension):
         return text
 
 
-def main() -> None:
-    """Answer jobs until stdin ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+def main(*, jobs: int, replies: int) -> None:
+    """Answer jobs until their pipe closes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in sys.stdin:
+    supervise(jobs)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    while True:
+        job = receive(jobs)
         with limited():
-            reply = answer(json.loads(line))
-        print(json.dumps(reply), flush=True)  # noqa: T201 (JSON for a program)
+            reply = answer(job)
+        send(replies, {"id": job["id"], **reply})
 
 
 @contextlib.contextmanager
@@ -118,7 +121,3 @@ def raise_exception(message: str) -> None:
 
 def strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
-
-
-if __name__ == "__main__":
-    main()

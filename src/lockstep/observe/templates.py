@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError
 from lockstep.observe.text import printable
+from lockstep.processes.jobs import JobProcess, ProcessEnded
 
-_CHILD = Path(__file__).with_name("template_child.py")
 _SECONDS = 120.0
 """Deadline of a job and its reply; the child's own limit is CPU time, which other work does not use up."""
-_END_SECONDS = 10.0
-_KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "TZ")
-"""Environment variables that the child gets: for finding Python's packages, and for strftime_now."""
+_KEPT = ("HOME", "LANG", "LC_ALL", "LC_TIME", "LD_LIBRARY_PATH", "TZ")
+"""Environment variables that the child gets: for loading libraries, and for strftime_now."""
 _NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 _NAME = re.compile(r"[A-Za-z]\w*")
 
@@ -108,8 +99,7 @@ class Renderer:
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stop: weakref.finalize[Any, Any] | None = None
+        self._process: JobProcess | None = None
 
     def run(self, job: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Send one job to the child, and return its reply.
@@ -118,94 +108,30 @@ class Renderer:
             DataError: it ended, or did not take the job and reply in time.
         """
         with self._lock:
-            process = self._process or self._start()
+            process = self._process = self._process or self._start()
             try:
-                data = json.dumps(job).encode() + b"\n"
-                line = _exchange(process, data, time.monotonic() + self._seconds)
-            except BaseException:  # a late reply must not answer the next job
-                self.close()
-                raise
-            if line is not None:
-                reply: dict[str, Any] = json.loads(line)
-                return reply
-            self.close()
-        raise DataError(
-            f"{where}: the chat template does not end within its budget of time and memory; set "
-            "data.chat_template to another one"
-        )
-
-    def close(self) -> None:
-        """End the process."""
-        if self._stop is not None:
-            self._stop()
-        self._process, self._stop = None, None
+                return process.exchange(dict(job), seconds=self._seconds)
+            except (TimeoutError, ProcessEnded) as error:
+                raise DataError(
+                    f"{where}: the chat template does not end within its budget of time and memory; set "
+                    "data.chat_template to another one"
+                ) from error
+            finally:
+                if process.closed:
+                    self._process = None
 
     def after_fork(self) -> None:
         """Give up the process in a fork: it stays its owner's, and another is started when needed.
 
-        Two that write jobs to one process would get each other's replies, and the copy's end would end it.
+        Two that write jobs to one process would get each other's replies.
         """
         self._lock = threading.Lock()  # the other one may be held by a thread that is not in the fork
-        process, self._process = self._process, None
-        if process is not None and self._stop is not None:
-            self._stop.detach()
-            process.returncode = -signal.SIGKILL  # there is nothing to wait for here
-            _close_pipes(process)
-        self._stop = None
+        self._process = None
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", str(_CHILD)],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={name: os.environ[name] for name in _KEPT if name in os.environ},
-        )
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
-        self._process = process
-        self._stop = weakref.finalize(self, _end, process)
-        return process
+    def _start(self) -> JobProcess:
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        return JobProcess("lockstep.observe.template_child", env=environment)
 
 
 _renderer = Renderer()
 os.register_at_fork(after_in_child=_renderer.after_fork)
-
-
-def _exchange(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> bytes | None:
-    """The reply to one job; None: the process ended, or is late."""
-    assert process.stdin is not None and process.stdout is not None
-    stdin, stdout = process.stdin.fileno(), process.stdout.fileno()
-    left, reply = memoryview(data), bytearray()
-    while left:
-        if not _is_ready(stdin, select.POLLOUT, deadline):
-            return None
-        try:
-            left = left[os.write(stdin, left) :]
-        except BrokenPipeError:
-            return None
-    while not reply.endswith(b"\n"):
-        chunk = os.read(stdout, 1 << 16) if _is_ready(stdout, select.POLLIN, deadline) else b""
-        if not chunk:
-            return None
-        reply += chunk
-    return bytes(reply)
-
-
-def _is_ready(fd: int, event: int, deadline: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, event)
-    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    _close_pipes(process)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # killed, and the kernel ends it when it can
-        process.wait(_END_SECONDS)
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()

@@ -39,5 +39,5 @@ def send(fd: int, message: Message) -> None:
 
 def packed(message: Message) -> bytes:
     """Return the bytes of a message."""
-    text = json.dumps(message).encode()
+    text = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")  # as json.loads decodes
     return struct.pack("<I", len(text)) + text
