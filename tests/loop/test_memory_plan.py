@@ -9,6 +9,8 @@ import torch
 
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
+from lockstep.config.ppo import PPORun, ValueConfig
+from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
@@ -48,6 +50,29 @@ def test_the_peak_is_the_largest_phase() -> None:
     # float32 or bfloat16, as the CPU decides; 2 layers, 2 key/value heads of 16, 64 samples of 1152 tokens
     assert by_name["KV cache"] == 2 * 2 * 2 * 16 * plan.shape.dtype_bytes * 64 * 1152
     assert plan.peak_bytes < sum(by_name.values())
+
+
+def test_a_value_model_has_a_plan_of_its_own() -> None:
+    """Its weights, masters and states are there beside the policy's; the two train one after the other, so the
+    larger one's activations count. Settings are named in its own table, where it has them."""
+    shared: dict[str, Any] = {
+        "model": ModelConfig(name="shape:tiny-llama", dtype="bfloat16"),
+        "rollout": RolloutConfig(sampling=SamplingConfig(max_tokens=64)),
+    }
+    alone = plan_memory(GRPORun(**shared), device=CPU)
+    run = PPORun(**shared, value=ValueConfig(dtype="float32", optimizer="sgd"))
+    both = plan_memory(run, device=CPU)
+    value = {part.name: part for part in both.parts if part.role == "value"}
+    assert [part for part in both.parts if part.role == "policy"] == list(alone.parts)
+    count = planned_shape(run.model, dtype=torch.float32, head="scalar").parameters
+    assert value["value model: parameters"].bytes == 4 * count
+    assert "value model: optimizer states" not in value and "value model: float32 master weights" not in value
+    always = sum(part.bytes for part in value.values() if part.phase == "always")
+    assert both.peak_bytes >= alone.peak_bytes + always
+    assert both.peak_bytes < alone.peak_bytes + sum(part.bytes for part in value.values())
+    assert "value.name" in value["value model: parameters"].setting
+    activations = value["value model: activations"].setting
+    assert "train.token_budget" in activations and "value.activation_checkpointing = true" in activations
 
 
 def test_what_native_keeps_between_rollouts() -> None:

@@ -185,7 +185,8 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
         "peak_phase": plan.peak_phase,
         "available_bytes": available,
         "parts": [
-            {"name": p.name, "bytes": p.bytes, "phase": p.phase, "setting": p.setting} for p in plan.parts
+            {"name": p.name, "bytes": p.bytes, "phase": p.phase, "setting": p.setting, "role": p.role}
+            for p in plan.parts
         ],
     }
 

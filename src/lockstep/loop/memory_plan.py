@@ -7,7 +7,9 @@ process's peak is within a factor of 1.5 (tests/loop/test_memory_plan.py measure
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ import torch
 
 from lockstep.config.backends import shards_weights
 from lockstep.config.declarations import backends, engines
+from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
@@ -85,6 +88,7 @@ def plan_memory(
     parts = [
         MemoryPart(name="Python, torch, libraries", bytes=_RUNTIME_BYTES[kind], phase="always", setting=""),
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
+        *(_value_parts(run, tokens, device=device, ranks=ranks) if isinstance(run, PPORun) else ()),
         *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
     ]
     return MemoryPlan(
@@ -117,6 +121,38 @@ def _train_parts(
         ref=_has_ref(run),
     )
     return memory_parts_of(train.backend)(shape, train, size)
+
+
+def _value_parts(run: PPORun, tokens: int, *, device: torch.device, ranks: int) -> list[MemoryPart]:
+    """What the value model's backend holds.
+
+    Args:
+        tokens: token slots of the largest micro-batch.
+    """
+    config, train = run.value.model(run.model), run.value.train(run.train)
+    shape = planned_shape(config, dtype=resolve_dtype(config.dtype, device), head="scalar")
+    samples = run.rollout.prompts_per_step * run.rollout.group_size // train.minibatches
+    size = StepSize(
+        tokens=tokens,
+        micro_batches=math.ceil(samples / max(1, tokens // run.longest_unit)),
+        device="cuda" if device.type == "cuda" else "cpu",
+        parallelism=Parallelism(ranks=ranks, ring=train.ring, tp=train.tp),
+    )
+    parts = memory_parts_of(train.backend)(shape, train, size)
+    return [
+        dataclasses.replace(part, name=f"value model: {part.name}", role="value", setting=_of_value(part))
+        for part in parts
+    ]
+
+
+def _of_value(part: MemoryPart) -> str:
+    """The setting of the policy's part, in the table of the value model where that has it."""
+
+    def own(match: re.Match[str]) -> str:
+        return f"value.{match[2]}" if match[2] in ValueConfig.model_fields else match[0]
+
+    setting = part.setting.replace("model.num_layers or ", "")
+    return re.sub(r"\b(train|model)\.(\w+)", own, setting)
 
 
 def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize], list[MemoryPart]]:

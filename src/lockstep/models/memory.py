@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -68,23 +70,37 @@ def module_shape(module: nn.Module) -> ModelShape:
     )
 
 
-def planned_shape(config: ModelConfig, *, dtype: torch.dtype) -> ModelShape:
-    """Sizes of a model that is not loaded.
+def planned_shape(
+    config: ModelConfig, *, dtype: torch.dtype, head: Literal["logits", "scalar"] = "logits"
+) -> ModelShape:
+    """Sizes of a model that is not loaded. A scalar head counts as a vocabulary of one.
 
     Raises:
         ModelError: its config is not on this machine, or not supported.
     """
     from lockstep.models.load import meta_module
 
-    return module_shape(meta_module(config, dtype=dtype))
+    shape = module_shape(meta_module(config, dtype=dtype, head=head))
+    return shape if head == "logits" else dataclasses.replace(shape, vocab=1)
 
 
 def phase_totals(parts: Sequence[MemoryPart]) -> Mapping[str, int]:
-    """Bytes per phase."""
-    totals = dict.fromkeys(("always", "generate", "train", "update", "host"), 0)
+    """Bytes per phase. Roles train and update one after the other: there the largest counts."""
+    by_role: dict[str, dict[str, int]] = {}
     for part in parts:
-        totals[part.phase] += part.bytes
-    return totals
+        phases = by_role.setdefault(part.role, {})
+        phases[part.phase] = phases.get(part.phase, 0) + part.bytes
+    add_up: dict[str, Callable[[Iterable[int]], int]] = {
+        "always": sum,
+        "generate": sum,
+        "train": max,
+        "update": max,
+        "host": sum,
+    }
+    return {
+        phase: add([phases.get(phase, 0) for phases in by_role.values()] or [0])
+        for phase, add in add_up.items()
+    }
 
 
 def available_bytes(device: torch.device) -> tuple[int, str]:

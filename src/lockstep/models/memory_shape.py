@@ -80,6 +80,8 @@ class MemoryPart:
     """always; generate, train or update: only in that part of a step; host: in host memory beside a GPU."""
     setting: str
     """The setting that makes it smaller."""
+    role: str = "policy"
+    """Which of the run's models it is for: policy or value."""
 
 
 def forward_sizes(
