@@ -53,7 +53,7 @@ def test_the_peak_is_the_largest_phase() -> None:
 
 
 def test_a_value_model_has_a_plan_of_its_own() -> None:
-    """Its weights, masters and states are there beside the policy's; the two train one after the other, so the
+    """Its weights, masters and states are there beside the policy's; the two train one after the other: the
     larger one's activations count. Settings are named in its own table, where it has them."""
     shared: dict[str, Any] = {
         "model": ModelConfig(name="shape:tiny-llama", dtype="bfloat16"),

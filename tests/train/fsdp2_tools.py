@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.scalar import HeadKind
 from lockstep.packing.packs import Bucket, repack
 from lockstep.protocols.train import LossOutput
-from lockstep.schema.batch import PackedBatch
+from lockstep.schema.batch import PackedBatch, ValueBatch
 from lockstep.train.fsdp2.backend import FSDP2Backend
 from lockstep.train.local import LocalBackend
 
@@ -61,9 +63,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def load(*, dtype: str = "float32", shape: str = "tiny-llama", weights: bool = True) -> LoadedModel:
+def load(
+    *, dtype: str = "float32", shape: str = "tiny-llama", weights: bool = True, head: HeadKind = "logits"
+) -> LoadedModel:
     config = ModelConfig(name=f"shape:{shape}", dtype=dtype)
-    return load_model(config, attention="sdpa", device=torch.device("cpu"), materialize=weights)
+    device = torch.device("cpu")
+    return load_model(config, attention="sdpa", device=device, materialize=weights, head=head)
 
 
 def settings(**train: Any) -> TrainConfig:
@@ -76,6 +81,7 @@ def pair(
     shape: str = "tiny-llama",
     total_steps: int = 10,
     ref: bool = False,
+    head: HeadKind = "logits",
     **train: Any,
 ) -> tuple[LocalBackend, FSDP2Backend]:
     config = settings(**train)
@@ -88,14 +94,26 @@ def pair(
             "parameter_device": "model",
         }
     )
-    local = LocalBackend(alone, model=load(dtype=dtype, shape=shape), total_steps=total_steps, ref=ref)
-    model = load(dtype=dtype, shape=shape, weights=False)
+    whole = load(dtype=dtype, shape=shape, head=head)
+    local = LocalBackend(alone, model=whole, total_steps=total_steps, ref=ref)
+    model = load(dtype=dtype, shape=shape, weights=False, head=head)
     return local, FSDP2Backend(config, model=model, total_steps=total_steps, ref=ref)
 
 
 def micro_batches(step: int, count: int = 3) -> list[PackedBatch]:
     docs = [fixtures.random_documents(2 + i, seed=100 * step + i) for i in range(count)]
     return [fixtures.build_batch(d, weight=1 / 50, first_id=10 * i) for i, d in enumerate(docs)]
+
+
+def value_batches(step: int, count: int = 3) -> list[PackedBatch]:
+    """The same documents for a value model: returns and old values are random."""
+    generator = torch.Generator().manual_seed(step)
+    found: list[PackedBatch] = []
+    for batch in micro_batches(step, count):
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        returns, old = torch.randn(2, batch.num_slots, generator=generator)
+        found.append(ValueBatch(**fields, returns=returns, old_values=0.1 * old))
+    return found
 
 
 def relative(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
@@ -123,6 +141,7 @@ def compare_steps(
     loss: Any = None,
     count: int = 3,
     bucket: Bucket | None = None,
+    batches_of: Callable[[int, int], list[PackedBatch]] = micro_batches,
 ) -> dict[str, float]:
     """Loss, logprobs, entropy, gradients, norm, and the weights at the end."""
     local, backend = both
@@ -133,7 +152,7 @@ def compare_steps(
         worst[key] = max(worst.get(key, 0.0), error)
 
     for step in range(steps):
-        batches = [repack(batch, bucket) for batch in micro_batches(step, count)]
+        batches = [repack(batch, bucket) for batch in batches_of(step, count)]
         expected, found = local.forward_backward(batches, loss), backend.forward_backward(batches, loss)
         see("loss", apart(found.losses, expected.losses))
         see("logprobs", apart(found.logprobs, expected.logprobs))

@@ -27,6 +27,7 @@ from fsdp2_tools import (
     gradient_error,
     micro_batches,
     pair,
+    value_batches,
 )
 
 sys.path.append(str(Path(__file__).parents[1] / "loop"))
@@ -34,7 +35,9 @@ sys.path.append(str(Path(__file__).parents[1] / "loop"))
 from scored_tools import compare_on_ranks
 
 from lockstep.algorithms.dpo import DPO
+from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.algorithm import DPOConfig
+from lockstep.config.ppo import ValueConfig
 from lockstep.execution import install_joint
 from lockstep.packing.packs import pack, repack
 from lockstep.ranks.context import RankContext, init_ranks
@@ -79,6 +82,36 @@ def check_dp_ring() -> Any:
 
 def check_ring_tp() -> Any:
     return compare_steps(pair(shape="tiny-qwen3", ring=2, tp=2), steps=3, tolerance=1e-4)
+
+
+def value_steps(*, steps: int = 20, bucket: Any = None, **settings: Any) -> Any:
+    """A value model by its own loss. Plain descent with small steps, so that what is seen is each step's own
+    rounding."""
+    both = pair(head="scalar", optimizer="sgd", lr=1e-3, total_steps=steps, **settings)
+    return compare_steps(
+        both,
+        steps=steps,
+        tolerance=3e-6,
+        loss=ValueLoss(ValueConfig(clip=0.2)),
+        bucket=bucket,
+        batches_of=value_batches,
+    )
+
+
+def check_value() -> Any:
+    return value_steps()
+
+
+def check_value_tp() -> Any:
+    return value_steps(tp=2, steps=5)
+
+
+def check_value_ring() -> Any:
+    return value_steps(ring=2, steps=5)
+
+
+def check_value_static() -> Any:
+    return value_steps(static_capacity=True, steps=3, bucket=BUCKET)
 
 
 def check_joint() -> Any:

@@ -32,6 +32,10 @@ TWO = (
     "ring",
     "ring_whole",
     "ring_of_few",
+    "value",
+    "value_tp",
+    "value_ring",
+    "value_static",
     "joint",
     "joint_ref",
     "joint_ref_alone",
@@ -59,6 +63,7 @@ TWO = (
 )
 FOUR = (
     "preferences",
+    "value",
     "dp_tp",
     "dp_ring",
     "ring_tp",
