@@ -8,7 +8,7 @@ import importlib.util
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
@@ -141,11 +142,11 @@ def compare_steps(
     loss: Any = None,
     count: int = 3,
     bucket: Bucket | None = None,
-    batches_of: Callable[[int, int], list[PackedBatch]] = micro_batches,
 ) -> dict[str, float]:
     """Loss, logprobs, entropy, gradients, norm, and the weights at the end."""
     local, backend = both
     loss = fixtures.NegativeLogprob() if loss is None else loss
+    batches_of = value_batches if isinstance(loss, ValueLoss) else micro_batches
     worst: dict[str, float] = {}
 
     def see(key: str, error: float) -> None:

@@ -27,7 +27,6 @@ from fsdp2_tools import (
     gradient_error,
     micro_batches,
     pair,
-    value_batches,
 )
 
 sys.path.append(str(Path(__file__).parents[1] / "loop"))
@@ -94,7 +93,6 @@ def value_steps(*, steps: int = 20, bucket: Any = None, **settings: Any) -> Any:
         tolerance=3e-6,
         loss=ValueLoss(ValueConfig(clip=0.2)),
         bucket=bucket,
-        batches_of=value_batches,
     )
 
 
