@@ -94,6 +94,7 @@ HAND_WORKED = {
         -(1.2 * 0.625 + 3 * -0.375 + 2 * 1.2 * 1.125 + 2 * -0.875) / S2 / 8,
     ),
     "gspo": ([A1, -A1, A3, -A3], -(1.0004 * A1 - A1 + 1.0004 * A3 - A3) / 4),
+    "gspo_token": ([A1, -A1, A3, -A3], -(1.0004 * A1 - A1 + 1.0004 * A3 - A3) / 4),
     "cispo": ([A1, -A1, A3, -A3], (2 * A1 - 3 * A1 + 2 * 2 * A3 - 2 * A3) / 8),
 }
 """Advantages, and the loss where the first rollout of each group has importance ratio 2, the second 1, and

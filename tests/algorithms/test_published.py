@@ -36,6 +36,7 @@ ON_POLICY: dict[str, tuple[float, float]] = {
     "reinforce++": (-W1 / 10, W2 / 10),
     "reinforce++-baseline": (-W1 / 10, W2 / 10),  # of one group: the group's mean goes away in whitening
     "gspo": (-A / (2 * 2), A / (2 * 8)),  # 1/G sum_i s_i A_i, grad s_i = s_i / |o_i| per token
+    "gspo_token": (-A / (2 * 2), A / (2 * 8)),  # 1/G sum_i 1/|o_i| sum_t s_it A_it, grad s_it = s_i
     "cispo": (-A / 10, A / 10),
 }
 """d loss / d logprob of each token of the first rollout, and of the second."""
@@ -51,6 +52,7 @@ OFF_POLICY: dict[str, tuple[list[float], list[float]]] = {
     "reinforce++-baseline": ([-1.1 * W1 / 10, -W1 / 10], [0.0, 1.1 * W2 / 10] + [W2 / 10] * 6),
     # geometric means sqrt(1.1) = 1.049 and 0.55^(1/8) = 0.928 are far outside of 1 - 3e-4, 1 + 4e-4
     "gspo": ([0.0] * 2, [0.0] * 8),
+    "gspo_token": ([0.0] * 2, [0.0] * 8),
     # no token loses its gradient
     "cispo": ([-1.1 * A / 10, -A / 10], [0.5 * A / 10, 1.1 * A / 10] + [A / 10] * 6),
 }
@@ -105,9 +107,10 @@ def test_gradients_off_the_policy(name: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_gspo_within_its_clip() -> None:
+@pytest.mark.parametrize("name", ["gspo", "gspo_token"])
+def test_gspo_within_its_clip(name: str) -> None:
     """Each token of a rollout has the rollout's geometric mean ratio."""
-    first, second = gradients(RATIOS, name="gspo", clip_low=0.2, clip_high=0.2)
+    first, second = gradients(RATIOS, name=name, clip_low=0.2, clip_high=0.2)
     assert first == pytest.approx([-math.sqrt(1.1) * A / 4] * 2, rel=1e-5)
     assert second == pytest.approx([0.55**0.125 * A / 16] * 8, rel=1e-5)
 

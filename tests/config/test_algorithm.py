@@ -72,6 +72,15 @@ def test_dual_clip_needs_an_objective_that_has_it() -> None:
         GRPOConfig(dual_clip=1.0)
 
 
+def test_sequence_token_needs_an_objective_with_a_gradient_by_the_ratio() -> None:
+    for options in ({"name": "cispo"}, {"objective": "cispo"}):
+        with pytest.raises(ValidationError, match=r"'sequence_token' has no effect of its own .*'sequence'"):
+            GRPOConfig(ratio="sequence_token", **options)
+    with pytest.raises(ValidationError, match="has no effect of its own"):
+        GRPOConfig(name="gspo_token", objective="cispo")
+    assert GRPOConfig(name="gspo_token").resolved().ratio == "sequence_token"
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_no_option_of_a_resolved_config_is_left_open(name: Any) -> None:
     config = GRPOConfig(name=name).resolved()

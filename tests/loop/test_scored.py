@@ -73,6 +73,8 @@ def test_gradients_are_those_of_the_full_pass(toy: Watched, advantage: str) -> N
     """Every estimator, aggregation, ratio and objective that the config accepts."""
     choices = itertools.product(typing.get_args(Aggregation), RATIOS, OBJECTIVES)
     for aggregation, ratio, objective in choices:
+        if (ratio, objective) == ("sequence_token", "cispo"):
+            continue  # refused
         options = {"aggregation": aggregation, "ratio": ratio, "objective": objective}
         metrics, error = both(toy, advantage=advantage, **options)
         assert error < 1e-6, options
@@ -103,7 +105,8 @@ def test_several_optimizer_steps_of_every_algorithm(name: str) -> None:
     if any(gradient.any() for gradient in of_full[3].values()):  # else every ratio is clipped
         assert apart(of_left[3], of_full[3]) < 1e-5
     else:
-        assert name in ("gspo", "rloo") and not any(gradient.any() for gradient in of_left[3].values())
+        assert name in ("gspo", "gspo_token", "rloo")
+        assert not any(gradient.any() for gradient in of_left[3].values())
     assert left.metrics["input/documents"] == 5 and full.metrics["input/documents"] == 16
     assert left.metrics["scored_share"] == (sum(LENGTHS) + min(LENGTHS)) / (4 * sum(LENGTHS))
     for side in sides:

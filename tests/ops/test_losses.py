@@ -12,6 +12,7 @@ from lockstep.ops.losses import (
     rollout_is_weight,
     sequence_log_ratio,
     sequence_sum,
+    sequence_token_log_ratio,
 )
 
 CU = torch.tensor([0, 3, 5], dtype=torch.int32)
@@ -47,6 +48,14 @@ def test_cispo_by_hand() -> None:
     assert loss.tolist() == [10.0, -1.0]
     loss.sum().backward()
     assert logprobs.grad.tolist() == [-10.0, 0.5] and ratio.grad is None
+
+
+def test_sequence_token_log_ratio_has_the_value_of_the_sequence_and_the_gradient_of_the_token() -> None:
+    log_ratio = torch.tensor([1.0, 0.5, torch.nan, -1.0, 0.0], requires_grad=True)
+    found = sequence_token_log_ratio(log_ratio, MASK, CU)
+    assert found.tolist() == [0.75, 0.75, 0.75, -1.0, -1.0]
+    found.backward(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert log_ratio.grad.tolist() == [1.0, 2.0, 0.0, 4.0, 0.0]
 
 
 def test_sequence_log_ratio_by_hand() -> None:

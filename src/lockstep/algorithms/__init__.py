@@ -17,6 +17,7 @@ ALGORITHMS = Registry(
         "reinforce++": _POLICY,
         "reinforce++-baseline": _POLICY,
         "gspo": _POLICY,
+        "gspo_token": _POLICY,
         "cispo": _POLICY,
         "ppo": "lockstep.algorithms.ppo:PPO",
         "sft": "lockstep.algorithms.sft:SFT",

@@ -20,6 +20,7 @@ from lockstep.ops.losses import (
     rollout_is_weight,
     sequence_log_ratio,
     sequence_sum,
+    sequence_token_log_ratio,
 )
 from lockstep.ops.masks import MAX_LOG_RATIO, bounded, masked
 from lockstep.protocols.train import LossOutput, StepStats
@@ -223,6 +224,8 @@ class PolicyLoss:
         log_ratio = token_log_ratio
         if self.config.ratio == "sequence":
             log_ratio = _by_document(sequence_log_ratio, log_ratio, batch, rows)
+        elif self.config.ratio == "sequence_token":
+            log_ratio = _by_document(sequence_token_log_ratio, log_ratio, batch, rows)
         elif self.config.ratio == "sequence_product":
             log_ratio = _by_document(sequence_sum, log_ratio, batch, rows)
         gap = masked(old, mask) - masked(batch.rollout_logprobs[rows], mask)

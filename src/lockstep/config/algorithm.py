@@ -12,7 +12,10 @@ from pydantic import AfterValidator, Field, PositiveFloat, field_validator, mode
 
 from lockstep.config.base import Config, OneOf, PositiveInt
 
-ALGORITHM_NAMES = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo")
+ALGORITHM_NAMES = (
+    *("grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline"),
+    *("gspo", "gspo_token", "cispo"),
+)
 PER_GROUP = ("group_mean_std", "group_mean", "leave_one_out")
 """Advantage estimators that see the rewards of a group."""
 PER_STEP = ("batch_mean_std", "group_mean_batch_std")
@@ -125,9 +128,10 @@ class GRPOConfig(Config):
     dual_clip: float | None = Field(None, gt=1.0)
     """Where the advantage is negative, the ratio counts at most this much (arXiv 1912.09729; verl's
     clip_ratio_c, 3 there). None: no such bound."""
-    ratio: Literal["token", "sequence", "sequence_product"] | None = None
+    ratio: Literal["token", "sequence", "sequence_token", "sequence_product"] | None = None
     """Level of the importance_ratio; sequence is GSPO's length-normalised ratio, sequence_product that of the
-    whole completion (TRL's RLOOTrainer)."""
+    whole completion (TRL's RLOOTrainer). sequence_token: GSPO-token's, the value of sequence with the
+    gradient of the token alone, for advantages that differ within a completion."""
     objective: Objective | None = None
     """cispo: the clipped ratio is a detached weight, no token loses its gradient. `module:function`: of
     lockstep.algorithms.policy_loss.PolicyTerms and these options, to a loss per token, [R]."""
@@ -154,6 +158,12 @@ class GRPOConfig(Config):
             raise ValueError(
                 f"dual_clip = {self.dual_clip} has no effect under objective = 'cispo', whose ratio is "
                 "bounded by clip_high whatever the advantage; leave it out"
+            )
+        ratio = self.ratio or published_values(self.name)["ratio"]
+        if ratio == "sequence_token" and objective == "cispo":
+            raise ValueError(
+                "ratio = 'sequence_token' has no effect of its own under objective = 'cispo', whose ratio "
+                "has no gradient; set ratio = 'sequence'"
             )
         return self
 
@@ -199,6 +209,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "reinforce++-baseline": _GRPO | {"advantage": "group_mean_batch_std", "aggregation": "token_mean"},
     # arXiv 2507.18071, eqs. 5 and 7, section 5.1
     "gspo": _GRPO | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    # eqs. 13 and 14 there
+    "gspo_token": _GRPO | {"ratio": "sequence_token", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": _GRPO
     | {  # arXiv 2506.13585, eqs. 4 and 5: no lower clip; the upper bound is tuned, 5 in arXiv 2510.13786
         "aggregation": "token_mean",

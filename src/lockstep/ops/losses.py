@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.ops.masks import document_ids, document_means, document_sums, masked
+from lockstep.ops.masks import bounded, document_ids, document_means, document_sums, masked
 
 Aggregation = Literal["sequence_mean", "sequence_sum", "token_mean", "constant"]
 Correction = Literal["none", "tis", "mask", "icepop"]
@@ -33,6 +33,17 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> T
     """
     means = document_means(log_ratio, mask, cu_seqlens)
     return means[document_ids(cu_seqlens, log_ratio.shape[0])]
+
+
+def sequence_token_log_ratio(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """GSPO-token's log ratio (arXiv 2507.18071, eq. 14): the value of `sequence_log_ratio`, with the gradient
+    of the token's own. Of equal advantages within a document the gradient under `sequence_mean` is GSPO's.
+
+    Args and Returns: as `sequence_log_ratio`; gradients reach the token alone.
+    """
+    value = sequence_log_ratio(log_ratio.detach(), mask, cu_seqlens)
+    own = bounded(masked(log_ratio, mask))  # inf - inf is NaN
+    return value + (own - own.detach())
 
 
 def sequence_sum(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
