@@ -1,6 +1,7 @@
 """Cells that crash in worker processes: errors, signals and hangs, planted by sitecustomize."""
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def searched(tmp_path, monkeypatch, fault, **search):
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(PLANTED.format(fault=fault), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     recording = Recording.open(write_recording(tmp_path / "recording"))
     out = tmp_path / "out"
     out.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,37 @@ def test_whoever_does_not_end_is_killed(folder: Path, monkeypatch: pytest.Monkey
     alone.end()
     assert alone._process.returncode == -9
     end(others)
+
+
+STALLS = """
+import faulthandler, os, signal, subprocess, sys, time
+from lockstep.processes.messages import receive, send
+from lockstep.processes.supervisor import supervise
+
+def main(*, jobs, replies):
+    supervise(jobs, passed_on=[signal.SIGABRT])
+    faulthandler.enable()
+    below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    send(replies, {"id": receive(jobs)["id"], "pids": [os.getpid(), below.pid]})
+    receive(jobs)
+    stalls()
+
+def stalls():
+    time.sleep(600)
+"""
+
+
+def test_a_traceback_is_asked_for_before_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "stalling.py").write_text(STALLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with (tmp_path / "log").open("wb") as log:
+        process = JobProcess("stalling", output=log.fileno(), traceback=True)
+    pids = process.exchange({}, seconds=60)["pids"]
+    with pytest.raises(TimeoutError, match=r"^took longer than 0.3 s$"):
+        process.exchange({}, seconds=0.3)
+    assert process.closed and process.poll() == -signal.SIGABRT
+    assert "in stalls" in (tmp_path / "log").read_text()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 EXIT = """

@@ -36,6 +36,7 @@ class JobProcess(Child):
     Args:
         env: its whole environment; None: ours, and our Python path.
         output: a descriptor for its standard output and error; None: nothing is kept of them.
+        traceback: ask for one before a process that took too long is ended; its supervisor passes SIGABRT on.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class JobProcess(Child):
         *arguments: Any,
         env: Mapping[str, str] | None = None,
         output: int | None = None,
+        traceback: bool = False,
     ) -> None:
         theirs_in, self._jobs = os.pipe()
         self._replies, theirs_out = os.pipe()
@@ -71,6 +73,7 @@ class JobProcess(Child):
             os.close(theirs_out)
         os.set_blocking(self._jobs, False)
         self._count = 0
+        self._traceback = traceback
         self._own(process, self._jobs, self._replies, seconds=0.0)
 
     def exchange(self, job: Message, *, seconds: float) -> Message:
@@ -90,6 +93,8 @@ class JobProcess(Child):
                 self._died()
             reply = self._reply(deadline)
         except TimeoutError:
+            if self._traceback:
+                self.ask_for_traceback()
             self.end()
             raise TimeoutError(f"took longer than {seconds:g} s") from None
         except BaseException:

@@ -1,34 +1,28 @@
 """A process that runs trials of a cell, one after the other, and that a trial may kill.
 
 `TrialRunner` is the parent's side: a trial that raises, hangs, is killed by a signal or runs out of memory is
-a Crash. The worker lives on over trials that go well, so the model is loaded once per number of layers. One
-line of JSON goes in per trial, and one comes back, on a pipe of its own: what libraries print is the log's.
+a Crash. The worker lives on over trials that go well, so the model is loaded once per number of layers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
-import json
-import os
-import queue
-import select
+import resource
 import signal
-import subprocess
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import LockstepError
 from lockstep.lab.bisect.shrink import Crash, Trial
 from lockstep.lab.suite.failure import is_out_of_memory
-from lockstep.lab.suite.parent_death import die_with_parent
+from lockstep.processes.child import signal_name
+from lockstep.processes.jobs import JobProcess, ProcessEnded
+from lockstep.processes.messages import Message, receive, send
+from lockstep.processes.supervisor import supervise
 
 if TYPE_CHECKING:
     from lockstep.lab.replay.options import ReplayOptions
@@ -67,10 +61,8 @@ class TrialRunner:
         self.index = 0
         """The input that trials are parts of."""
         self._log, self._seconds = log, seconds
-        self._process: subprocess.Popen[str] | None = None
-        self._answers: int = -1
+        self._process: JobProcess | None = None
         self._log_start = 0
-        self._pending = b""
         self.starts = 0
         """Number of workers started."""
 
@@ -80,7 +72,8 @@ class TrialRunner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        if self._process is not None:
+            self._process.end()
 
     def __call__(self, trial: Trial) -> Crash | None:
         """Run one trial.
@@ -88,104 +81,49 @@ class TrialRunner:
         Raises:
             LockstepError: the worker cannot be set up: no trial was run.
         """
-        if self._process is None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
-        self._log_start = self._log.stat().st_size
-        request = {"index": self.index, "parts": trial.parts, "num_layers": trial.num_layers}
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return self._died()
-        loaded = self._answer(_START_SECONDS)
-        if isinstance(loaded, Crash):
-            return loaded
-        answer = loaded if "crash" in loaded else self._answer(self._seconds)
-        if isinstance(answer, Crash):
-            return answer
-        if answer["crash"] is None:
-            return None
-        if answer["broken"]:
-            self._end()
-        return Crash(**answer["crash"])
+        if self._process is None or self._process.closed:
+            self._process = self._start()
+        load = {"index": self.index, "num_layers": trial.num_layers}
+        for job, seconds in ((load, _START_SECONDS), ({"parts": trial.parts}, self._seconds)):
+            answer = self._answer(self._process, job, seconds)
+            if isinstance(answer, Crash):
+                return answer
+            if answer["crash"] is not None:
+                if answer["broken"]:
+                    self._process.end()
+                return Crash(**answer["crash"])
+        return None
 
-    def _start(self) -> None:
-        read_end, write_end = os.pipe()
-        with self._log.open("a", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                die_with_parent([sys.executable, "-m", "lockstep.lab.bisect.shrink_worker", str(write_end)]),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=(write_end,),
-                text=True,
-            )
-        os.close(write_end)
-        self._answers, self._pending = read_end, b""
+    def _start(self) -> JobProcess:
+        with self._log.open("ab") as log:
+            process = JobProcess(__name__, output=log.fileno(), traceback=True)
         self.starts += 1
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self._setup) + "\n")
-        self._process.stdin.flush()
-        ready = self._answer(_START_SECONDS)
+        ready = self._answer(process, self._setup, _START_SECONDS)
         if isinstance(ready, Crash) or "ready" not in ready:
-            self._end()
+            process.end()
             what = ready if isinstance(ready, Crash) else ready.get("failed")
             raise LockstepError(f"the worker of the trials cannot start: {what}; see {self._log}")
+        return process
 
-    def _answer(self, seconds: float) -> dict[str, Any] | Crash:
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._pending:
-            seconds_left = deadline - time.monotonic()
-            if seconds_left <= 0 or not select.select([self._answers], [], [], seconds_left)[0]:
-                stack = self._stack()
-                self._end()
-                message = f"no answer within {seconds:.0f} s"
-                return Crash(type="timeout", line="", message=message, traceback=stack)
-            chunk = os.read(self._answers, 1 << 16)
-            if not chunk:
-                return self._died()
-            self._pending += chunk
-        line, _, self._pending = self._pending.partition(b"\n")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _died(self) -> Crash:
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=30)
-        status = self._process.returncode
-        self._end()
-        if status is not None and status < 0:
-            name, message = signal.Signals(-status).name, f"killed by signal {-status}"
-            return Crash(type=name, line="", message=message, traceback=self._printed())
-        return Crash(type=f"exit status {status}", line="", message="the process ended")
-
-    def _stack(self) -> str:
-        """Where a worker stalls, by its own traceback."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 5
-        while "most recent call first" not in self._printed() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return self._printed()
+    def _answer(self, process: JobProcess, job: Message, seconds: float) -> Message | Crash:
+        self._log_start = self._log.stat().st_size
+        try:
+            return process.exchange(job, seconds=seconds)
+        except TimeoutError:
+            message = f"no answer within {seconds:.0f} s"
+            return Crash(type="timeout", line="", message=message, traceback=self._printed())
+        except ProcessEnded as error:
+            status = process.poll()
+            if status is not None and status < 0:
+                message = f"killed by signal {-status}"
+                return Crash(type=signal_name(status), line="", message=message, traceback=self._printed())
+            return Crash(type=f"exit status {status}", line="", message=str(error))
 
     def _printed(self) -> str:
         """The worker's output since the trial began, with faulthandler's stack."""
         with self._log.open("rb") as log:
             log.seek(self._log_start)
             return log.read(1 << 16).decode("utf-8", "replace")
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        os.close(self._answers)
 
 
 def options_to_json(options: ReplayOptions) -> dict[str, Any]:
@@ -299,42 +237,27 @@ class _Worker:
             torch.cuda.synchronize()
 
 
-def _listen(lines: queue.Queue[str]) -> None:
-    """End the worker when its parent is gone, even if a trial stalls."""
-    for line in sys.stdin:
-        lines.put(line)
-    os._exit(1)
-
-
-def _serve(lines: queue.Queue[str], answers: TextIO) -> None:
-    def answer(value: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    try:
-        worker = _Worker(json.loads(lines.get()))
-    except LockstepError as error:
-        answer({"failed": f"{type(error).__name__}: {error}"})
-        return
-    answer({"ready": True})
-    while True:
-        request = json.loads(lines.get())
-        try:
-            worker.load(request["index"], request["num_layers"])
-            answer({"loaded": True})
-            worker.run(request["parts"])
-        except Exception as error:  # whatever it is: it is the answer
-            crash = dataclasses.asdict(crash_of(error))
-            # A CUDA context does not survive most errors.
-            answer({"crash": crash, "broken": worker._options.cell.device != "cpu"})
-        else:
-            answer({"crash": None, "broken": False})
-
-
-if __name__ == "__main__":
+def main(*, jobs: int, replies: int) -> None:
+    """Run trials until the pipe of jobs closes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    supervise(jobs, passed_on=[signal.SIGABRT])
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
-    waiting: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_listen, args=(waiting,), daemon=True).start()
-    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
-        _serve(waiting, pipe)
+    job = receive(jobs)
+    try:
+        worker = _Worker(job)
+    except LockstepError as error:
+        send(replies, {"id": job["id"], "failed": f"{type(error).__name__}: {error}"})
+        return
+    reply: Message = {"ready": True}
+    while True:
+        send(replies, {"id": job["id"], **reply})
+        job, reply = receive(jobs), {"crash": None}
+        try:
+            if "parts" in job:
+                worker.run(job["parts"])
+            else:
+                worker.load(job["index"], job["num_layers"])
+        except Exception as error:  # whatever it is: it is the answer
+            # A CUDA context does not survive most errors.
+            broken = worker._options.cell.device != "cpu"
+            reply = {"crash": dataclasses.asdict(crash_of(error)), "broken": broken}
