@@ -22,7 +22,8 @@ from lockstep.loop.determinism import weights_hash
 from lockstep.loop.online import OnlineTrainer
 from lockstep.models.export import export_hf
 from lockstep.models.load import load_model
-from lockstep.schema.batch import rollout_samples
+from lockstep.recording import Recording
+from lockstep.schema.batch import PolicyBatch, ValueBatch, rollout_samples
 
 PPO = TINY.replace('kind = "grpo"', 'kind = "ppo"') + "[value]\nlr = 1e-2\n"
 OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
@@ -136,6 +137,33 @@ def test_a_checkpoint_without_a_part_of_a_role_is_damaged(
         ended = lockstep("train", "--resume", run, "--steps", "4", cwd=tmp_path)
         assert ended.code == 1 and "is damaged" in ended.err and name in ended.err, ended.err
         (folder / name).write_bytes(kept)
+
+
+def test_inputs_of_both_models_are_recorded_and_replayed(
+    lockstep: Commands, ppo_toml: Path, tmp_path: Path
+) -> None:
+    """Where the weights of an input are known: those of a checkpoint are before the first update of its
+    step."""
+    run = tmp_path / "run"
+    ended = lockstep(
+        *("train", ppo_toml, "--run-dir", run, "--steps", "2", "--record.enabled"),
+        *("--train.layout", "packed", "--checkpoint.every", "1"),
+        cwd=tmp_path,
+    )
+    assert ended.code == 0, ended.err
+    for role, kind in (("", PolicyBatch), ("-value", ValueBatch)):
+        recording = Recording.open(run / f"recordings{role}")
+        assert recording.header.role == (role[1:] or "policy")
+        inputs = list(recording)
+        assert {each.meta.step for each in inputs} == {0, 1} and {type(e.batch) for e in inputs} == {kind}
+        out = tmp_path / f"replay{role}"
+        ended = lockstep("replay", run / f"recordings{role}", "--out", out, cwd=tmp_path)
+        assert ended.code == 0, ended.out + ended.err
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["weights"]["inputs"] == {"match": len(inputs), "mismatch": 0, "unknown": 0}
+        assert summary["differences"]["logprob_max"] == summary["differences"]["loss_max"] == 0.0
+    trained = [each.batch for each in inputs]
+    assert all(isinstance(batch, ValueBatch) and batch.returns.any() for batch in trained)
 
 
 def test_the_policy_waits_for_the_value_model() -> None:

@@ -154,16 +154,27 @@ def _describe_engine(session: Session, parts: OnlineParts) -> None:
 def _recorded(parts: OnlineParts, session: Session, first_step: int) -> OnlineParts:
     """Return the parts with the backend's inputs going through the run's recorder, if it has one."""
     run = parts.run
-    temperature = run.rollout.sampling.temperature
+    header = recording_header(
+        run,
+        axes=parts.axes,
+        model=parts.model,
+        plan=parts.plan,
+        temperature=run.rollout.sampling.temperature,
+        contract=parts.backend.contract,
+    )
+    if (value := parts.value) is not None:
+        recorder = session.recorder(
+            value.recording_header(header),
+            first_step=first_step,
+            model=value.model,
+            backend=value.backend,
+            updates_per_step=value.minibatches * value.epochs,
+        )
+        if recorder is not None:
+            value = dataclasses.replace(value, backend=recorder.around(value.backend), recorder=recorder)
+            parts = dataclasses.replace(parts, value=value)
     recorder = session.recorder(
-        recording_header(
-            run,
-            axes=parts.axes,
-            model=parts.model,
-            plan=parts.plan,
-            temperature=temperature,
-            contract=parts.backend.contract,
-        ),
+        header,
         first_step=first_step,
         model=parts.model,
         backend=parts.backend,
@@ -342,6 +353,8 @@ class OnlineTrainer:
         estimates = cast(ValueAlgorithm, algorithm).estimates(
             groups, rollouts, values=values, ref_logprobs=ref_logprobs
         )
+        if value.recorder is not None:
+            value.recorder.see(estimates.groups)
         metrics = value.update(rollouts, values=values, returns=estimates.returns, spans=self.spans)
         return estimates.groups, estimates.advantages, {**estimates.metrics, **metrics}
 

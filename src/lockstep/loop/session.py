@@ -94,7 +94,8 @@ class Session:
         """Number of steps in metrics.jsonl."""
         self._metrics: MetricsLog | None = None
         self._axes: Axes | None = None
-        self._recorder: Recorder | None = None
+        self._recorders: dict[str, Recorder] = {}
+        """By role: policy, value."""
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
         self._between: dict[str, float] = {}
@@ -164,7 +165,7 @@ class Session:
             last.callback(self._logging.close)
             last.callback(self.display.__exit__, kind, error, trace)
             summary = None if error is None else self._summarize_failure(error)
-            for part in (self._recorder, self._metrics):
+            for part in (*self._recorders.values(), self._metrics):
                 if part is not None:
                     with self._noting_errors_after(error):
                         part.close()
@@ -351,8 +352,10 @@ class Session:
         backend: TrainBackend,
         updates_per_step: int = 1,
     ) -> Recorder | None:
-        """Return the recorder of the run's inputs, if it has one; it goes on after the first `first_step`
-        steps. Every rank records the micro-batches assigned to it; of ranks that share them, the first."""
+        """Return the recorder of a role's inputs, which the header names, if the run has one; it goes on
+        after the first `first_step` steps. Every rank records the micro-batches assigned to it; of ranks that
+        share them, the first."""
+        role = header.role
         if self.run.record.enabled:
             coordinates = mesh_coordinates(self.run, self.ranks)
             settings = RecorderSettings(
@@ -364,7 +367,7 @@ class Session:
                 ),
                 updates_per_step=updates_per_step,
                 resume_at=first_step,
-                inputs_seen=int(self._state.get("inputs_seen", 0)),
+                inputs_seen=int(self._state.get(_seen(role), 0)),
                 rank=coordinates.at["dp"],
                 world_size=coordinates.sizes["dp"],
                 mesh=coordinates.at if self.ranks.world_size > 1 else {},
@@ -372,14 +375,14 @@ class Session:
                 writes=coordinates.at["tp"] == coordinates.at["ring"] == 0,
             )
             update = backend.weights(policy_version=0)
-            self._recorder = Recorder(
-                self.dir.path / "recordings",
+            self._recorders[role] = Recorder(
+                self.dir.path / ("recordings" if role == "policy" else f"recordings-{role}"),
                 settings,
                 module=model.module,
                 spans=self.spans,
                 spread=None if update.shared_module is model.module else (self.ranks, update.tensors),
             )
-        return self._recorder
+        return self._recorders.get(role)
 
     def _check_steps(self, done: int) -> None:
         if done > self.run.steps:
@@ -421,8 +424,8 @@ class Session:
         self._checkpoints.poll()
         self.ranks.at("sampling and training", step=step)
         self.display.begin(step)
-        if self._recorder is not None:
-            self._recorder.begin_step(step)
+        for recorder in self._recorders.values():
+            recorder.begin_step(step)
         times = self.spans.flush()
         self._between = {name: times[name] for name in ("time/evaluate", "time/save") if name in times}
 
@@ -511,11 +514,11 @@ class Session:
             current = [e[metric] for e in evaluations if e["step"] == done and e.get(metric) is not None]
             if self._metrics is not None:
                 self._metrics.sync()
-            seen = 0 if self._recorder is None else self._recorder.inputs_seen
+            seen = {_seen(role): recorder.inputs_seen for role, recorder in self._recorders.items()}
             path = self._checkpoints.save(
                 done,
                 backend,
-                self._state | {"wall_seconds": self._wall(), "inputs_seen": seen},
+                self._state | {"wall_seconds": self._wall(), "inputs_seen": 0, **seen},
                 metric=current[0] if current else None,
                 wait=wait,
             )
@@ -559,8 +562,10 @@ class Session:
         if self.run.checkpoint.save_at_end and self._saved != done:
             self.save(done, backend, wait=True)
         self._checkpoints.finish()
-        if self._recorder is not None:  # nothing is fed any more; a process that dies now leaves it whole
-            self._recorder.close()
+        for (
+            recorder
+        ) in self._recorders.values():  # nothing is fed any more; one that dies now leaves it whole
+            recorder.close()
         if self.run.checkpoint.export_at_end:
             backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")
@@ -604,6 +609,11 @@ def _log_header(ranks: RankContext, *, resumed: bool) -> str:
     return f"=== {how}: rank {ranks.rank} of {ranks.world_size}, {versions}, {now['platform']}"
 
 
+def _seen(role: str) -> str:
+    """The field of run_state.json with the number of inputs that a recorder has seen."""
+    return "inputs_seen" if role == "policy" else f"inputs_seen_{role}"
+
+
 def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the run_state, its fields checked to be what `Session` writes. Raises CheckpointError."""
     evaluations = state.get("evaluations")
@@ -619,6 +629,7 @@ def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
         "wall_seconds": isinstance(seconds, int | float) and 0 <= seconds < 1e12,
         "trained_tokens": is_step(state.get("trained_tokens")),
         "inputs_seen": is_step(state["inputs_seen"]),
+        "inputs_seen_value": is_step(state.get("inputs_seen_value", 0)),
         "evaluations": known,
         "evaluated": isinstance(evaluated, list) and all(map(_is_evaluated, evaluated)),
     }

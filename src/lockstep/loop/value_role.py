@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lockstep.algorithms.value_loss import ValueLoss
+from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY, PPORun, ValueConfig
 from lockstep.config.run import GRPORun
 from lockstep.errors import ConfigError
@@ -28,7 +30,10 @@ from lockstep.ops.values import explained_variance
 from lockstep.packing import Planner
 from lockstep.protocols import TrainBackend
 from lockstep.ranks.context import RankContext
+from lockstep.recording.recorder import Recorder
+from lockstep.recording.replayable import VALUE_LOSS
 from lockstep.schema.batch import RolloutSample, StateSample, ValueSample
+from lockstep.schema.recording import VALUE, RecordingHeader
 from lockstep.train import BACKENDS
 
 
@@ -44,6 +49,28 @@ class ValueRole:
     """Optimizer steps per pass over a rollout batch."""
     epochs: int
     """Passes over a rollout batch."""
+    recorder: Recorder | None = None
+    """Of its inputs, which `backend` then goes through."""
+
+    def recording_header(self, policy: RecordingHeader) -> RecordingHeader:
+        """Return the header of a recording of its inputs, given that of the policy's."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        model = self.config.model(ModelConfig.model_validate(dict(policy.model)))
+        own = {"dtype": dtype} | (
+            {"name": str(Path(model.name).resolve())} if Path(model.name).is_dir() else {}
+        )
+        checkpointing = self.config.activation_checkpointing
+        axes = {**policy.axes, "dtype": dtype, "batch_invariant": False}
+        if checkpointing is not None:
+            axes["activation_checkpointing"] = checkpointing
+        return dataclasses.replace(
+            policy,
+            model=model.model_copy(update=own).model_dump(mode="json"),
+            algorithm={"name": VALUE} | self.config.model_dump(mode="json", include=set(VALUE_LOSS)),
+            temperature=1.0,
+            axes=axes,
+            contract=None,
+        )
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Tensor]:
         """Return [L] float32 per sample, on the host: the values of the states in which the policy wrote a

@@ -32,7 +32,7 @@ from lockstep.recording.storage.weights import FILE, save_tensors, save_weights,
 from lockstep.recording.writer import RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicyBatch
 from lockstep.schema.compile_report import CompileReport
-from lockstep.schema.recording import InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
+from lockstep.schema.recording import VALUE, InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
 from lockstep.schema.weights import TensorSource, WeightUpdate
 
@@ -255,9 +255,10 @@ class Recorder:
     def _of_run(self) -> str | None:
         """The run's checkpoint of the weights that the step starts from, if it is one file."""
         of_run = f"../checkpoints/step-{self._step:06d}"
-        folder = self.directory / of_run
-        is_whole = (folder / "complete.json").is_file() and (folder / FILE).is_file()
-        return of_run if self._update == 0 and is_whole else None
+        own = f"{of_run}/value" if self.settings.header.role == VALUE else of_run
+        complete = (self.directory / of_run / "complete.json").is_file()
+        is_whole = complete and (self.directory / own / FILE).is_file()
+        return own if self._update == 0 and is_whole else None
 
     def _checkpoint(self, weights: str, *, is_due: bool) -> str | None:
         """Store the weights if it is time to, and return their folder."""

@@ -23,6 +23,8 @@ from lockstep.schema.batch import PackedBatch
 
 FORMAT = "lockstep-recording"
 VERSION = 1
+VALUE = "value"
+"""The name of the algorithm in the header of a value model's inputs, which is its role, too."""
 
 Outcome = Literal["finished", "pending", "failed"]
 
@@ -82,7 +84,7 @@ class InputMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedOutputs:
-    """The policy's outputs for an input."""
+    """The outputs of the policy for an input; of a value model, its values in the place of logprobs."""
 
     loss: float | None
     """This micro-batch's share of the loss of the step; None: the loss was not seen (foreign modules)."""
@@ -102,7 +104,7 @@ class RecordedInput:
 
     meta: InputMeta
     batch: PackedBatch
-    """On the host. A PolicyBatch for RL."""
+    """On the host. A PolicyBatch for RL, a ValueBatch of a value model."""
     outputs: RecordedOutputs | None
     """None: the run ended before there were any."""
     rng: Tensor | None = None
@@ -127,8 +129,9 @@ class RecordingHeader:
     vocab_size: int
     algorithm: Mapping[str, Any]
     """GRPOConfig or SFTConfig as a dict, resolved; its "name" says which algorithm
-    (SFT: {"name": "sft", ...}). {"name": "surrogate"}: loss_weights hold -dL/dlogprob of a foreign loss,
-    so that SFT's sum -loss_weights * logprobs has its gradients."""
+    (SFT: {"name": "sft", ...}; a value model: {"name": "value"} and the options of its loss). {"name":
+    "surrogate"}: loss_weights hold -dL/dlogprob of a foreign loss, so that SFT's sum -loss_weights * logprobs
+    has its gradients."""
     temperature: float
     max_tokens: int | None
     """Longest completion, which the constant aggregation divides by; None for SFT and foreign modules."""
@@ -146,3 +149,8 @@ class RecordingHeader:
     None: it was not batch-invariant."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Free: how the recording was made."""
+
+    @property
+    def role(self) -> str:
+        """Whose inputs these are: of the policy, or of the value model, which has a scalar head."""
+        return VALUE if self.algorithm.get("name") == VALUE else "policy"

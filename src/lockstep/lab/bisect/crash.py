@@ -17,7 +17,13 @@ from lockstep.lab.bisect.shrink import MAX_TRIALS, Shrunk, Trial, shrink
 from lockstep.lab.bisect.shrink_worker import TRIAL_SECONDS, TrialRunner
 from lockstep.lab.replay.buckets import select_inputs
 from lockstep.lab.replay.options import ReplayOptions
-from lockstep.lab.replay.policy import check_inputs_fit, check_usable, model_config, model_size
+from lockstep.lab.replay.policy import (
+    check_inputs_fit,
+    check_usable,
+    model_config,
+    model_head,
+    model_size,
+)
 from lockstep.lab.suite.process import ProcessRunner
 from lockstep.models.dtypes import DTYPES
 from lockstep.observe.files import write_atomic
@@ -78,7 +84,7 @@ def find_crash(
     check_bisectable("b", options)
     order = select_inputs(recording, options)
     config = model_config(recording.header, options)
-    size = model_size(config, dtype=DTYPES[options.cell.dtype])
+    size = model_size(config, dtype=DTYPES[options.cell.dtype], head=model_head(recording.header))
     check_inputs_fit(recording, order, size, name=config.name)
     with TrialRunner(
         recording.path, options, num_layers=size.num_layers, log=out / LOG, seconds=search.seconds

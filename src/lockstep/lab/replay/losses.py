@@ -11,7 +11,9 @@ from torch import Tensor
 from lockstep.algorithms.dpo import DPOLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
+from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.algorithm import DPOConfig
+from lockstep.config.ppo import ValueConfig
 from lockstep.protocols.train import LossOutput, StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_algorithm
 from lockstep.schema.batch import PackedBatch
@@ -70,4 +72,6 @@ def token_loss(header: RecordingHeader, name: LossName) -> TokenLoss:
     options = recorded_algorithm(header)
     if options is None:
         return SFTLoss()
+    if isinstance(options, ValueConfig):
+        return ValueLoss(options)
     return DPOLoss(options) if isinstance(options, DPOConfig) else PolicyLoss(options.resolved())

@@ -24,12 +24,13 @@ from lockstep.models.dtypes import DTYPES
 from lockstep.models.load import LoadedModel, load_model, meta_module
 from lockstep.models.memory import module_shape
 from lockstep.models.memory_shape import ModelShape
+from lockstep.models.scalar import HeadKind
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_axes, recorded_model
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.recording import InputMeta, RecordingHeader
+from lockstep.schema.recording import VALUE, InputMeta, RecordingHeader
 
 if TYPE_CHECKING:
     from lockstep.lab.replay.options import ReplayOptions
@@ -115,12 +116,17 @@ def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig
     return config.model_copy(update=update)
 
 
-def model_size(config: ModelConfig, *, dtype: torch.dtype) -> ModelSize:
+def model_head(header: RecordingHeader) -> HeadKind:
+    """The head of the model whose inputs were recorded."""
+    return "scalar" if header.role == VALUE else "logits"
+
+
+def model_size(config: ModelConfig, *, dtype: torch.dtype, head: HeadKind = "logits") -> ModelSize:
     """Compute the sizes before any weight is loaded. Raises ModelError."""
-    module = meta_module(config, dtype=dtype)
+    module = meta_module(config, dtype=dtype, head=head)
     whole = module
     if config.num_layers is not None:
-        whole = meta_module(config.model_copy(update={"num_layers": None}), dtype=dtype)
+        whole = meta_module(config.model_copy(update={"num_layers": None}), dtype=dtype, head=head)
     text, full = text_config(module), text_config(whole)
     return ModelSize(
         vocab_size=int(text.vocab_size),
@@ -303,7 +309,8 @@ class Policy:
         if self.options.cell.model is None:
             dtype = recorded_axes(self.recording.header, given=("attention",))["dtype"]
         config = self.config.model_copy(update={"dtype": cast(Any, dtype)})
-        return load_model(config, attention=self.options.cell.attention, device=self._device)
+        head = model_head(self.recording.header)
+        return load_model(config, attention=self.options.cell.attention, device=self._device, head=head)
 
     @staticmethod
     def _fingerprint(module: nn.Module) -> str:

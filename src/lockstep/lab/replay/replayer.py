@@ -28,6 +28,7 @@ from lockstep.lab.replay.policy import (
     check_tail,
     check_usable,
     model_config,
+    model_head,
     model_size,
 )
 from lockstep.lab.replay.results import ReplayFiles, ReplayRow
@@ -60,7 +61,7 @@ class Replayer:
         check_cell(cell)
         self.order = select_inputs(recording, options)
         config = model_config(recording.header, options)
-        self.size = model_size(config, dtype=DTYPES[cell.dtype])
+        self.size = model_size(config, dtype=DTYPES[cell.dtype], head=model_head(recording.header))
         check_inputs_fit(recording, self.order, self.size, name=config.name)
         self.loss = token_loss(recording.header, options.loss)
         limit = memory_limit(cell, self.size.shape, backward=options.backward, max_bytes=options.max_memory)

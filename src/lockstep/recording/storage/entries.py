@@ -21,11 +21,13 @@ from lockstep.errors import RecordingError
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import InputKey, InputMeta, RecordingHeader
 
-BATCH_FLOATS = ("loss_weights", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
+_POLICY_FLOATS = ("loss_weights", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
+_VALUE_FLOATS = ("loss_weights", "returns", "old_values")
+BATCH_FLOATS = (*_POLICY_FLOATS, *_VALUE_FLOATS[1:])
 OUTPUT_FLOATS = ("logprobs", "entropy")
 FLOATS = BATCH_FLOATS + OUTPUT_FLOATS
 
-_CHECKPOINT = re.compile(r"(weights|\.\./checkpoints)/[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
+_CHECKPOINT = re.compile(r"(weights|\.\./checkpoints)/[A-Za-z0-9_-][A-Za-z0-9._-]*(/value)?", re.ASCII)
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -99,7 +101,7 @@ class InputEntry(_Checked):
     """One input without its tensors."""
 
     meta: MetaEntry
-    kind: Literal["policy", "packed", "preference"]
+    kind: Literal["policy", "packed", "preference", "value"]
     lengths: Annotated[list[Positive], Field(min_length=1)]
     tail: list[Positive]
     max_seqlen: Positive
@@ -140,9 +142,11 @@ class InputEntry(_Checked):
         for name, values in (("meta.documents", meta.documents), ("policy_versions", self.policy_versions)):
             if values and len(values) != len(self.lengths):
                 return f"{len(values)} {name} for {len(self.lengths)} lengths"
-        needed = {"loss_weights"} | ({"rollout_logprobs", "advantages"} if self.kind == "policy" else set())
+        more = {"policy": {"rollout_logprobs", "advantages"}, "value": {"returns", "old_values"}}
+        needed = {"loss_weights"} | more.get(self.kind, set())
         allowed = {
-            "policy": set(BATCH_FLOATS),
+            "policy": set(_POLICY_FLOATS),
+            "value": set(_VALUE_FLOATS),
             "packed": {"loss_weights"},
             "preference": {"loss_weights", "ref_logprobs"},
         }[self.kind]

@@ -27,7 +27,7 @@ from torch import Tensor
 from lockstep.errors import RecordingError
 from lockstep.observe.files import jsonable
 from lockstep.recording.storage.entries import BATCH_FLOATS, FLOATS, OUTPUT_FLOATS, InputEntry, Spread
-from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch, PreferenceBatch
+from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch, PreferenceBatch, ValueBatch
 from lockstep.schema.recording import FORMAT, VERSION, InputMeta, RecordedInput, RecordedOutputs
 
 Array = np.ndarray[Any, Any]
@@ -298,6 +298,8 @@ def _narrow(values: Array, mask: Array, layout: _Layout) -> tuple[str, Array]:
 def _kind(batch: PackedBatch) -> str:
     if isinstance(batch, PolicyBatch):
         return "policy"
+    if isinstance(batch, ValueBatch):
+        return "value"
     return "preference" if isinstance(batch, PreferenceBatch) else "packed"
 
 
@@ -397,7 +399,8 @@ def decode(
     if entry.kind == "policy":
         batch = PolicyBatch(**fields, policy_versions=tuple(entry.policy_versions))
     else:
-        batch = (PreferenceBatch if entry.kind == "preference" else PackedBatch)(**fields)
+        plain: dict[str, type[PackedBatch]] = {"preference": PreferenceBatch, "value": ValueBatch}
+        batch = plain.get(entry.kind, PackedBatch)(**fields)
     outputs = None
     if entry.outputs is not None:
         outputs = RecordedOutputs(

@@ -23,7 +23,7 @@ from lockstep.schema.recording import InputMeta
 
 FILE = "model.safetensors"
 _FORMAT = "lockstep-weights"
-_NAME = re.compile(r"(weights|\.\./checkpoints)/[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
+_NAME = re.compile(r"(weights|\.\./checkpoints)/[A-Za-z0-9_-][A-Za-z0-9._-]*(/value)?", re.ASCII)
 _ADAPTER = ".lora_"
 
 
@@ -160,7 +160,8 @@ def find_weights(recording: Path, meta: InputMeta, *, known: dict[Path, str] | N
         RecordingError: `meta.checkpoint` leads out of the recording and the run's checkpoints; or a file is
             damaged.
     """
-    names = [f"weights/step-{meta.step:06d}", f"../checkpoints/step-{meta.step:06d}"]
+    of_run = f"../checkpoints/step-{meta.step:06d}"
+    names = [f"weights/step-{meta.step:06d}", of_run, f"{of_run}/value"]
     if meta.checkpoint is not None:
         if not _NAME.fullmatch(meta.checkpoint):
             raise RecordingError(
