@@ -46,6 +46,7 @@ def of_trl(figures: Figures, trainer: str = "grpo", **options: Any) -> tuple[flo
     rloo = pytest.importorskip("trl.trainer.rloo_trainer")
     policy = figures.policy.clone().requires_grad_()
     args = SimpleNamespace(use_bias_correction_kl=False, steps_per_generation=1, delta=options.get("delta"))
+    args.sapo_temperature_pos, args.sapo_temperature_neg = options.get("temperatures", (1.0, 1.05))
     accelerator = SimpleNamespace(
         num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
     )
@@ -148,6 +149,11 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "gspo"},
     ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, {"name": "cispo", "clip_high": 1.3 - 1}),
+    "sapo": ({"loss_type": "sapo"}, {"name": "sapo"}),
+    "sapo of sequences": (
+        {"loss_type": "sapo", "importance_sampling_level": "sequence", "temperatures": (0.7, 3.0)},
+        {"name": "sapo", "ratio": "sequence", "tau_pos": 0.7, "tau_neg": 3.0},
+    ),
     "epsilon_high": ({"epsilon_high": 0.28}, {"aggregation": "token_mean", "clip_high": 0.28}),
     "delta": ({"delta": 1.5}, {"aggregation": "token_mean", "dual_clip": 1.5}),
     "beta": (

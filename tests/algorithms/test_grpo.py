@@ -96,6 +96,8 @@ HAND_WORKED = {
     "gspo": ([A1, -A1, A3, -A3], -(1.0004 * A1 - A1 + 1.0004 * A3 - A3) / 4),
     "gspo_token": ([A1, -A1, A3, -A3], -(1.0004 * A1 - A1 + 1.0004 * A3 - A3) / 4),
     "cispo": ([A1, -A1, A3, -A3], (2 * A1 - 3 * A1 + 2 * 2 * A3 - 2 * A3) / 8),
+    # sigmoid(1) * 4 at ratio 2 and tau 1, 2 / 1.05 at ratio 1 and tau 1.05
+    "sapo": ([A1, -A1, A3, -A3], -(4 / (1 + math.exp(-1)) - 2 / 1.05) * (A1 + A3) / 4),
 }
 """Advantages, and the loss where the first rollout of each group has importance ratio 2, the second 1, and
 every logprob is -1. Completions have 1, 3, 2 and 2 tokens."""

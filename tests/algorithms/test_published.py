@@ -28,6 +28,12 @@ WHITE = math.sqrt((2 * 0.8**2 + 8 * 0.2**2) / 9) + 1e-4
 """REINFORCE++: rewards of the ten tokens have mean 0.2 and squared distances 2 x 0.8^2 + 8 x 0.2^2 = 1.6."""
 W1, W2 = 0.8 / WHITE, 0.2 / WHITE
 
+
+def slope(x: float) -> float:
+    """4 s (1 - s) with s = sigmoid(x); 1 at x = 0."""
+    return 1.0 / math.cosh(x / 2) ** 2
+
+
 ON_POLICY: dict[str, tuple[float, float]] = {
     "grpo": (-A / (2 * 2), A / (2 * 8)),  # 1/G sum_i 1/|o_i| sum_t A_i
     "dr_grpo": (-0.5 / (2 * 10), 0.5 / (2 * 10)),  # 1/G sum_i sum_t (r_i - mean), over max_tokens
@@ -38,6 +44,7 @@ ON_POLICY: dict[str, tuple[float, float]] = {
     "gspo": (-A / (2 * 2), A / (2 * 8)),  # 1/G sum_i s_i A_i, grad s_i = s_i / |o_i| per token
     "gspo_token": (-A / (2 * 2), A / (2 * 8)),  # 1/G sum_i 1/|o_i| sum_t s_it A_it, grad s_it = s_i
     "cispo": (-A / 10, A / 10),
+    "sapo": (-A / (2 * 2), A / (2 * 8)),  # grpo's: the gate has slope 1 at ratio 1
 }
 """d loss / d logprob of each token of the first rollout, and of the second."""
 
@@ -55,6 +62,11 @@ OFF_POLICY: dict[str, tuple[list[float], list[float]]] = {
     "gspo_token": ([0.0] * 2, [0.0] * 8),
     # no token loses its gradient
     "cispo": ([-1.1 * A / 10, -A / 10], [0.5 * A / 10, 1.1 * A / 10] + [A / 10] * 6),
+    # ratio times 4 s (1 - s), s = sigmoid(tau (ratio - 1)), tau = 1 where A > 0, else 1.05
+    "sapo": (
+        [-1.1 * slope(0.1) * A / 4, -A / 4],
+        [0.5 * slope(1.05 * -0.5) * A / 16, 1.1 * slope(1.05 * 0.1) * A / 16] + [A / 16] * 6,
+    ),
 }
 
 

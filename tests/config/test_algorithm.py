@@ -72,6 +72,23 @@ def test_dual_clip_needs_an_objective_that_has_it() -> None:
         GRPOConfig(dual_clip=1.0)
 
 
+def test_temperatures_and_clips_exclude_one_another() -> None:
+    for option in ("clip_low", "clip_high", "dual_clip"):
+        with pytest.raises(ValidationError, match=rf"{option} = 2\.0 has no effect under objective = 'sapo'"):
+            GRPOConfig(name="sapo", **{option: 2.0})
+    for option in ("tau_pos", "tau_neg"):
+        for objective in ("ppo_clip", "cispo"):
+            message = rf"{option} = 2\.0 has no effect under objective = '{objective}'"
+            with pytest.raises(ValidationError, match=message):
+                GRPOConfig(objective=objective, **{option: 2.0})
+    for options in ({"name": "sapo"}, {"objective": "sapo"}, {"name": "cispo", "objective": "sapo"}):
+        config = GRPOConfig(**options).resolved().resolved()
+        assert (config.tau_pos, config.tau_neg, config.clip_low, config.clip_high) == (1.0, 1.05, None, None)
+    config = GRPOConfig(name="sapo", objective="ppo_clip").resolved()
+    assert (config.tau_pos, config.clip_low, config.clip_high) == (None, 0.2, 0.2)
+    assert GRPOConfig(objective="own:objective").resolved().tau_neg == 1.05
+
+
 def test_sequence_token_needs_an_objective_with_a_gradient_by_the_ratio() -> None:
     for options in ({"name": "cispo"}, {"objective": "cispo"}):
         with pytest.raises(ValidationError, match=r"'sequence_token' has no effect of its own .*'sequence'"):
@@ -84,5 +101,6 @@ def test_sequence_token_needs_an_objective_with_a_gradient_by_the_ratio() -> Non
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_no_option_of_a_resolved_config_is_left_open(name: Any) -> None:
     config = GRPOConfig(name=name).resolved()
-    assert [key for key, value in config if value is None] == ["dual_clip"]
+    unread = ["clip_low", "clip_high", "dual_clip"] if name == "sapo" else ["dual_clip", "tau_pos", "tau_neg"]
+    assert [key for key, value in config if value is None] == unread
     assert config.kl.estimator is not None and config.overlong.penalty is not None

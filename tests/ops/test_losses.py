@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from lockstep.ops.losses import (
     overlong_penalty,
     ppo_clip,
     rollout_is_weight,
+    sapo,
     sequence_log_ratio,
     sequence_sum,
     sequence_token_log_ratio,
@@ -48,6 +51,17 @@ def test_cispo_by_hand() -> None:
     assert loss.tolist() == [10.0, -1.0]
     loss.sum().backward()
     assert logprobs.grad.tolist() == [-10.0, 0.5] and ratio.grad is None
+
+
+def test_sapo_by_hand() -> None:
+    """sigmoid(0) = 1/2 and sigmoid(ln 3) = 3/4: with tau 2 the loss of A = 1 is -1 and -3/2, with tau 1 that
+    of A = -1 is 2 and 3; slopes -4 s (1 - s) A are 1 and 3/4 of -A."""
+    third = math.log(3.0)
+    ratio = torch.tensor([1.0, 1.0 + third / 2, 1.0, 1.0 + third, 5.0], requires_grad=True)
+    loss = sapo(ratio, torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0]), tau_pos=2.0, tau_neg=1.0)
+    torch.testing.assert_close(loss, torch.tensor([-1.0, -1.5, 2.0, 3.0, 0.0]))
+    loss.sum().backward()
+    torch.testing.assert_close(ratio.grad, torch.tensor([-1.0, -0.75, 1.0, 0.75, 0.0]))
 
 
 def test_sequence_token_log_ratio_has_the_value_of_the_sequence_and_the_gradient_of_the_token() -> None:

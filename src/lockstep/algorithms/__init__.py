@@ -19,6 +19,7 @@ ALGORITHMS = Registry(
         "gspo": _POLICY,
         "gspo_token": _POLICY,
         "cispo": _POLICY,
+        "sapo": _POLICY,
         "ppo": "lockstep.algorithms.ppo:PPO",
         "sft": "lockstep.algorithms.sft:SFT",
         "dpo": "lockstep.algorithms.dpo:DPO",
@@ -39,6 +40,7 @@ OBJECTIVES = Registry(
     {
         "ppo_clip": "lockstep.algorithms.policy_loss:clipped_objective",
         "cispo": "lockstep.algorithms.policy_loss:cispo_objective",
+        "sapo": "lockstep.algorithms.policy_loss:sapo_objective",
     },
 )
 """The functions behind `algorithm.objective`: of PolicyTerms and the resolved GRPOConfig, to the loss of each

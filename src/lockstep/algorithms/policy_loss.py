@@ -18,6 +18,7 @@ from lockstep.ops.losses import (
     importance_log_ratio,
     ppo_clip,
     rollout_is_weight,
+    sapo,
     sequence_log_ratio,
     sequence_sum,
     sequence_token_log_ratio,
@@ -78,13 +79,20 @@ def cispo_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
     return cispo(terms.logprobs, terms.ratio, terms.advantages, **bounds)
 
 
+@zero_without_advantages
+def sapo_objective(terms: PolicyTerms, config: GRPOConfig) -> Tensor:
+    """`sapo`: see lockstep.ops.losses.sapo."""
+    assert config.tau_pos is not None and config.tau_neg is not None
+    return sapo(terms.ratio, terms.advantages, tau_pos=config.tau_pos, tau_neg=config.tau_neg)
+
+
 class PolicyLoss:
     """A TokenLoss: clipped policy gradient x rollout_is_weight + KL to ref - entropy, times loss_weights.
 
     Per-token inputs are ignored where loss_mask is False, NaN and inf included.
 
     Args:
-        config: resolved: no option of the algorithm is None.
+        config: resolved: no option that the algorithm reads is None.
 
     Raises:
         ConfigError: for a config that is not resolved.
@@ -92,9 +100,8 @@ class PolicyLoss:
     """
 
     def __init__(self, config: GRPOConfig) -> None:
-        if config.clip_low is None or config.clip_high is None or config.kl.estimator is None:
+        if config.objective is None or config.kl.estimator is None:
             raise ConfigError("PolicyLoss needs a resolved GRPOConfig; call config.resolved() first")
-        assert config.objective is not None
         self.config = config
         self.objective: Objective = OBJECTIVES.load(config.objective)
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
@@ -199,15 +206,17 @@ class PolicyLoss:
 
     def _ratio_metrics(self, terms: Mapping[str, Tensor], advantages: Tensor) -> dict[str, Tensor]:
         """A token counts as clipped where the objective's minimum takes the constant side; under cispo, where
-        its weight is bounded."""
+        its weight is bounded. sapo clips nothing."""
         ratio, token_log_ratio, dual = terms["ratio"], terms["token_log_ratio"], self.config.dual_clip
-        below, above = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
-        if self.config.objective == "ppo_clip":
-            below, above = below & (advantages < 0), above & (advantages > 0)
-        clipped = {} if dual is None else {"clip_fraction_dual": (ratio > dual) & (advantages < 0)}
+        clipped: dict[str, Tensor] = {}
+        if self.clip_low is not None and self.clip_high is not None:
+            below, above = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
+            if self.config.objective == "ppo_clip":
+                below, above = below & (advantages < 0), above & (advantages > 0)
+            clipped |= {"clip_fraction_low": below, "clip_fraction_high": above}
+        if dual is not None:
+            clipped["clip_fraction_dual"] = (ratio > dual) & (advantages < 0)
         return {
-            "clip_fraction_low": below.float().mean(),
-            "clip_fraction_high": above.float().mean(),
             **{name: share.float().mean() for name, share in clipped.items()},
             "importance_ratio_clamped": (terms["log_ratio"].abs() > MAX_LOG_RATIO).float().mean(),
             "importance_ratio_mean": ratio.mean(),

@@ -14,13 +14,20 @@ from lockstep.config.base import Config, OneOf, PositiveInt
 
 ALGORITHM_NAMES = (
     *("grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline"),
-    *("gspo", "gspo_token", "cispo"),
+    *("gspo", "gspo_token", "cispo", "sapo"),
 )
 PER_GROUP = ("group_mean_std", "group_mean", "leave_one_out")
 """Advantage estimators that see the rewards of a group."""
 PER_STEP = ("batch_mean_std", "group_mean_batch_std")
 """Those that whiten over the trained tokens of a step."""
-OBJECTIVES = ("ppo_clip", "cispo")
+OBJECTIVES = ("ppo_clip", "cispo", "sapo")
+_NO_TAU = dict.fromkeys(("tau_pos", "tau_neg"), "has no temperature")
+UNREAD: dict[str, dict[str, str]] = {
+    "ppo_clip": _NO_TAU,
+    "cispo": _NO_TAU | {"dual_clip": "bounds the ratio by clip_high whatever the advantage"},
+    "sapo": dict.fromkeys(("clip_low", "clip_high", "dual_clip"), "has temperatures in place of bounds"),
+}
+"""objective -> option that has no effect under it -> why."""
 
 PolicyAlgorithm = Annotated[str, AfterValidator(OneOf("algorithm", ALGORITHM_NAMES))]
 Advantage = Annotated[str, AfterValidator(OneOf("advantage estimator", (*PER_GROUP, *PER_STEP)))]
@@ -133,8 +140,14 @@ class GRPOConfig(Config):
     whole completion (TRL's RLOOTrainer). sequence_token: GSPO-token's, the value of sequence with the
     gradient of the token alone, for advantages that differ within a completion."""
     objective: Objective | None = None
-    """cispo: the clipped ratio is a detached weight, no token loses its gradient. `module:function`: of
-    lockstep.algorithms.policy_loss.PolicyTerms and these options, to a loss per token, [R]."""
+    """cispo: the clipped ratio is a detached weight, no token loses its gradient. sapo: a sigmoid of the
+    ratio in place of the clip. `module:function`: of lockstep.algorithms.policy_loss.PolicyTerms and these
+    options, to a loss per token, [R]."""
+    tau_pos: PositiveFloat | None = None
+    """sapo: temperature of tokens with a positive advantage; the higher, the sooner a token far from the old
+    policy loses its gradient. None: 1, published and TRL's sapo_temperature_pos."""
+    tau_neg: PositiveFloat | None = None
+    """sapo: of the other tokens. None: 1.05, published and TRL's sapo_temperature_neg."""
     dynamic_sampling: bool | None = None
     """Groups whose rewards are all equal are replaced by newly sampled ones."""
     max_resample_rounds: PositiveInt = 10
@@ -154,11 +167,13 @@ class GRPOConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> GRPOConfig:
         objective = self.objective or published_values(self.name)["objective"]
-        if self.dual_clip is not None and objective == "cispo":
-            raise ValueError(
-                f"dual_clip = {self.dual_clip} has no effect under objective = 'cispo', whose ratio is "
-                "bounded by clip_high whatever the advantage; leave it out"
-            )
+        for option, why in UNREAD.get(objective, {}).items():
+            value = getattr(self, option)
+            if value is not None:
+                raise ValueError(
+                    f"{option} = {value} has no effect under objective = {objective!r}, which {why}; leave "
+                    "it out"
+                )
         ratio = self.ratio or published_values(self.name)["ratio"]
         if ratio == "sequence_token" and objective == "cispo":
             raise ValueError(
@@ -170,7 +185,7 @@ class GRPOConfig(Config):
     def resolved(self) -> Self:
         """Return the config with every option that was left at None set to the published value."""
         values: dict[str, Any] = self.model_dump()
-        published = published_values(self.name)
+        published = self._published()
         for key, value in published.items():
             if values[key] is None:
                 values[key] = value
@@ -180,12 +195,21 @@ class GRPOConfig(Config):
             values["overlong"]["penalty"] = published["overlong"].get("penalty", default_penalty)
         return type(self).model_validate(values | {"kl": self.kl.resolved()})
 
+    def _published(self) -> dict[str, Any]:
+        """The published values of the name, with those of the objective where it has options of its own."""
+        published = published_values(self.name)
+        objective = self.objective or published["objective"]
+        values = _CLIPS | SAPO | {key: value for key, value in published.items() if value is not None}
+        return {key: value for key, value in values.items() if key not in UNREAD.get(objective, {})}
 
+
+SAPO: dict[str, Any] = {"tau_pos": 1.0, "tau_neg": 1.05}
+"""arXiv 2511.20347, section 5."""
+_CLIPS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 _GRPO: dict[str, Any] = {
     "advantage": "group_mean_std",
     "aggregation": "sequence_mean",
-    "clip_low": 0.2,
-    "clip_high": 0.2,
+    **_CLIPS,
     "ratio": "token",
     "objective": "ppo_clip",
     "dynamic_sampling": False,
@@ -218,6 +242,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "clip_low": 1.0,
         "clip_high": 4.0,
     },
+    # arXiv 2511.20347, eqs. 5 and 6
+    "sapo": _GRPO | {"objective": "sapo", "clip_low": None, "clip_high": None} | SAPO,
 }
 
 

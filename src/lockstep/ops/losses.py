@@ -80,6 +80,16 @@ def cispo(
     return -weight * advantages * logprobs
 
 
+def sapo(ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> Tensor:
+    """-sigmoid(tau (w - 1)) 4 / tau A, elementwise, with tau_pos where A > 0, else tau_neg (arXiv 2511.20347,
+    eqs. 5 and 6).
+
+    Its slope by w is that of -w A at w = 1, and falls off smoothly to both sides, the sooner the higher tau.
+    """
+    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    return -torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages
+
+
 def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: float) -> Tensor:
     """Return the weight of a token's loss that corrects for another program having sampled it; detached.
 
