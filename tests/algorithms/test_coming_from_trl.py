@@ -40,6 +40,10 @@ def figures() -> Figures:
     return Figures(policy=policy, old=old, ref=ref, rollout=rollout, mask=mask)
 
 
+TRUNCATED = 1
+"""The completion that max_tokens cut off, where a row masks those."""
+
+
 def of_trl(figures: Figures, trainer: str = "grpo", **options: Any) -> tuple[float, Tensor]:
     """Loss and its gradient by the policy's logprobs, by the trainer's own `_compute_loss`."""
     grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
@@ -74,17 +78,20 @@ def of_trl(figures: Figures, trainer: str = "grpo", **options: Any) -> tuple[flo
         _get_per_token_logps_and_entropies=lambda *_, **__: (policy, torch.zeros_like(policy), None),
     )
     ids = torch.zeros(figures.mask.shape, dtype=torch.int64)
-    old = figures.old * figures.mask
+    mask = figures.mask.clone()
+    if options.get("mask_truncated_completions"):
+        mask[TRUNCATED] = False  # as `_generate_and_score_completions` does
+    old = figures.old * mask
     inputs = {
         "prompt_ids": ids[:, :2],
         "prompt_mask": ids[:, :2] + 1,
         "completion_ids": ids,
-        "completion_mask": figures.mask.int(),
+        "completion_mask": mask.int(),
         "advantages": torch.tensor(ADVANTAGES, dtype=torch.float64),
         "old_per_token_logps": figures.old,
         "old_logps": old.sum(1),
         "ref_per_token_logps": figures.ref,
-        "num_items_in_batch": figures.mask.sum(),
+        "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": options.get("ratio"),
     }
     owner = grpo.GRPOTrainer if trainer == "grpo" else rloo.RLOOTrainer
@@ -107,6 +114,7 @@ def ours(figures: Figures, **options: Any) -> tuple[float, Tensor]:
                 rollout_logprobs=rollout,
                 advantages=torch.full((length + 2,), ADVANTAGES[i], dtype=torch.float64),
                 policy_version=0,
+                truncated=i == TRUNCATED,
             )
         )
     batch = pack(samples, algorithm.loss_weights(samples))
@@ -160,6 +168,18 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"beta": 0.1},
         {"aggregation": "token_mean", "kl": {"coef": 0.1, "max_nats": 1e9}},
     ),
+    **{
+        f"truncated masked, {aggregation}": (
+            {"loss_type": loss_type, "mask_truncated_completions": True, "beta": 0.1},
+            {"aggregation": aggregation, "mask_truncated": True, "kl": {"coef": 0.1, "max_nats": 1e9}},
+        )
+        for loss_type, aggregation in (
+            ("grpo", "sequence_mean"),
+            ("dr_grpo", "constant"),
+            ("dapo", "token_mean"),
+            ("luspo", "sequence_sum"),
+        )
+    },
     "RLOO": ({"trainer": "rloo"}, {"name": "rloo"}),
 }
 
@@ -172,6 +192,14 @@ def test_a_row_gives_the_loss_and_the_gradient_of_trl(row: str, figures: Figures
     assert found == pytest.approx(loss, rel=2e-6)
     torch.testing.assert_close(found_gradient, gradient, rtol=2e-6, atol=1e-9)
     assert gradient.abs().max() > 1e-3
+
+
+def test_truncated_completions_of_rloo(figures: Figures) -> None:
+    """There a masked completion has ratio 1, so its advantage is in the loss, without a gradient."""
+    loss, gradient = of_trl(figures, trainer="rloo", mask_truncated_completions=True)
+    found, found_gradient = ours(figures, name="rloo", mask_truncated=True)
+    assert found == pytest.approx(loss + ADVANTAGES[TRUNCATED] / len(ADVANTAGES), rel=2e-6)
+    torch.testing.assert_close(found_gradient, gradient, rtol=2e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])

@@ -21,12 +21,12 @@ LENGTHS, REWARDS = ((1, 3), (2, 2)), ((1.0, 0.0), (3.0, 1.0))
 LN2 = math.log(2)
 
 
-def rollout(prompt: tuple[int, ...], length: int, reward: float) -> Rollout:
+def rollout(prompt: tuple[int, ...], length: int, reward: float, finish_reason: str = "stop") -> Rollout:
     completion = Completion(
         prompt_token_ids=prompt,
         token_ids=tuple(range(3, 3 + length)),
         logprobs=(-1.0,) * length,
-        finish_reason="stop",
+        finish_reason=finish_reason,
         stop_reason=None,
         text=None,
         seed=0,
@@ -119,6 +119,50 @@ def test_published_variants_by_hand(name: str) -> None:
 
 def test_every_variant_is_hand_worked() -> None:
     assert set(HAND_WORKED) | {"ppo", "sft", "dpo"} == set(ALGORITHMS)  # tests/algorithms/test_ppo.py
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "kept"),
+    [
+        ("sequence_mean", [1 / 4, 0, 1 / 8, 1 / 8]),
+        ("sequence_sum", [1 / 4, 0, 1 / 4, 1 / 4]),
+        ("token_mean", [1 / 5, 0, 1 / 5, 1 / 5]),
+        ("constant", [1 / 40, 0, 1 / 40, 1 / 40]),
+    ],
+)
+def test_a_truncated_completion_is_masked_as_if_it_had_no_token(aggregation: str, kept: list[float]) -> None:
+    """1, 3, 2 and 2 tokens, of which the second completion was cut off: 5 tokens are left, of 4 completions.
+    Its reward of 0 is in its group's mean all the same."""
+    sampled = groups()
+    cut = rollout((1, 2), 3, 0.0, finish_reason="length")
+    sampled[0] = dataclasses.replace(sampled[0], rollouts=(sampled[0].rollouts[0], cut))
+    algo = algorithm(advantage="group_mean", aggregation=aggregation, mask_truncated=True)
+    samples = samples_of(algo, sampled)
+    weights = algo.loss_weights(samples)
+    for sample, weight, expected in zip(samples, weights, kept, strict=True):
+        assert weight.tolist() == pytest.approx((sample.loss_mask * expected).tolist())
+    assert samples[0].advantages[samples[0].loss_mask].tolist() == [0.5]
+    unmasked = algorithm(advantage="group_mean", aggregation=aggregation).loss_weights(samples)
+    assert all(weight.any() for weight in unmasked)
+
+
+def test_a_step_of_truncated_completions_alone_has_no_gradient() -> None:
+    cut = [
+        dataclasses.replace(
+            group, rollouts=tuple(rollout((1, 2), 2, r.reward, "length") for r in group.rollouts)
+        )
+        for group in groups()
+    ]
+    for aggregation in ("sequence_mean", "sequence_sum", "token_mean", "constant"):
+        options = {"kl": {"coef": 0.1}, "entropy_coef": 0.1, "mask_truncated": True}
+        algo = algorithm(aggregation=aggregation, **options)
+        samples = samples_of(algo, cut)
+        batch = batch_of(algo, samples, ref_logprobs=per_rollout(samples, [-3.0] * 4))
+        logprobs = torch.full((batch.num_slots,), -1.0, requires_grad=True)
+        entropy = torch.ones(batch.num_slots, requires_grad=True)
+        loss = algo.loss()(logprobs, entropy, batch, slice(None)).loss
+        loss.backward()
+        assert loss.item() == 0 and not logprobs.grad.any() and not entropy.grad.any()
 
 
 VARIANTS = {

@@ -35,6 +35,10 @@ FILE = {"source": "rows.jsonl"}
             {"algorithm": {"rollout_correction": {"kind": "icepop", "low": 3.0}}},
             "would be masked",
         ),
+        (
+            {"algorithm": {"mask_truncated": True}, "rollout": {"sampling": {"ignore_eos": True}}},
+            "mask_truncated = true .* every completion is cut off",
+        ),
         ({"model": {"dtype": "float16"}}, "no train backend scales the loss"),
     ],
 )

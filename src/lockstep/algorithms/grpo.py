@@ -150,9 +150,15 @@ class PolicyAlgorithm:
             )
 
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """See lockstep.ops.losses.loss_weights; `samples` are all of one optimizer step."""
+        """See lockstep.ops.losses.loss_weights; `samples` are all of one optimizer step. Under mask_truncated
+        a completion that was cut off is one without a trained token."""
         assert self.config.aggregation is not None
         masks = [sample.loss_mask for sample in samples]
+        if self.config.mask_truncated:
+            masks = [
+                torch.zeros_like(mask) if isinstance(sample, RolloutSample) and sample.truncated else mask
+                for mask, sample in zip(masks, samples, strict=True)
+            ]
         return loss_weights(masks, aggregation=self.config.aggregation, max_tokens=self.max_tokens)
 
     def loss(self) -> PolicyLoss:

@@ -152,6 +152,9 @@ class GRPOConfig(Config):
     """Groups whose rewards are all equal are replaced by newly sampled ones."""
     max_resample_rounds: PositiveInt = 10
     """dynamic_sampling: rounds of sampling before the run stops with an error."""
+    mask_truncated: bool = False
+    """A completion that max_tokens cut off is not trained on, as if it had no token; its reward still counts
+    in the advantages of the others. DAPO's overlong filtering, TRL's mask_truncated_completions."""
     overlong: OverlongConfig = OverlongConfig()
     entropy_coef: float = 0.0
     """Entropy bonus: this coefficient times the entropy is subtracted from the loss."""

@@ -211,6 +211,13 @@ class GRPORun(RunConfig):
                 f"{self.algorithm.name!r}, which compares the samples of a group; set rollout.group_size >= "
                 "2 or algorithm.name = 'reinforce++'"
             )
+        sampling = self.rollout.sampling
+        ends = sampling.stop or sampling.stop_token_ids or not sampling.ignore_eos
+        if self.algorithm.mask_truncated and not ends:
+            raise ValueError(
+                "algorithm.mask_truncated = true with rollout.sampling.ignore_eos = true and no stop: every "
+                "completion is cut off, so nothing would be trained on; leave one of them out"
+            )
         if self.rollout.sampling.temperature == 0:
             raise ValueError(
                 "rollout.sampling.temperature = 0 samples one and the same completion group_size times, so "

@@ -86,6 +86,8 @@ class RolloutSample(TrainSample):
     """[L] float32, nats, by the engine that sampled it; 0 where loss_mask is False."""
     policy_version: int = 0
     """Of the policy that sampled it: Trajectory.policy_version."""
+    truncated: bool = False
+    """Whether max_tokens or the context cut it off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +161,7 @@ def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
                 sample_id=sample_id,
                 rollout_logprobs=rollout_logprobs,
                 policy_version=trajectory.policy_version,
+                truncated=trajectory.finish_reason == "length",
             )
         )
     return samples
@@ -187,6 +190,7 @@ def policy_samples(
             sample_id=sample.sample_id,
             rollout_logprobs=sample.rollout_logprobs,
             policy_version=sample.policy_version,
+            truncated=sample.truncated,
             advantages=values,
             ref_logprobs=ref,
         )
