@@ -177,6 +177,41 @@ def test_signals_end_the_launcher_and_leave_no_process(
         assert f"{number.name}: all 2 ranks ended" in text
 
 
+WRITES = """
+import os, subprocess, sys
+apart = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(os.path.join(os.environ["OUT"], "apart-" + os.environ["RANK"]), "w").write(str(apart.pid))
+os.write(1, b"\\xc3\\xa4 \\xff no line end " * 20000)
+os.write(2, os.environ["RANK"].encode())
+sys.exit(int(os.environ["RANK"]) * 4)
+"""
+
+
+def test_output_is_shown_to_its_end_and_what_ranks_leave_in_other_sessions_ends(
+    out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.ranks.launch._GRACE_SECONDS", 1.0)
+    command = [sys.executable, "-c", WRITES]
+    assert launch_command(command, ranks=2, timeout=300, log_dir=out / "logs") == 4
+    shown = capfd.readouterr()
+    assert shown.out == "\u00e4 \ufffd no line end " * 20000
+    assert shown.err.startswith("0lockstep: rank 1 of 2 exited with status 4\n  | 1\nrank 0 exited with")
+    assert not any(alive(int((out / f"apart-{rank}").read_text())) for rank in range(2))
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As nohup has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with lockstep.ranks.launch._signals_raised():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_environment_says_whether_somebody_started_the_ranks() -> None:
     assert in_launcher({"RANK": "0", "WORLD_SIZE": "2"})
     assert not in_launcher({"RANK": "0"}) and not in_launcher({})

@@ -11,7 +11,6 @@ WORLD_SIZE and the address of a store in the environment. A process without othe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -52,7 +51,6 @@ T = TypeVar("T")
 CONTROL_SECONDS = 60.0
 """Default deadline of a wait for another rank."""
 _LISTEN_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 _LOST_PEER = re.compile(
     r"closed by peer|pair closure|Broken pipe|Connection reset|Connection refused|remote process exited"
 )
@@ -361,7 +359,6 @@ def init_ranks(
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not 0 <= rank < world_size:
         raise ConfigError(f"RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks")
-    _die_with_launcher(environ)
     where, backend, description = _placement(device, local_rank, world_size, environ)
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -446,23 +443,3 @@ def _store() -> Store:
         return rendezvous.launcher_store(timedelta(seconds=10))
     store: Any = dist.distributed_c10d._get_default_store()
     return PrefixStore("lockstep", store)
-
-
-def _die_with_launcher(environ: Mapping[str, str]) -> None:
-    """End this rank when its launcher is killed: by the kernel on Linux, elsewhere by a thread that looks
-    once a second."""
-    if LAUNCHER_PID not in environ:
-        return
-    launcher = int(environ[LAUNCHER_PID])
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch_parent, args=(launcher,), daemon=True).start()
-    if os.getppid() != launcher:  # it died before that
-        raise RankError(f"the launcher (pid {launcher}) has gone")
-
-
-def _watch_parent(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    os._exit(1)

@@ -4,30 +4,32 @@
 
 runs `python -m lockstep replay --ranks 2` twice, with the environment that torchrun gives its workers, so
 that the same command works unchanged under torchrun and under the deepspeed launcher: `in_launcher` tells
-whether the ranks are started already. The processes are those of torch.distributed.elastic; their store is
-hosted here, so the positions of the ranks are known even after rank 0 has died. It listens on loopback only,
-and ranks have to know a secret of the run (lockstep.ranks.rendezvous).
+whether the ranks are started already. Each rank is a Child (lockstep.processes). Their store is hosted here,
+so the positions of the ranks are known even after rank 0 has died. It listens on loopback only, and ranks
+have to know a secret of the run (lockstep.ranks.rendezvous).
 
 This module loads torch only when it starts something.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
-import logging
 import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
+from lockstep.processes.child import Child, describe_status, end
 from lockstep.ranks.environment import LAUNCHER_PID, SECRET
 
 ENDED_KEY = "lockstep/ended/{rank}"
@@ -41,10 +43,12 @@ peer: it has only lost another rank. printed: the command prints it itself."""
 INTERRUPTED, TIMED_OUT = 130, 124
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
-_GRACE_SECONDS = 15.0
+_SHOW_SECONDS = 0.1
+"""Between two looks at what rank 0 has written."""
+_GRACE_SECONDS = 12.0
 """After the first rank died: time for the others to notice, report and end by themselves."""
-_CLOSE_SECONDS = 8
-"""Then the time between SIGTERM (or Ctrl-C) and SIGKILL."""
+_CLOSE_SECONDS = 8.0
+"""Then the time between SIGTERM and SIGKILL."""
 _TRACEBACK_LINES = 40
 
 
@@ -64,11 +68,7 @@ class RankEnd:
 
     def how(self) -> str:
         """Return `was killed by SIGKILL`, `exited with status 1`, ..."""
-        if self.stopped:
-            return "was stopped"
-        if self.status < 0:
-            return f"was killed by {signal.Signals(-self.status).name}"
-        return f"exited with status {self.status}"
+        return "was stopped" if self.stopped else describe_status(self.status)
 
     def where(self) -> str:
         """Return `; last seen at step 3, before gradients (all_reduce)`, or nothing."""
@@ -132,7 +132,7 @@ def launch_ranks(
     Rank 0's output is shown as it comes; everything a rank prints is in log_dir/rank-N.log and, for stderr,
     rank-N.err.log. When a rank dies all others end within 30 seconds, and the cause is printed: the rank that
     died first, its traceback, the position of every rank. Ctrl-C and SIGTERM are passed on. No process is
-    left behind, not even when this one is killed (see lockstep.ranks.context.init_ranks).
+    left behind, not even when this one is killed (see lockstep.processes).
 
     Args:
         argv: without the program's name.
@@ -179,7 +179,7 @@ def launch_command(
         raise ConfigError(
             f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
         ) from error
-    with _quiet_elastic(), _signals_restored():
+    with _signals_raised():
         return _Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful).run(timeout)
 
 
@@ -197,53 +197,52 @@ class _Launch:
         tcp = host_store()
         self._port = tcp.port
         self.store = hidden_store(tcp, self._secret)
-        self.pids: dict[int, int] = {}
+        self._children: list[Child] = []
+        """By rank."""
+        self._shown: list[_Shown] = []
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
         self._closed = False
 
     def run(self, timeout: float | None) -> int:
-        from torch.distributed.elastic.multiprocessing import SignalException, start_processes
-
         deadline = None if timeout is None else time.monotonic() + timeout
-        context = None
         try:
-            context = start_processes(
-                name="rank",
-                entrypoint=self.command[0],
-                args={rank: tuple(self.command[1:]) for rank in range(self.ranks)},
-                envs={rank: self._environment(rank) for rank in range(self.ranks)},
-                logs_specs=_one_file_each(self.log_dir),
-                log_line_prefixes=dict.fromkeys(range(self.ranks), ""),
-            )
-            self.pids = dict(context.pids())
+            self._start()
             try:
-                return self._watch(context, deadline)
-            except (SignalException, KeyboardInterrupt) as error:
-                if not self.graceful:
+                return self._watch(deadline)
+            except _Interrupted as interrupted:
+                if not self.graceful or interrupted.number not in (signal.SIGINT, signal.SIGTERM):
                     raise
-                self._pass_on(signal.Signals(getattr(error, "sigval", signal.SIGINT)))
-                return self._watch(context, deadline)
-        except (SignalException, KeyboardInterrupt) as error:
-            number = signal.Signals(getattr(error, "sigval", signal.SIGINT))
-            if context is not None:
-                self._stop(context, number)
-            echo(f"lockstep: {number.name}: all {self.ranks} ranks ended", file=sys.stderr)
-            return 128 + number
+                self._pass_on(interrupted.number)
+                return self._watch(deadline)
+        except _Interrupted as interrupted:
+            self._stop()
+            echo(f"lockstep: {interrupted.number.name}: all {self.ranks} ranks ended", file=sys.stderr)
+            return 128 + interrupted.number
         finally:
-            if context is not None:
-                self._stop(context, signal.SIGTERM)
+            self._stop()
 
-    def _watch(self, context: Any, deadline: float | None) -> int:
+    def _start(self) -> None:
+        for rank in range(self.ranks):
+            paths = [self.log_dir / f"rank-{rank}.log", self.log_dir / f"rank-{rank}.err.log"]
+            with paths[0].open("wb") as out, paths[1].open("wb") as err:
+                environment = {**os.environ, **self._environment(rank)}
+                child = Child(self.command, output=(out, err), env=environment, grace=_CLOSE_SECONDS)
+            self._children.append(child)
+            if rank == 0:
+                streams = (sys.stdout, sys.stderr)
+                self._shown = [_Shown(path, to) for path, to in zip(paths, streams, strict=True)]
+
+    def _watch(self, deadline: float | None) -> int:
         """Wait until all have ended, or one of them failed."""
         while len(self.ended) < self.ranks:
             self._poll()
             if any(status and not self._ended_as_requested(status) for status in self.ended.values()):
                 self._grace(_GRACE_SECONDS)
-                self._stop(context, signal.SIGTERM)
+                self._stop()
                 return self._explain_failure()
             if deadline is not None and time.monotonic() > deadline:
-                self._stop(context, signal.SIGTERM)
+                self._stop()
                 return self._explain_timeout()
             time.sleep(_POLL_SECONDS)
         return max(self.ended.values())
@@ -251,10 +250,8 @@ class _Launch:
     def _pass_on(self, number: signal.Signals) -> None:
         """Ask every rank to end."""
         self.passed_on = number
-        self._poll()
-        for rank in set(self.pids) - set(self.ended):
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
-                os.kill(self.pids[rank], number)
+        for child in self._children:
+            child.send_signal(number)
 
     def _ended_as_requested(self, status: int) -> bool:
         """Whether a rank with this status has stopped gracefully because of a signal."""
@@ -262,20 +259,11 @@ class _Launch:
         return self.graceful and status in [128 + number for number in signals]
 
     def _poll(self) -> None:
-        """Note which ranks have ended; WNOWAIT leaves the process for its owner to reap, so its pid is not
-        reused."""
-        for rank, pid in self.pids.items():
-            if rank in self.ended:
-                continue
-            try:
-                status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:  # reaped by close()
-                self.ended[rank] = 0
-                continue
-            if status is not None:
-                exited = status.si_code == os.CLD_EXITED
-                self.ended[rank] = status.si_status if exited else -status.si_status
-                self.store.set(ENDED_KEY.format(rank=rank), RankEnd(rank=rank, status=self.ended[rank]).how())
+        """Note which ranks have ended."""
+        for rank, child in enumerate(self._children):
+            if rank not in self.ended and (status := child.poll()) is not None:
+                self.ended[rank] = status
+                self.store.set(ENDED_KEY.format(rank=rank), RankEnd(rank=rank, status=status).how())
 
     def _grace(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -283,24 +271,19 @@ class _Launch:
             time.sleep(_POLL_SECONDS)
             self._poll()
 
-    def _stop(self, context: Any, number: signal.Signals) -> None:
-        """End the ranks that still run, with their children, and read the logs to their end."""
+    def _stop(self) -> None:
+        """End the ranks that still run, with their children, and show rank 0's output to its end."""
         if self._closed:
             return
         self._closed = True
         self._poll()
-        self.stopped |= set(self.pids) - set(self.ended)
-        for rank in self.ended:  # what a dead rank left behind is in its session still
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pids[rank], signal.SIGKILL)
+        self.stopped |= set(range(len(self._children))) - set(self.ended)
         try:
-            context.close(number, timeout=_CLOSE_SECONDS)
-        except BaseException:  # a second Ctrl-C: do not wait
-            context.close(signal.SIGKILL, timeout=_CLOSE_SECONDS)
-            raise
+            end(self._children)  # at once, should a second Ctrl-C come
         finally:
-            self.ended |= dict.fromkeys(self.stopped, -number)
-            sys.stdout.flush()
+            self.ended |= dict.fromkeys(self.stopped, -signal.SIGTERM)
+            for shown in self._shown:
+                shown.finish()
 
     def _environment(self, rank: int) -> dict[str, str]:
         environment = {
@@ -406,62 +389,57 @@ def _message(end: RankEnd) -> str | None:
     return lines[-1] if lines else None
 
 
-def _one_file_each(log_dir: Path) -> Any:
-    """The log files of elastic: LOG_DIR/rank-N.log and rank-N.err.log; rank 0 on the console as well."""
-    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+class _Shown:
+    """A thread that copies what is written to a file to a stream of ours, until `finish`."""
 
-    class RankLogs(LogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            out = {rank: str(log_dir / f"rank-{rank}.log") for rank in envs}
-            err = {rank: str(log_dir / f"rank-{rank}.err.log") for rank in envs}
-            for path in (*out.values(), *err.values()):
-                Path(path).write_bytes(b"")  # the tail must not read an older run's
-            return LogsDest(
-                stdouts=out,
-                stderrs=err,
-                tee_stdouts={0: out[0]},
-                tee_stderrs={0: err[0]},
-                error_files=dict.fromkeys(envs, ""),
-            )
+    def __init__(self, path: Path, stream: TextIO) -> None:
+        self._path, self._stream = path, stream
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._copy, name=f"shows {path.name}", daemon=True)
+        self._thread.start()
 
-        @property
-        def root_log_dir(self) -> str:
-            return str(log_dir)
+    def finish(self) -> None:
+        """Show the rest of the file, as far as somebody reads the stream."""
+        self._finished.set()
+        self._thread.join(_CLOSE_SECONDS)
 
-    return RankLogs()
+    def _copy(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # Ours may be closed or have few characters; the file has everything.
+        with contextlib.suppress(OSError, ValueError), self._path.open("rb") as file:
+            while True:
+                last = self._finished.is_set()
+                while chunk := file.read(1 << 16):
+                    self._stream.write(decoder.decode(chunk))
+                    self._stream.flush()
+                if last:
+                    return
+                self._finished.wait(_SHOW_SECONDS)
 
 
-@contextlib.contextmanager
-def _quiet_elastic() -> Iterator[None]:
-    """Silence elastic, which reports each signal it sends as a warning; the launcher reports them itself."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    children = [
-        logging.getLogger(name)
-        for name in list(logging.root.manager.loggerDict)
-        if name.startswith("torch.distributed.elastic.")
-    ]
-    levels = [child.level for child in children]
-    try:
-        for child in children:
-            child.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        logger.setLevel(level)
-        for child, old in zip(children, levels, strict=True):
-            child.setLevel(old)
+class _Interrupted(KeyboardInterrupt):
+    """A signal that ends the launcher came."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
 
 
 @contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restore signal handlers: elastic installs its own and never removes them."""
-    previous: dict[signal.Signals, Any] = {}
-    for number in _SIGNALS:
-        previous[number] = signal.getsignal(number)
+def _signals_raised() -> Iterator[None]:
+    """Inside, a signal that ends the launcher raises _Interrupted, unless it is ignored (nohup)."""
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        raise _Interrupted(signal.Signals(number))
+
+    previous = {n: signal.getsignal(n) for n in _SIGNALS}
+    previous = {n: handler for n, handler in previous.items() if handler not in (signal.SIG_IGN, None)}
+    if threading.current_thread() is not threading.main_thread():
+        previous = {}  # where Python runs handlers, and which alone may set them
+    for number in previous:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
         for number, handler in previous.items():
-            with contextlib.suppress(ValueError):  # not the main thread: nothing was installed
-                signal.signal(number, handler)
+            signal.signal(number, handler)
