@@ -166,7 +166,7 @@ def folder(ranks: RankContext, name: str) -> Path:
 
 
 def manager(ranks: RankContext, name: str, **options: Any) -> CheckpointManager:
-    return CheckpointManager(OUT / name, CheckpointConfig(**options), ranks=ranks)
+    return CheckpointManager(OUT / name, CheckpointConfig(**{"background": False} | options), ranks=ranks)
 
 
 def seed(value: int) -> None:

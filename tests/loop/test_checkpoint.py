@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Backend:
 
 
 def manager(path: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(path / "checkpoints", CheckpointConfig(**options))
+    return CheckpointManager(path / "checkpoints", CheckpointConfig(**{"background": False} | options))
 
 
 def steps(path: Path) -> list[int]:
@@ -228,6 +229,35 @@ def test_an_error_of_a_background_save_comes_at_the_next_boundary(
         assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     checkpoints.save(2, Backend(2), {}, wait=True)
     assert checkpoints.steps() == [1, 2] and checkpoints.poll() is None
+
+
+def test_a_wait_for_a_background_save_says_what_it_waits_for_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk does not answer."""
+    answers = threading.Event()
+    fsync = os.fsync
+
+    def slow(file: int) -> None:
+        assert answers.wait(60)
+        fsync(file)
+
+    said: list[str] = []
+    config = CheckpointConfig()
+    assert config.background, "the default"
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", config, say=said.append)
+    monkeypatch.setattr(module_under_test, "_SAY_SECONDS", 0.01)
+    monkeypatch.setattr(module_under_test, "_STALLED_SECONDS", 0.1)
+    monkeypatch.setattr(os, "fsync", slow)
+    checkpoints.save(2, Backend(1), {})
+    writer = next(t for t in threading.enumerate() if t.name == "save-step-000002")
+    with pytest.raises(CheckpointError, match=r"step-000002 was not saved: nothing was written for .* s, \d"):
+        checkpoints.finish()
+    assert said[0].startswith("waiting for checkpoint step-000002")
+    answers.set()
+    writer.join(60)
+    monkeypatch.undo()
+    assert manager(tmp_path).steps() == []
 
 
 LIMITED = """

@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
     assert "rank 1" in capfd.readouterr().err and not list(tmp_path.glob("rank-*.txt"))
     folder = tmp_path / "killed"
     assert len(list(folder.glob(".saving-step-000002-*/*"))) > 0
-    checkpoints = CheckpointManager(folder, CheckpointConfig())
+    checkpoints = CheckpointManager(folder, CheckpointConfig(background=False))
     assert [p.name for p in folder.iterdir()] == ["step-000001"] and checkpoints.steps() == [1]
     verify(folder / "step-000001")
 

@@ -12,7 +12,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.run import GRPORun, SFTRun
-from lockstep.config.train import TrainConfig
+from lockstep.config.train import CheckpointConfig, TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.models.memory import GIB, planned_shape
@@ -73,6 +73,35 @@ def test_a_value_model_has_a_plan_of_its_own() -> None:
     assert "value.name" in value["value model: parameters"].setting
     activations = value["value model: activations"].setting
     assert "train.token_budget" in activations and "value.activation_checkpointing = true" in activations
+
+
+def test_saves_in_the_background_need_a_copy_of_the_state() -> None:
+    def copy(device: str = "cpu", dtype: str = "bfloat16", **checkpoint: Any) -> int:
+        run = SFTRun(
+            model=ModelConfig(name="shape:tiny-llama", dtype=dtype),
+            steps=20,
+            checkpoint=CheckpointConfig(**checkpoint),
+        )
+        plan = plan_memory(run, device=torch.device(device))
+        assert plan.shape.parameters == count
+        found = [part for part in plan.parts if part.name.startswith("copy for saves")]
+        assert all(part.phase == ("always" if device == "cpu" else "host") for part in found)
+        return sum(part.bytes for part in found)
+
+    count = planned_shape(ModelConfig(name="shape:tiny-llama"), dtype=torch.float32).parameters
+    assert copy(every=5) == copy("cuda", every=5) == 14 * count
+    assert copy(every=5, dtype="float32") == 12 * count
+    assert copy(every=5, background=False) == copy(every=20) == copy() == 0
+
+
+def test_the_value_model_is_copied_too() -> None:
+    run = PPORun(
+        model=ModelConfig(name="shape:tiny-llama", dtype="bfloat16"),
+        steps=20,
+        checkpoint=CheckpointConfig(every=5),
+    )
+    (part,) = [p for p in plan_memory(run, device=CPU).parts if p.name.startswith("value model: copy for")]
+    assert part.bytes == 14 * planned_shape(run.model, dtype=torch.float32, head="scalar").parameters
 
 
 def test_what_native_keeps_between_rollouts() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from lockstep.config.model import LoraConfig
 from lockstep.errors import CheckpointError
 from lockstep.train.local import LocalBackend
+from lockstep.train.state.copies import CopySpace, PendingCopy
 from lockstep.train.state.files import write_tensors
 from lockstep.train.state.rng import restore_rng_state, rng_state
 
@@ -318,6 +320,64 @@ def test_what_is_saved_in_the_background_is_what_was_there(
     again.load(tmp_path)
     assert again.steps_done == 1
     assert all(torch.equal(t, before[name]) for name, t in everything(again).items())
+
+
+def test_an_update_waits_for_the_copy_of_what_it_changes(
+    make_backend: Any, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that copies is held up until the loop waits for it."""
+    waited = threading.Event()
+    run, wait = PendingCopy._run, PendingCopy.wait
+
+    def held_up(copy: PendingCopy) -> None:
+        assert waited.wait(60)
+        run(copy)
+
+    def tell(copy: PendingCopy, seconds: float = 60.0) -> None:
+        waited.set()
+        wait(copy, seconds)
+
+    backend = make_backend(lr=1e-2)
+    train(backend, 0, 1)
+    before = {name: t.clone() for name, t in everything(backend).items()}
+    monkeypatch.setattr(PendingCopy, "_run", held_up)
+    monkeypatch.setattr(PendingCopy, "wait", tell)
+    finish = backend.save(tmp_path, background=True)
+    assert not waited.is_set()
+    train(backend, 1, 2)
+    assert waited.is_set()
+    finish()
+    again = make_backend()
+    again.load(tmp_path)
+    assert all(torch.equal(t, before[name]) for name, t in everything(again).items())
+
+
+def test_a_copy_that_fails_is_told_when_the_save_is_finished(
+    make_backend: Any, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> Tensor:
+        raise RuntimeError("can't allocate memory: you tried to allocate 99 bytes")
+
+    backend = make_backend(lr=1e-2)
+    train(backend, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "clone", none_left)
+        finish = backend.save(tmp_path, background=True)
+        backend._copies.wait()
+    train(backend, 1, 2)
+    with pytest.raises(CheckpointError, match=r"could not be copied.* 99 bytes; set checkpoint\.background"):
+        finish()
+
+
+def test_copies_of_a_gpu_go_to_memory_that_is_used_again() -> None:
+    """The places only: here the tensors are in host memory."""
+    space = CopySpace(pin=False)
+    sources = [torch.arange(5.0), torch.tensor(3.0), torch.ones(2, 3, dtype=torch.bfloat16)]
+    copies = [space.copy(t) for t in sources]
+    assert all(torch.equal(c, t) and c.dtype == t.dtype for c, t in zip(copies, sources, strict=True))
+    assert len({c.data_ptr() for c in copies}) == 3
+    space.begin()
+    assert space.copy(torch.zeros(5)).data_ptr() == copies[0].data_ptr()
 
 
 LACKS = {

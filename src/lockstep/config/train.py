@@ -206,8 +206,9 @@ class CheckpointConfig(Config):
     """Whether a larger or a smaller `metric` is better."""
     save_at_end: bool = True
     """Write a checkpoint after the last step."""
-    background: bool = False
-    """Write while training goes on: a save costs a step only the copy, and counts once it is whole."""
+    background: bool = True
+    """Write while training goes on: a save costs a step only the copy, and counts once it is whole. The last
+    save is written at once. false: every save is, and none needs host memory for a copy."""
     export_at_end: bool = True
     """Write a Hugging Face folder under export/."""
 

@@ -24,7 +24,8 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ from lockstep.train.state.save_load import share_out
 
 COMPLETE = "complete.json"
 RUN_STATE = "run_state.json"
+_STALLED_SECONDS = 900.0
+"""A save of which nothing reaches the disk for so long is given up by whoever waits for it."""
+_SAY_SECONDS = 3.0
+"""A wait that is longer is shown."""
 _NAME = re.compile(r"step-(\d{6,})")
 _HIDDEN = re.compile(r"\.(saving|replaced|removing)-(step-\d{6,})-[0-9a-f]{8}")
 
@@ -102,13 +107,20 @@ class CheckpointManager:
         directory: the run's checkpoints folder; made when it is first needed. All ranks see it.
         config: retention, and whether saves are written in the background.
         ranks: None: this process is alone.
+        say: shows a line for the user; None: nothing is shown.
     """
 
     def __init__(
-        self, directory: Path, config: CheckpointConfig, *, ranks: RankContext | None = None
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        *,
+        ranks: RankContext | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.config = config
+        self._say = say
         self._ranks = RankContext.alone() if ranks is None else ranks
         self._saving: _Saving | None = None
         self._ranks.from_first(self._remove_leftovers, what="removing leftovers of interrupted saves")
@@ -181,15 +193,36 @@ class CheckpointManager:
         return self._commit(saving)
 
     def finish(self) -> Path | None:
-        """Wait for a background save, if there is one. Returns and raises as `poll`."""
+        """Wait for a background save, if there is one, and show after a few seconds what is waited for.
+
+        Returns and raises as `poll`; also raises CheckpointError when nothing was written for a quarter of an
+        hour: what is there is then removed at the next start.
+        """
         saving = self._saving
         if saving is None or saving.thread is None:
             return None
+        wait = min(self._ranks.seconds / 4, _SAY_SECONDS)
+        began = grown = time.monotonic()
+        size, said = -1, 0.0
         # Disks differ: a rank that is ready asks again and again rather than wait beyond the ranks' deadline.
-        while self._ranks.any(
-            _alive(saving.thread, self._ranks.seconds / 4), what="waiting for a checkpoint"
-        ):
-            pass
+        while self._ranks.any(_alive(saving.thread, wait), what="waiting for a checkpoint"):
+            now, before = time.monotonic(), size
+            size = _size_of(saving.temporary)
+            grown = grown if size == before else now
+            if self._say is not None and now - said >= 10 * _SAY_SECONDS:
+                self._say(
+                    f"waiting for checkpoint {saving.path.name}, which is written in the background: "
+                    f"{size / 2**30:.2f} GiB so far, {now - began:.0f} s"
+                )
+                said = now
+            stalled = now - grown > _STALLED_SECONDS
+            if self._ranks.any(stalled, what="looking whether a checkpoint still grows"):
+                self._saving = None
+                raise CheckpointError(
+                    f"{saving.path} was not saved: nothing was written for {_STALLED_SECONDS:.0f} s, "
+                    f"{size} bytes in all; the disk of {self.directory} does not answer. Earlier "
+                    "checkpoints are as they were"
+                )
         return self._commit(saving)
 
     def latest(self) -> Path | None:
@@ -516,6 +549,15 @@ def _check_state(
 def _step_of(name: str) -> int | None:
     match = _NAME.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes in a folder to which others are writing."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 def _alive(thread: threading.Thread, seconds: float) -> bool:

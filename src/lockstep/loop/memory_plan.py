@@ -25,7 +25,7 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, phase_totals, planned_shape
 from lockstep.models.memory_shape import MemoryPart, ModelShape, either
 from lockstep.registry import load_object
-from lockstep.train.memory import Parallelism, StepSize
+from lockstep.train.memory import Parallelism, StepSize, state_bytes
 
 _RUNTIME_BYTES = {"cpu": int(0.6 * GIB), "cuda": int(0.8 * GIB)}
 
@@ -90,6 +90,7 @@ def plan_memory(
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
         *(_value_parts(run, tokens, device=device, ranks=ranks) if isinstance(run, PPORun) else ()),
         *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
+        _copy_part(shape, run, run.train, size=(kind, ranks)),
     ]
     return MemoryPlan(
         shape=shape,
@@ -139,6 +140,7 @@ def _value_parts(run: PPORun, tokens: int, *, device: torch.device, ranks: int) 
         parallelism=Parallelism(ranks=ranks, ring=train.ring, tp=train.tp),
     )
     parts = memory_parts_of(train.backend)(shape, train, size)
+    parts.append(_copy_part(shape, run, train, size=(size.device, ranks)))
     return [
         dataclasses.replace(part, name=f"value model: {part.name}", role="value", setting=_of_value(part))
         for part in parts
@@ -153,6 +155,24 @@ def _of_value(part: MemoryPart) -> str:
 
     setting = part.setting.replace("model.num_layers or ", "")
     return re.sub(r"\b(train|model)\.(\w+)", own, setting)
+
+
+def _copy_part(shape: ModelShape, run: RunConfig, train: TrainConfig, *, size: tuple[str, int]) -> MemoryPart:
+    """What a save in the background copies of a model into host memory; the last save is none.
+
+    Args:
+        size: device type, and number of ranks.
+    """
+    device, ranks = size
+    copies = run.checkpoint.background and 0 < run.checkpoint.every < run.steps
+    weights = (shape.trained if shape.lora else shape.parameters) * shape.dtype_bytes
+    state = shape.trained * (state_bytes(train) + 4 * (shape.dtype_bytes < 4))
+    return MemoryPart(
+        name="copy for saves in the background",
+        bytes=(weights + state) // ranks * copies,
+        phase="always" if device == "cpu" else "host",
+        setting="checkpoint.background = false",
+    )
 
 
 def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize], list[MemoryPart]]:

@@ -101,7 +101,9 @@ class Session:
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
         try:
-            self._checkpoints = CheckpointManager(self.dir.checkpoints, run.checkpoint, ranks=self.ranks)
+            self._checkpoints = CheckpointManager(
+                self.dir.checkpoints, run.checkpoint, ranks=self.ranks, say=self.display.note
+            )
             self._from = self._restore_state(checkpoint) if self._resumed else None
         except BaseException:
             self.dir.close()
@@ -507,7 +509,7 @@ class Session:
 
     def save(self, done: int, backend: Saved, *, wait: bool = False) -> Path:
         """Save a checkpoint of the state after `done` steps and prune older ones. wait: not in the
-        background, whatever checkpoint.background says."""
+        background, whatever checkpoint.background says; so is that of the last step."""
         with self.spans("save"):
             metric = self.run.checkpoint.metric.removeprefix("eval/")
             evaluations = self._state["evaluations"].values()
@@ -520,7 +522,7 @@ class Session:
                 backend,
                 self._state | {"wall_seconds": self._wall(), "inputs_seen": 0, **seen},
                 metric=current[0] if current else None,
-                wait=wait,
+                wait=wait or done == self.run.steps,
             )
         self._saved = done
         return path
@@ -567,7 +569,8 @@ class Session:
         ) in self._recorders.values():  # nothing is fed any more; one that dies now leaves it whole
             recorder.close()
         if self.run.checkpoint.export_at_end:
-            backend.export(self.dir.path / "export")
+            with self.spans("export"):
+                backend.export(self.dir.path / "export")
             extra["export"] = str(self.dir.path / "export")
         return self._summary("finished", **extra)
 

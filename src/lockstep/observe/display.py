@@ -27,6 +27,8 @@ COMPILED_SPANS = frozenset({"logprobs", "forward", "backward", "forward_backward
 
 SLOW_SECONDS = 30.0
 """Plain mode reports a phase that has run this long, and again each time as much has passed."""
+_SOON = {"save": 3.0, "export": 3.0}
+"""The phases that are reported sooner: nothing else happens meanwhile."""
 
 
 @dataclass
@@ -212,7 +214,8 @@ class _PlainView:
 
     def tick(self) -> None:
         now = time.monotonic()
-        if now - max(self._status.phase_since, self._reported) >= SLOW_SECONDS:
+        slow = min(_SOON.get(self._status.phase, SLOW_SECONDS), SLOW_SECONDS)
+        if now - max(self._status.phase_since, self._reported) >= slow:
             self._reported = now
             self.line(
                 f"step {self._status.step + 1}/{self._status.total_steps}  {self._status.activity(now)} ..."

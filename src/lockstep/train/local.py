@@ -43,6 +43,7 @@ from lockstep.train.loss_module import (
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.optimizer import lr_at, trained_parameters
 from lockstep.train.single_samples import merge_samples, single_samples
+from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -109,6 +110,7 @@ class LocalBackend:
         )
         self._optimizer = make_optimizer(named, config=config) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
+        self._copies = CopySpace()
         self._by_sample = config.accumulate == "sample"
         """A forward and backward of its own for every sample."""
         if config.activation_checkpointing:
@@ -299,6 +301,7 @@ class LocalBackend:
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        self._copies.wait()
         self._optimizer.step(gradients, lr=lr, scale=scale)
         self.drop_gradients()
         self.steps_done += 1
@@ -323,8 +326,9 @@ class LocalBackend:
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Save everything that decides how training goes on into an existing empty directory (see
-        train/state/save_load.py). With `background` all of it is copied into host memory now and written by
-        the function that is returned.
+        train/state/save_load.py). With `background` all of it is copied into host memory, by a thread where
+        it is there already (the next `optimizer_step` and `load` wait for that), and written by the function
+        that is returned.
 
         Returns:
             A function that finishes the save and returns the sha256 of each file written, by name.
@@ -342,6 +346,7 @@ class LocalBackend:
             progress=self._progress(),
             layout=LAYOUT,
             background=background,
+            space=self._copies,
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
@@ -354,6 +359,7 @@ class LocalBackend:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
         parts, progress = LiveTensors(self._live_state()), self._progress()
+        self._copies.wait()
         restored = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)
         self.drop_gradients()
         self.steps_done = restored["step"]

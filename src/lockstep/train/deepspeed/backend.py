@@ -55,6 +55,7 @@ from lockstep.train.micro_batch_assignment import (
     share_stats,
 )
 from lockstep.train.optimizer import lr_at, trained_parameters
+from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -144,6 +145,7 @@ class DeepSpeedBackend:
         if reference is not None:
             self._ref, self._ref_engine = build.reference(reference, like=self.module)
         self._gradients_ready = self._trained = False
+        self._copies = CopySpace()
 
     # --- forward and backward -------------------------------------------------------------------------------
 
@@ -413,6 +415,7 @@ class DeepSpeedBackend:
             progress=self._progress(),
             layout=self._layout,
             background=background,
+            space=self._copies,
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:

@@ -54,6 +54,7 @@ from lockstep.train.micro_batch_assignment import (
     share_stats,
 )
 from lockstep.train.optimizer import MasterOptimizer, NamedParameter, lr_at, trained_parameters
+from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
@@ -124,6 +125,7 @@ class FSDP2Backend:
         self._names = list(decay)
         self._optimizer_or_none = self._optimizer_of(decay) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
+        self._copies = CopySpace()
         self._has_gradients = False
         self._added_up: dict[str, Tensor] | None = None
         if config.activation_checkpointing:
@@ -426,6 +428,7 @@ class FSDP2Backend:
             progress=self._progress(),
             layout=self._layout(),
             background=background,
+            space=self._copies,
         )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -197,6 +198,8 @@ class _HashingFile:
         self._path = path
         self._hash = hashlib.sha256()
         self._bytes = 0
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash")
+        """Starts its thread with the first large part."""
 
     def __enter__(self) -> _HashingFile:
         self._file = self._path.open("xb")
@@ -206,12 +209,18 @@ class _HashingFile:
         view = memoryview(data)
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
+            if len(part) < _CHUNK:
+                self._file.write(part)
+                self._hash.update(part)
+                continue
+            # Both leave Python's lock: a part takes as long as the slower of the two.
+            hashed = self._hashing.submit(self._hash.update, part)
             self._file.write(part)
-            self._hash.update(part)
+            hashed.result()
         self._bytes += len(view)
 
     def __exit__(self, *failure: object) -> None:
-        with self._file:
+        with self._hashing, self._file:
             if failure[0] is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.protocols.train import FinishSave
+from lockstep.train.state.copies import CopySpace, PendingCopy
 from lockstep.train.state.files import (
     FileRecord,
     TensorFile,
@@ -51,7 +52,7 @@ from lockstep.train.state.index import (
     rank_file,
     read_index,
 )
-from lockstep.train.state.parts import MODEL, Layout, TensorMeta, TensorParts
+from lockstep.train.state.parts import MODEL, Layout, LiveTensors, TensorMeta, TensorParts
 from lockstep.train.state.ranks import StateRanks
 from lockstep.train.state.rng import (
     check_rng_state,
@@ -73,6 +74,7 @@ def save_state(
     progress: Mapping[str, Any],
     layout: Layout,
     background: bool = False,
+    space: CopySpace | None = None,
 ) -> FinishSave:
     """Write this rank's files into an existing directory. Collective over `parts.group`.
 
@@ -80,6 +82,8 @@ def save_state(
         progress: JSON values (`state_parts.train_progress`), kept under "progress" in state.json.
         background: copy what this rank is to write into host memory (its share of all whole tensors) and
             leave the writing to the returned function, which any thread may call.
+        space: with `background`, where the copies go. Live tensors in host memory are then copied by a
+            thread, and `space.wait` must be called before they change. None: all is copied now.
 
     Returns:
         A function that finishes the save and returns the sha256 of this rank's files by name. Not
@@ -98,11 +102,15 @@ def save_state(
     own = {name: meta for name, meta in tensors.items() if owners[name] == ranks.rank}
     files = _RankFiles(directory, own, ranks=ranks, needed=needed)
     files.held_limit = math.inf if background else 0 if ranks.size == 1 else _HELD
+    if background and space is not None:
+        space.begin()
+        files.space, files.host_is_live = space, isinstance(parts, LiveTensors)
     for name in tensors:
         tensor = parts.whole(name, owner=owners[name])
         if owners[name] == ranks.rank:
             assert tensor is not None, f"the owner of {name} got no tensor"
             files.put(name, tensor)
+    files.copied()
     files.rng = rng_state(all_devices=ranks.size == 1)
     if ranks.rank == 0:
         files.document = {
@@ -137,6 +145,12 @@ class _RankFiles:
             self._left.setdefault(file, {})[name.removeprefix(MODEL)] = meta
         self._open: dict[str, TensorFile] = {}
         self._held: list[tuple[str, Tensor]] = []
+        self._beside: PendingCopy | None = None
+        """Copies the held tensors that are live."""
+        self._live: list[int] = []
+        self.space: CopySpace | None = None
+        self.host_is_live = False
+        """Whether tensors in host memory stay as they are until `space.wait`."""
         self._held_bytes = 0
         self._failure: OSError | None = None
         self._records: dict[str, FileRecord] | None = None
@@ -151,12 +165,36 @@ class _RankFiles:
         if self.held_limit == 0:
             self._write([(name, tensor)])
             return
-        self._held.append((name, tensor.detach().to("cpu", copy=True)))
+        self._held.append((name, self._copy(tensor.detach())))
         self._held_bytes += tensor.numel() * tensor.element_size()
         if self._held_bytes >= self.held_limit:
             self._write_held()
 
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self.space is not None and tensor.device.type == "cuda":
+            return self.space.copy(tensor)
+        if self.host_is_live and tensor.device.type == "cpu":
+            self._live.append(len(self._held))
+            return tensor
+        return tensor.to("cpu", copy=True)
+
+    def copied(self) -> None:
+        """Called after the last `put`: begin the copies of live tensors, and wait for those of a GPU."""
+        if self.space is None:
+            return
+        if self._live:
+            self._beside = self.space.copy_beside([self._held[index][1] for index in self._live])
+        self.space.synchronize()
+
+    def _take_copies(self) -> None:
+        if self._beside is None:
+            return
+        copies, self._beside = self._beside.take(), None
+        for index, copy in zip(self._live, copies, strict=True):
+            self._held[index] = (self._held[index][0], copy)
+
     def _write_held(self) -> None:
+        self._take_copies()
         held, self._held, self._held_bytes = self._held[::-1], [], 0
         while held:  # each copy is freed as soon as it is written
             self._write([held.pop()])
