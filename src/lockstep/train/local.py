@@ -301,7 +301,7 @@ class LocalBackend:
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        self._copies.wait()
+        self.wait_for_copy()
         self._optimizer.step(gradients, lr=lr, scale=scale)
         self.drop_gradients()
         self.steps_done += 1
@@ -349,6 +349,10 @@ class LocalBackend:
             space=self._copies,
         )
 
+    def wait_for_copy(self) -> None:
+        """Wait until a save in the background has copied the state; called before the state changes."""
+        self._copies.wait()
+
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load, bitwise, what `save` or any other backend saved.
 
@@ -359,7 +363,7 @@ class LocalBackend:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
         parts, progress = LiveTensors(self._live_state()), self._progress()
-        self._copies.wait()
+        self.wait_for_copy()
         restored = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)
         self.drop_gradients()
         self.steps_done = restored["step"]
