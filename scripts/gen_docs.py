@@ -25,7 +25,7 @@ from lockstep.config.base import OneOf
 from lockstep.config.engine import HAS_EFFECT, EngineConfig
 from lockstep.config.load import recipes
 from lockstep.config.ppo import PPOConfig, PPORun
-from lockstep.config.run import DPORun, GRPORun, SFTRun
+from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.config.support import AXES, BATCH_INVARIANT, SETTINGS, support_rows
 from lockstep.config.toml import toml_value
 from lockstep.engine.sglang import translate as sglang
@@ -90,7 +90,7 @@ def config_page() -> str:
         "Every setting of a run. In a TOML file a dotted name is a key in a section; on the command line it "
         "is a flag: `train.lr` is `lr` under `[train]`, and `--train.lr 1e-5`. Underscores may be hyphens in "
         "flags, and `--train.no-activation-checkpointing` turns a switch off. `kind` at the top of a file is "
-        "`grpo`, `ppo`, `sft` or `dpo`.",
+        "`grpo`, `ppo`, `sft`, `dpo` or `rm`.",
         f"Recipes that come with Lockstep: {', '.join(f'`{name}`' for name in recipes())}. "
         "`lockstep train --recipe NAME --print-config` prints one in full.",
     ]
@@ -110,6 +110,9 @@ def config_page() -> str:
     parts.append('## `kind = "dpo"`')
     parts.append("The settings of `sft`, but for these.")
     parts += sections(DPORun, only={"algorithm"})
+    parts.append('## `kind = "rm"`')
+    parts.append("The settings of `sft`, but for these.")
+    parts += sections(RewardModelRun, only={"algorithm"})
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,12 +11,13 @@ import torch
 from pydantic import ValidationError
 
 from lockstep.algorithms.dpo import DPO
-from lockstep.config.algorithm import PREFERENCES, DPOConfig, PreferenceName
+from lockstep.algorithms.reward_model import RewardModel
+from lockstep.config.algorithm import PREFERENCES, DPOConfig, PreferenceName, RewardModelLossConfig
 from lockstep.errors import DataError, TrainError
 from lockstep.ops.preferences import dpo, robust_dpo
 from lockstep.packing import PackLimits, empty_batch, pack, plan_micro_batches
 from lockstep.protocols.train import StepStats
-from lockstep.schema.batch import PreferenceBatch, PreferenceSample
+from lockstep.schema.batch import PreferenceBatch, PreferenceSample, ScoredSample
 
 
 def sample(sample_id: int, length: int, prompt: int = 1) -> PreferenceSample:
@@ -243,3 +244,33 @@ def test_published_values_are_filled_in_once() -> None:
     assert (simpo.beta, simpo.margin, simpo.average, simpo.label_smoothing) == (2.5, 1.0, True, None)
     assert simpo.resolved() == simpo and not simpo.needs_ref
     assert set(PREFERENCES) == set(get_args(PreferenceName))
+
+
+def test_bradley_terry_by_hand() -> None:
+    """TRL's RewardTrainer: -logsigmoid(chosen - rejected - margin).mean(), and center_rewards_coefficient
+    times the mean of (chosen + rejected)^2."""
+    algorithm = RewardModel(RewardModelLossConfig(center_coef=0.01))
+    samples = []
+    for i, (length, margin) in enumerate([(3, 0.5), (2, 0.5), (2, 0.0), (4, 0.0)]):
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[-1] = True
+        ids = torch.arange(length)
+        samples.append(ScoredSample(token_ids=ids, loss_mask=mask, sample_id=i, margin=margin))
+    batch = pack(samples, algorithm.loss_weights(samples))
+    values = torch.full((batch.num_slots,), math.nan)
+    for slot, value in zip([2, 4, 6, 10], [2.0, 1.0, -1.0, 0.5], strict=True):
+        values[slot] = value
+    values.requires_grad_()
+    loss = algorithm.loss()
+    result = loss(values, values, batch, slice(0, batch.num_slots)).loss
+    expected = (sigmoid_loss(0.5) + sigmoid_loss(-1.5) + 0.01 * (9.0 + 0.25)) / 2
+    assert result.item() == pytest.approx(expected, rel=1e-6)
+    result.backward()
+    assert values.grad is not None and values.grad.nonzero()[:, 0].tolist() == [2, 4, 6, 10]
+    stats = StepStats(losses=[], logprobs=[values.detach()], entropy=[])
+    assert loss.metrics([batch], stats) == pytest.approx(
+        {"reward_chosen": 0.5, "reward_rejected": 0.75, "reward_margin": -0.25, "accuracy": 0.5}
+    )
+    bare = dataclasses.replace(batch, margins=None)
+    with pytest.raises(TrainError, match="needs margins"):
+        loss(values, values, bare, slice(0, batch.num_slots))

@@ -118,7 +118,9 @@ def test_published_variants_by_hand(name: str) -> None:
 
 
 def test_every_variant_is_hand_worked() -> None:
-    assert set(HAND_WORKED) | {"ppo", "sft", "dpo"} == set(ALGORITHMS)  # tests/algorithms/test_ppo.py
+    assert set(HAND_WORKED) | {"ppo", "sft", "dpo", "bradley_terry"} == set(
+        ALGORITHMS
+    )  # tests/algorithms/test_ppo.py
 
 
 @pytest.mark.parametrize(

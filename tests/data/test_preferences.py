@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.data import DataConfig
-from lockstep.data.preferences import PreferenceSet, load_preferences
+from lockstep.data.preferences import PreferenceSet, load_preferences, load_scored_pairs
 from lockstep.errors import ConfigError, DataError
 from lockstep.schema.batch import TrainSample
 
@@ -66,3 +66,39 @@ def test_what_is_missing_is_named(tokenizer: Any, tmp_path: Path) -> None:
         load(tmp_path, tokenizer, [{**ROW, "rejected": ROW["chosen"]}])
     with pytest.raises(ConfigError, match="DPO needs a model with a tokenizer"):
         load(tmp_path, None, [ROW])
+
+
+def load_scored(tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], **settings: Any) -> PreferenceSet:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(source=str(path), **settings)
+    return load_scored_pairs(config, tokenizer=tokenizer, pad_id=tokenizer.eos_token_id)
+
+
+def test_a_reward_models_document_is_scored_at_its_last_token_that_is_no_pad(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    pairs = load_scored(tmp_path, tokenizer, [{**ROW, "margin": 0.5}, ROW])
+    (sample, other, *_) = samples = pairs.batch(0, 2, seed=0)
+    assert {(s.sample_id // 2, s.margin) for s in samples} in ({(0, 0.5), (1, 0.0)}, {(0, 0.0), (1, 0.5)})  # type: ignore[attr-defined]
+    for each in (sample, other):
+        slots = each.loss_mask.nonzero()[:, 0].tolist()
+        last = max(t for t, token in enumerate(each.token_ids.tolist()) if token != tokenizer.eos_token_id)
+        assert slots == [last]
+    text = tokenizer.decode(sample.token_ids)
+    assert text == tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2"}], tokenize=False
+    )
+
+
+def test_a_reward_models_document_keeps_its_end(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{**ROW, "prompt": "1 + 1? " * 100}]
+    (whole, _) = load_scored(tmp_path, tokenizer, rows)[0]
+    (cut, _) = load_scored(tmp_path, tokenizer, rows, max_length=40, overlong_documents="truncate")[0]
+    assert len(cut) == 40 and cut.token_ids.equal(whole.token_ids[-40:])
+
+
+@pytest.mark.parametrize("margin", [-0.5, True, "1", float("nan")])
+def test_a_margin_is_a_number(tokenizer: Any, tmp_path: Path, margin: Any) -> None:
+    with pytest.raises(DataError, match="margin"):
+        load_scored(tmp_path, tokenizer, [{**ROW, "margin": margin}])

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.config.load import load_run
 from lockstep.config.ppo import PPORun
-from lockstep.config.run import DPORun, GRPORun, SFTRun
+from lockstep.config.run import DPORun, GRPORun, RewardModelRun, SFTRun
 from lockstep.loop.offline import train_offline
 from lockstep.loop.online import train_online
 
@@ -86,7 +86,7 @@ TOML = [
 def test_toml_on_a_page_is_a_run(page: Path, body: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(body)
-    assert load_run(file).kind in ("grpo", "sft")
+    assert load_run(file).kind in ("grpo", "ppo", "sft", "dpo", "rm")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -103,7 +103,7 @@ def test_the_index_of_the_docs_has_every_page() -> None:
 
 
 def test_settings_that_pages_name_exist() -> None:
-    known = {path for model in (GRPORun, PPORun, SFTRun, DPORun) for path in leaves(model)}
+    known = {path for model in (GRPORun, PPORun, SFTRun, DPORun, RewardModelRun) for path in leaves(model)}
     sections = {path.rpartition(".")[0] for path in known}
     starts = {path.split(".")[0] for path in known if "." in path} - {"log", "eval"}
     unknown = []

@@ -23,10 +23,11 @@ ALGORITHMS = Registry(
         "ppo": "lockstep.algorithms.ppo:PPO",
         "sft": "lockstep.algorithms.sft:SFT",
         "dpo": "lockstep.algorithms.dpo:DPO",
+        "bradley_terry": "lockstep.algorithms.reward_model:RewardModel",
     },
 )
-"""The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...) and PPO likewise; SFT(config);
-DPO(config)."""
+"""The classes behind `algorithm.name`. PolicyAlgorithm(config, max_tokens=...) and PPO likewise;
+SFT(config), DPO(config) and RewardModel(config)."""
 
 ADVANTAGES = Registry(
     "advantage estimator",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.loop.memory_plan import MemoryPlan
 
 USAGE = """usage: lockstep plan RUN.toml [OPTIONS]
-       lockstep plan grpo|ppo|sft|dpo [OPTIONS]
+       lockstep plan grpo|ppo|sft|dpo|rm [OPTIONS]
        lockstep plan --recipe NAME [OPTIONS]
 
 Recipes: {recipes}
@@ -112,7 +112,7 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     elif source is not None and recipe is not None:
         raise ConfigError(f"{source!r} and --recipe {recipe} both name a config; give one of them")
     elif source is None and recipe is None:
-        raise ConfigError("nothing to plan: name grpo, ppo, sft, dpo, a TOML file or --recipe NAME")
+        raise ConfigError("nothing to plan: name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME")
     else:
         run = load_run(source or recipe)
     values, overrides = parse_flags(

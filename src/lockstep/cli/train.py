@@ -34,7 +34,7 @@ from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
 if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
 
-USAGE = """usage: lockstep train grpo|ppo|sft|dpo [--recipe NAME] [OPTIONS]
+USAGE = """usage: lockstep train grpo|ppo|sft|dpo|rm [--recipe NAME] [OPTIONS]
        lockstep train RUN.toml [OPTIONS]
        lockstep train --recipe NAME [OPTIONS]
        lockstep train --resume RUN_DIR [--checkpoint STEP] [OPTIONS]
@@ -288,7 +288,7 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"{source!r} and --recipe {early.recipe} both name a config; give one of them")
     if source is None and early.recipe is None:
         raise ConfigError(
-            "nothing to train: name grpo, ppo, sft, dpo, a TOML file, --recipe NAME or --resume RUN_DIR"
+            "nothing to train: name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume RUN_DIR"
         )
     return load_run(source or early.recipe)
 

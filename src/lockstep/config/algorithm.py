@@ -326,6 +326,16 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+class RewardModelLossConfig(Config):
+    """The loss of a reward model on pairs of answers."""
+
+    name: Literal["bradley_terry"] = "bradley_terry"
+    """The only value."""
+    center_coef: float = Field(0.0, ge=0.0)
+    """Weight of the square of both scores' sum, which holds their mean at 0 (arXiv 2312.09244); TRL's
+    center_rewards_coefficient, 0.01 in that paper."""
+
+
 def published_values(name: str) -> dict[str, Any]:
     """The published values of an algorithm; of somebody's `module:Class` those of grpo."""
     return PPO if name == "ppo" else PUBLISHED.get(name, _GRPO)

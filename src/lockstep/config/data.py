@@ -35,10 +35,13 @@ class DataConfig(Config):
     completion_column: str = "completion"
     """SFT: the answer to train on, when there are no messages."""
     chosen_column: str = "chosen"
-    """DPO: the better answer, text or a list of messages; with the prompt in it when there is no
+    """Pairs: the better answer, text or a list of messages; with the prompt in it when there is no
     prompt_column."""
     rejected_column: str = "rejected"
-    """DPO: the worse answer, likewise."""
+    """Pairs: the worse answer, likewise."""
+    margin_column: str = "margin"
+    """Reward models: by how much the chosen answer's score should be the larger one, a number >= 0; where the
+    rows have no such column, 0."""
     text_column: str = "text"
     """SFT: plain text, when there are neither messages nor completions; every token is trained on."""
     answer_column: str = "answer"
@@ -62,7 +65,8 @@ class DataConfig(Config):
     max_length: PositiveInt = 2048
     """SFT: tokens of one document; longer ones follow `overlong_documents`."""
     overlong_documents: Literal["error", "drop", "truncate"] = "truncate"
-    """SFT: what happens to a longer document; drops and truncations are counted."""
+    """SFT: what happens to a longer document; drops and truncations are counted. truncate keeps the
+    beginning, and of a reward model's document the end, where it is scored."""
     untrained_documents: Literal["error", "drop"] = "error"
     """SFT: what happens to a document without a token to train on (also one that truncation left so)."""
     train_on: Literal["assistant", "all"] = "assistant"

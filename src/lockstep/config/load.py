@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.base import Config
 from lockstep.config.ppo import PPORun
 from lockstep.config.problems import DEPTH, explain, model_of, unknown_keys, unusable
-from lockstep.config.run import DPORun, GRPORun, RunConfig, SFTRun
+from lockstep.config.run import DPORun, GRPORun, RewardModelRun, RunConfig, SFTRun
 from lockstep.config.toml import TomlError, to_toml
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_inside, path_problem, read_plain
@@ -28,7 +28,13 @@ from lockstep.observe.text import printable
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
-RUN_KINDS: dict[str, type[RunConfig]] = {"grpo": GRPORun, "ppo": PPORun, "sft": SFTRun, "dpo": DPORun}
+RUN_KINDS: dict[str, type[RunConfig]] = {
+    "grpo": GRPORun,
+    "ppo": PPORun,
+    "sft": SFTRun,
+    "dpo": DPORun,
+    "rm": RewardModelRun,
+}
 
 TOML_BYTES = 2**20
 """Largest file of settings that is read."""
@@ -64,7 +70,7 @@ def load_run(
 
     Args:
         source: a TOML file, or a recipe's name; None: the defaults of `kind`.
-        kind: "grpo", "ppo", "sft" or "dpo"; None: the file's. A file of another kind is refused.
+        kind: "grpo", "ppo", "sft", "dpo" or "rm"; None: the file's. A file of another kind is refused.
         overrides: dotted path -> value, such as {"train.lr": 1e-6}; applied to the file before it is checked.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import field_validator, model_validator
 
-from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
+from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed
 from lockstep.config.data import DataConfig
@@ -137,6 +137,7 @@ def check_ranks(run: RunConfig, ranks: int) -> None:
 
 RL_METRICS = ("strict_accuracy", "lenient_accuracy", "mean_reward", "mean_completion_tokens")
 OFFLINE_METRICS = {"sft": ("loss", "perplexity"), "dpo": ("loss", "accuracy", "reward_margin")}
+OFFLINE_METRICS["rm"] = OFFLINE_METRICS["dpo"]
 """The metrics of an evaluation, written eval/NAME."""
 
 
@@ -341,11 +342,8 @@ class SFTRun(OfflineRun):
     algorithm: SFTConfig = SFTConfig()
 
 
-class DPORun(OfflineRun):
-    """Direct preference optimisation on pairs of a chosen and a rejected answer."""
-
-    kind: Literal["dpo"] = "dpo"
-    algorithm: DPOConfig = DPOConfig()
+class PairRun(OfflineRun):
+    """The settings that runs on pairs of a chosen and a rejected answer share."""
 
     @property
     def documents_per_update(self) -> int:
@@ -358,7 +356,7 @@ class DPORun(OfflineRun):
         return 2 * super().longest_unit
 
     @model_validator(mode="after")
-    def _check_pairs(self) -> DPORun:
+    def _check_pairs(self) -> PairRun:
         for name, data in (("data", self.data), ("eval_data", self.eval_data)):
             if (
                 data is not None
@@ -370,4 +368,32 @@ class DPORun(OfflineRun):
                     f"and train.token_budget = {self.train.token_budget} holds no two of them; raise "
                     f"train.token_budget to {2 * data.max_length} or lower {name}.max_length"
                 )
+        return self
+
+
+class DPORun(PairRun):
+    """Direct preference optimisation, and the losses that came after it."""
+
+    kind: Literal["dpo"] = "dpo"
+    algorithm: DPOConfig = DPOConfig()
+
+
+class RewardModelRun(PairRun):
+    """A reward model: the model's decoder with a head that gives a document one number."""
+
+    kind: Literal["rm"] = "rm"
+    algorithm: RewardModelLossConfig = RewardModelLossConfig()
+
+    @model_validator(mode="after")
+    def _check_reward_model(self) -> RewardModelRun:
+        if self.record.enabled:
+            raise ValueError(
+                "record.enabled = true with kind = 'rm': a recording has no place for scores yet; leave it "
+                "out"
+            )
+        if self.train.batch_invariant:
+            raise ValueError(
+                "train.batch_invariant = true with kind = 'rm': the head that gives scores has no such form; "
+                "leave it out"
+            )
         return self

@@ -104,6 +104,17 @@ def document_format(config: DataConfig, tokenizer: Any, *, kind: str) -> ChatFor
 
 def tokenise_row(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str) -> Document:
     """Tokenise one row, see `load_sft`."""
+    content = row_content(row, config, chat, where)
+    if isinstance(content, tuple):
+        return text_document(chat, *content)
+    tokenise = conversation if config.train_on == "assistant" else whole_conversation
+    return tokenise(chat, content, where=where)
+
+
+def row_content(
+    row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, where: str
+) -> tuple[str, str] | list[Message]:
+    """Return the prompt and the completion of a row of plain text, else its conversation; see `load_sft`."""
     messages = None
     if row.get(config.messages_column) is not None:
         messages = clean_messages(row[config.messages_column], where=where)
@@ -112,17 +123,15 @@ def tokenise_row(row: Mapping[str, Any], config: DataConfig, chat: ChatFormat, w
             raise missing_column(config.prompt_column, row, setting="data.prompt_column", source=where)
         prompt, completion = row[config.prompt_column], row[config.completion_column]
         if isinstance(prompt, str) and isinstance(completion, str) and chat.template is None:
-            content = fill_template(config.prompt_template, {**row, "prompt": prompt})
-            return text_document(chat, content, completion)
+            return fill_template(config.prompt_template, {**row, "prompt": prompt}), completion
         messages = _pair(prompt, completion, row, config, where)
     elif isinstance(row.get(config.text_column), str):
-        return text_document(chat, "", row[config.text_column])
+        return "", row[config.text_column]
     if messages is None:
         pair = f"{config.prompt_column} + {config.completion_column}"
         setting = f"data.messages_column; {pair} or {config.text_column} would do too"
         raise missing_column(config.messages_column, row, setting=setting, source=where)
-    tokenise = conversation if config.train_on == "assistant" else whole_conversation
-    return tokenise(chat, chat.with_system(messages), where=where)
+    return chat.with_system(messages)
 
 
 def _pair(
@@ -137,9 +146,13 @@ def _pair(
 
 
 def document_sample(
-    document: Document, config: DataConfig, counts: Counter[str], where: str
+    document: Document, config: DataConfig, counts: Counter[str], where: str, *, keep_end: bool = False
 ) -> TrainSample | None:
-    """The document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and counted."""
+    """The document as a TrainSample: mask[t] is about predicting token t + 1. None: dropped, and counted.
+
+    Args:
+        keep_end: truncate at the beginning.
+    """
     ids = document.ids
     trained = document.trained if config.train_on == "assistant" else [True] * len(ids)
     if len(ids) > config.max_length:
@@ -151,7 +164,8 @@ def document_sample(
         counts["truncated" if config.overlong_documents == "truncate" else "dropped_overlong"] += 1
         if config.overlong_documents == "drop":
             return None
-        ids, trained = ids[: config.max_length], trained[: config.max_length]
+        kept = slice(-config.max_length, None) if keep_end else slice(config.max_length)
+        ids, trained = ids[kept], trained[kept]
     mask = [*trained[1:], False]
     if not any(mask):
         if config.untrained_documents == "error":

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.config.engine import resolved
 from lockstep.config.load import override
 from lockstep.config.model import ModelConfig
-from lockstep.config.run import DPORun, GRPORun, RunConfig
+from lockstep.config.run import GRPORun, PairRun, RunConfig
 from lockstep.config.support import check_device_support, check_support, shares_prompts, support_status
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError
@@ -223,7 +223,7 @@ def _with_train(run: Run, **settings: Any) -> Run:
 
 def _has_groups(run: RunConfig) -> bool:
     """Return whether the run's documents come in groups of one prompt."""
-    return isinstance(run, DPORun) or (isinstance(run, GRPORun) and run.rollout.group_size > 1)
+    return isinstance(run, PairRun) or (isinstance(run, GRPORun) and run.rollout.group_size > 1)
 
 
 def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:

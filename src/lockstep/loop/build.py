@@ -41,6 +41,7 @@ from lockstep.loop.roles import Roles
 from lockstep.loop.value_role import ValueRole, build_value, policy_steps
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.scalar import HeadKind
 from lockstep.packing import Planner
 from lockstep.protocols import (
     Algorithm,
@@ -297,7 +298,12 @@ class Policy:
 
 
 def load_policy(
-    run: RunConfig, *, engine: str | None, ranks: RankContext | None = None, total_bytes: int = 0
+    run: RunConfig,
+    *,
+    engine: str | None,
+    ranks: RankContext | None = None,
+    total_bytes: int = 0,
+    head: HeadKind = "logits",
 ) -> Policy:
     """Resolve the axes and load the policy on its device: without weights, where the backend reads its own
     part of them; with batch-invariant modules, if the axes say so. Also seeds the global generators that
@@ -320,7 +326,7 @@ def load_policy(
 
     def load() -> LoadedModel:
         whole = not backend.shards_weights
-        return load_model(run.model, attention=axes.attention, device=device, materialize=whole)
+        return load_model(run.model, attention=axes.attention, device=device, materialize=whole, head=head)
 
     model, batch_invariance = load(), None
     axes = resolve_axes(run, engine=engine, ranks=ranks, module=model.module, total_bytes=total_bytes)

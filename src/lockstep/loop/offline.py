@@ -1,4 +1,4 @@
-"""The loop over documents: SFT and DPO.
+"""The loop over documents: SFT, DPO and its successors, reward models.
 
 documents ─► packs ─► (DPO: reference logprobs) ─► loss + backward (per micro-batch) ─► optimizer step
 """
@@ -56,9 +56,9 @@ def train_offline(
         run = as_started(run, session.dir.read_manifest())
         total_bytes = total_device_bytes(run.train, ranks)
         with ranks.together("loading model and data"):
-            policy = load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes)
-            axes, model = policy.axes, policy.model
             task = offline_task(run)
+            policy = load_policy(run, engine=None, ranks=ranks, total_bytes=total_bytes, head=task.head)
+            axes, model = policy.axes, policy.model
             documents, held_out = _load(run, task, model)
         backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=task.needs_ref)
         plan = _planner(run, axes, ranks)
@@ -115,11 +115,11 @@ def train_offline(
 
 def _load(run: OfflineRun, task: OfflineTask, model: LoadedModel) -> tuple[OfflineSet, OfflineSet | None]:
     """The documents, and the held-out ones. Raises ConfigError for one that is longer than the positions."""
-    documents = task.load(run.data, tokenizer=model.tokenizer)
+    documents = task.load(run.data, model)
     check_positions(model, documents.longest, setting="data.max_length")
     if run.eval_data is None:
         return documents, None
-    held_out = task.load(run.eval_data, tokenizer=model.tokenizer)
+    held_out = task.load(run.eval_data, model)
     check_positions(model, held_out.longest, setting="eval_data.max_length")
     return documents, held_out
 

@@ -1,20 +1,25 @@
-"""The two tasks of the offline loop, SFT and DPO: their documents, their loss and their metrics."""
+"""The tasks of the offline loop: their documents, their loss and their metrics."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from lockstep.algorithms.dpo import DPO
+from lockstep.algorithms.pairs import PairLoss
+from lockstep.algorithms.reward_model import RewardModel
 from lockstep.algorithms.sft import SFT
 from lockstep.config.data import DataConfig
-from lockstep.config.run import DPORun, OfflineRun, SFTRun
-from lockstep.data.preferences import load_preferences
+from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun
+from lockstep.data.preferences import load_preferences, load_scored_pairs
 from lockstep.data.sft import load_sft
+from lockstep.models.causal_lm import text_config
+from lockstep.models.load import LoadedModel
+from lockstep.models.scalar import HeadKind
 from lockstep.protocols import TokenLoss, TrainBackend
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch, TrainSample
@@ -43,7 +48,12 @@ class OfflineTask(Protocol):
         """Whether the loss reads ref_logprobs."""
         ...
 
-    def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet: ...
+    @property
+    def head(self) -> HeadKind:
+        """The head of the model that is trained."""
+        ...
+
+    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet: ...
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
     def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
         """Return the micro-batches with every field that the loss reads."""
@@ -59,10 +69,11 @@ class SFTTask(SFT):
     """Documents."""
 
     needs_ref = False
+    head: HeadKind = "logits"
 
-    def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet:
+    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
         """See load_sft."""
-        return load_sft(config, tokenizer=tokenizer)
+        return load_sft(config, tokenizer=model.tokenizer)
 
     def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
         """As they are."""
@@ -77,14 +88,16 @@ class SFTTask(SFT):
 class DPOTask(DPO):
     """Pairs; the reference, where the loss has one, is the policy as it was loaded."""
 
+    head: HeadKind = "logits"
+
     @property
     def needs_ref(self) -> bool:
         """See OfflineTask."""
         return self.config.needs_ref
 
-    def load(self, config: DataConfig, *, tokenizer: Any) -> OfflineSet:
+    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
         """See load_preferences."""
-        return load_preferences(config, tokenizer=tokenizer)
+        return load_preferences(config, tokenizer=model.tokenizer)
 
     def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
         """With ref_logprobs, if the loss needs them."""
@@ -97,19 +110,47 @@ class DPOTask(DPO):
         ]
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-        """loss, and the metrics of a step."""
-        logprobs = backend.logprobs(batches)
-        stats = StepStats(losses=[], logprobs=logprobs, entropy=[])
-        loss = self.loss()
-        return {"loss": _loss_of(loss, batches, logprobs), **loss.metrics(batches, stats)}
+        """See _held_out_pairs."""
+        return _held_out_pairs(self.loss(), batches, backend)
+
+
+class RewardModelTask(RewardModel):
+    """Pairs, scored by a model with a scalar head."""
+
+    needs_ref = False
+    head: HeadKind = "scalar"
+
+    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
+        """See load_scored_pairs."""
+        pad_id = text_config(model.module).pad_token_id
+        return load_scored_pairs(config, tokenizer=model.tokenizer, pad_id=pad_id)
+
+    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+        """As they are."""
+        return list(batches)
+
+    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
+        """See _held_out_pairs."""
+        return _held_out_pairs(self.loss(), batches, backend)
 
 
 def offline_task(run: OfflineRun) -> OfflineTask:
     """The task of a run."""
     if isinstance(run, DPORun):
         return DPOTask(run.algorithm)
+    if isinstance(run, RewardModelRun):
+        return RewardModelTask(run.algorithm)
     assert isinstance(run, SFTRun)
     return SFTTask(run.algorithm)
+
+
+def _held_out_pairs(
+    loss: PairLoss, batches: Sequence[PackedBatch], backend: TrainBackend
+) -> dict[str, float]:
+    """loss, and the metrics of a step."""
+    outputs = backend.logprobs(batches)
+    stats = StepStats(losses=[], logprobs=outputs, entropy=[])
+    return {"loss": _loss_of(loss, batches, outputs), **loss.metrics(batches, stats)}
 
 
 def _loss_of(loss: TokenLoss, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> float:

@@ -78,6 +78,20 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return -chosen - beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor, center_coef: float = 0.0) -> Tensor:
+    """[P]: minus the log-probability that the chosen answer wins, by the model of Bradley and Terry (1952),
+    with a margin as in Llama 2 (arXiv 2307.09288, section 3.2.2).
+
+        -log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2
+
+    Args:
+        chosen, rejected: [P] scores by a reward model.
+        margin: [P], >= 0, in units of the score.
+        center_coef: the second term holds the mean of all scores at 0 (arXiv 2312.09244, appendix A).
+    """
+    return -logsigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected).square()
+
+
 def _log_odds(logprob: Tensor) -> Tensor:
     logprob = logprob.clamp(max=_LARGEST_MEAN_LOGPROB)
     return logprob - torch.log(-torch.expm1(logprob))

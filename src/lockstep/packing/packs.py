@@ -23,6 +23,7 @@ from lockstep.schema.batch import (
     PolicySample,
     PreferenceBatch,
     PreferenceSample,
+    ScoredSample,
     TrainSample,
     ValueBatch,
     ValueSample,
@@ -106,6 +107,9 @@ def pack(
         "sample_ids": tuple(sample.sample_id for sample in samples),
     }
     kind = kinds.pop()
+    if issubclass(kind, ScoredSample):
+        margins = [s.margin * s.loss_mask.float() for s in samples if isinstance(s, ScoredSample)]
+        fields["margins"] = _fill(margins, capacity, 0.0)
     if issubclass(kind, PreferenceSample):
         return PreferenceBatch(**fields)
     if issubclass(kind, ValueSample):

@@ -124,6 +124,17 @@ class PreferenceSample(TrainSample):
     rejected one. Both are always in one micro-batch, side by side."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredSample(PreferenceSample):
+    """One of the two answers of a pair for a reward model. loss_mask is True at the token whose state is the
+    document's score, and nowhere else."""
+
+    scores_last: ClassVar[bool] = True
+
+    margin: float = 0.0
+    """By how much the chosen answer's score should be the larger one; the same in both samples."""
+
+
 def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
     """Return one document per trajectory, in order, sample_id counting from 0, trained on every token that
     the policy wrote.
@@ -334,6 +345,8 @@ class PreferenceBatch(PackedBatch):
 
     ref_logprobs: Tensor | None = None
     """[T] float32, nats, by the frozen reference."""
+    margins: Tensor | None = None
+    """[T] float32: ScoredSample.margin, where loss_mask is True. None: no pairs of a reward model."""
 
 
 def _moved(record: PackedBatch | SharedRows, device: torch.device | str) -> dict[str, Tensor]:

@@ -1,0 +1,106 @@
+"""Reward models of a tiny model with a tokenizer: they learn, resume exactly, and score as transformers reads
+what they export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from loop_runs import Commands, everything, metrics_of
+from transformers import AutoModelForSequenceClassification
+
+from lockstep.config.batch import RewardModelConfig
+from lockstep.models.reward import RewardModel
+
+# Two-digit answers are preferred; the words are those of the tokenizer.
+PAIRS = [
+    {
+        "prompt": f"{i % 10} + {i % 7} =",
+        "chosen": f" {10 + i % 9}",
+        "rejected": f" {i % 10}",
+        "margin": i % 3 / 4,
+    }
+    for i in range(24)
+]
+
+
+@pytest.fixture(scope="module")
+def rm_toml(sft_toml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The SFT run's config, made one of a reward model."""
+    folder = tmp_path_factory.mktemp("rm")
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    text = sft_toml.read_text().replace('kind = "sft"', 'kind = "rm"')
+    lines = [
+        f'source = "{folder / "pairs.jsonl"}"' if line.startswith("source") else line
+        for line in text.splitlines()
+    ]
+    path = folder / "rm.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_it_learns_exports_what_scores_the_same_and_goes_on_exactly_after_a_kill(
+    lockstep: Commands, rm_toml: Path, tmp_path: Path
+) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    ended = lockstep("train", rm_toml, "--run-dir", straight, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    evaluations = {row["evaluation"]: row for row in metrics_of(straight) if "evaluation" in row}
+    before, after = evaluations["before"], evaluations["after"]
+    assert after["eval/loss"] < before["eval/loss"] and after["eval/accuracy"] > 0.9
+
+    model = RewardModel(
+        RewardModelConfig(name=str(straight / "export"), dtype="float32"), device=torch.device("cpu")
+    )
+    rows = [
+        [model.document(pair["prompt"], pair[side], "a row") for side in ("chosen", "rejected")]
+        for pair in PAIRS
+    ]
+    scores = torch.tensor(model.score([document for row in rows for document in row])).view(-1, 2)
+    assert float(scores[:, 0].mean()) == pytest.approx(after["eval/reward_chosen"], abs=1e-5)
+    assert float(scores[:, 1].mean()) == pytest.approx(after["eval/reward_rejected"], abs=1e-5)
+
+    kill = {
+        "target": "lockstep.train.loss_module:LossModule.forward",
+        "send": "SIGKILL",
+        "step": 3,
+        "call": 2,
+    }
+    assert lockstep("train", rm_toml, "--run-dir", broken, cwd=tmp_path, signals=[kill]).code == -9
+    ended = lockstep("train", "--resume", broken, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    assert everything(broken) == everything(straight)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--record"], "a recording has no place for scores yet"),
+        (["--train.batch-invariant", "true"], "no such form"),
+        (["--algorithm.center-coef", "-1"], "greater than or equal to 0"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_anything_is_loaded(
+    options: list[str], message: str, lockstep: Commands, rm_toml: Path, tmp_path: Path
+) -> None:
+    ended = lockstep("train", rm_toml, *options, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    assert ended.code == 2 and message in ended.err and not (tmp_path / "run").exists()
+
+
+def test_two_ranks_of_fsdp2_train_as_one_process(lockstep: Commands, rm_toml: Path, tmp_path: Path) -> None:
+    more = ["--steps", "3", "--eval-every", "0", "--train.static-capacity", "false"]
+    for name, flags in {"one": [], "two": ["--ranks", "2", "--train.backend", "fsdp2"]}.items():
+        ended = lockstep("train", rm_toml, *more, *flags, "--run-dir", tmp_path / name, cwd=tmp_path)
+        assert ended.code == 0, ended.out + ended.err
+    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    assert len(one) == len(two) and any("grad_norm" in row for row in one)
+    for key in ("loss", "grad_norm", "reward_margin", "accuracy", "eval/loss", "eval/reward_margin"):
+        ours, theirs = ([row[key] for row in rows if key in row] for rows in (one, two))
+        assert theirs == pytest.approx(ours, rel=3e-6, abs=3e-6), key
+    model = {
+        name: AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "export").score.weight
+        for name in ("one", "two")
+    }
+    torch.testing.assert_close(model["one"], model["two"], rtol=1e-4, atol=1e-5)
