@@ -122,6 +122,7 @@ SELDOM = {  # they need a failure, a GPU, or a check between steps that this tes
     "reward/NAME/timeout",
     "reward/NAME/failed",
     "reward/dropped",
+    "eval/lenient_accuracy/NAME",  # of tasks that name kinds of problem
     "engine/kv_cache_use",  # these are of engines with weights of their own
     "engine/restarts",
     "engine/verify_gap",
