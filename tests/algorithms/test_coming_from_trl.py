@@ -69,7 +69,9 @@ def of_trl(figures: Figures, trainer: str = "grpo", **options: Any) -> tuple[flo
         "max_completion_length": MAX_TOKENS,
         "current_gradient_accumulation_steps": 1,
     }
+    owner = grpo.GRPOTrainer if trainer == "grpo" else rloo.RLOOTrainer
     stub = SimpleNamespace(
+        get_off_policy_mask=grpo.GRPOTrainer.get_off_policy_mask,
         **(given | options),
         args=args,
         accelerator=accelerator,
@@ -93,8 +95,8 @@ def of_trl(figures: Figures, trainer: str = "grpo", **options: Any) -> tuple[flo
         "ref_per_token_logps": figures.ref,
         "num_items_in_batch": mask.sum(),
         "importance_sampling_ratio": options.get("ratio"),
+        "sampling_per_token_logps": figures.rollout,
     }
-    owner = grpo.GRPOTrainer if trainer == "grpo" else rloo.RLOOTrainer
     loss = owner._compute_loss(stub, None, inputs)
     loss.backward()
     return loss.item(), policy.grad[figures.mask]
@@ -192,6 +194,25 @@ def test_a_row_gives_the_loss_and_the_gradient_of_trl(row: str, figures: Figures
     assert found == pytest.approx(loss, rel=2e-6)
     torch.testing.assert_close(found_gradient, gradient, rtol=2e-6, atol=1e-9)
     assert gradient.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_off_policy_mask(level: str, figures: Figures) -> None:
+    """The completion with a negative advantage has lost 0.5 nats per token since it was sampled."""
+    lost = torch.tensor([[0.5], [0.5], [0.0]], dtype=torch.float64)
+    figures = dataclasses.replace(figures, rollout=figures.policy + lost)
+    losses = []
+    for threshold in (0.49, 0.51):
+        loss, gradient = of_trl(
+            figures, importance_sampling_level=level, beta=0.1, off_policy_mask_threshold=threshold
+        )
+        kl = {"coef": 0.1, "max_nats": 1e9}
+        options = {"aggregation": "token_mean", "ratio": level, "off_policy_mask_threshold": threshold}
+        found, found_gradient = ours(figures, kl=kl, **options)
+        assert found == pytest.approx(loss, rel=2e-6)
+        torch.testing.assert_close(found_gradient, gradient, rtol=2e-6, atol=1e-9)
+        losses.append(loss)
+    assert losses[0] != losses[1]
 
 
 def test_truncated_completions_of_rloo(figures: Figures) -> None:

@@ -123,6 +123,33 @@ def test_every_variant_is_hand_worked() -> None:
     )  # tests/algorithms/test_ppo.py
 
 
+def test_off_policy_mask_drops_a_completion_that_the_policy_has_left() -> None:
+    """Engine and trainer sampled at -1. On average the four completions are less likely by 0.3, 0.3, 0 and
+    0.1 nats now; of those with a negative advantage only the second is beyond 0.2. Its KL stays."""
+    algo = algorithm(off_policy_mask_threshold=0.2, kl={"coef": 0.5, "estimator": "k2"})
+    assert not algo.loss().separable
+    samples = samples_of(algo, groups())
+    batch = batch_of(
+        algo,
+        samples,
+        old_logprobs=per_rollout(samples, [-1.0] * 4),
+        ref_logprobs=per_rollout(samples, [-1.3, -1.0, -1.0, -1.1]),
+    )
+    logprobs = per_rollout(samples, [-1.3, torch.nan, -1.0, -1.1])
+    logprobs[samples[0].loss_mask.numel() :][: len(samples[1])][samples[1].loss_mask] = torch.tensor(
+        [-1.9, -1.0, -1.0]
+    )
+    logprobs.requires_grad_()
+    output = algo.loss()(logprobs, torch.zeros_like(logprobs), batch, slice(None))
+    output.loss.backward()
+    gradients = logprobs.grad[batch.loss_mask].tolist()
+    kl = 0.5 * -0.9 / 12  # of the one token that has left the reference
+    expected = [-A1 * math.exp(-0.3) / 4, kl, 0, 0, -A3 / 8, -A3 / 8, *[A3 * math.exp(-0.1) / 8] * 2]
+    assert gradients == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    stats = StepStats(losses=[], logprobs=[logprobs.detach()], entropy=[logprobs], terms=[output.terms])
+    assert algo.loss().metrics([batch], stats)["off_policy_masked_share"] == pytest.approx(3 / 8)
+
+
 @pytest.mark.parametrize(
     ("aggregation", "kept"),
     [
@@ -171,6 +198,7 @@ VARIANTS = {
     **{name: {"name": name} for name in HAND_WORKED},
     "kl_and_entropy": {"kl": {"coef": 0.1}, "entropy_coef": 0.01},
     "tis": {"rollout_correction": {"kind": "tis"}},
+    "off_policy_mask": {"off_policy_mask_threshold": 0.1},
     "sequence_icepop": {"rollout_correction": {"kind": "icepop", "level": "sequence", "low": 0.2}},
 }
 

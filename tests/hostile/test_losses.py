@@ -34,6 +34,7 @@ POLICY_LOSSES: dict[str, dict[str, Any]] = {
     },
     "gspo with all": {
         "name": "gspo",
+        "off_policy_mask_threshold": 0.1,
         "kl": {"coef": 0.1},
         "entropy_coef": 0.01,
         "dual_clip": 2.0,

@@ -9,6 +9,7 @@ from lockstep.ops.losses import (
     cispo,
     importance_log_ratio,
     loss_weights,
+    off_policy_mask,
     overlong_penalty,
     ppo_clip,
     rollout_is_weight,
@@ -62,6 +63,13 @@ def test_sapo_by_hand() -> None:
     torch.testing.assert_close(loss, torch.tensor([-1.0, -1.5, 2.0, 3.0, 0.0]))
     loss.sum().backward()
     torch.testing.assert_close(ratio.grad, torch.tensor([-1.0, -0.75, 1.0, 0.75, 0.0]))
+
+
+def test_off_policy_mask_by_hand() -> None:
+    """Only a negative advantage with a drift above the threshold is dropped; at the threshold it is kept."""
+    drift = torch.tensor([0.6, 0.6, 0.6, 0.5, -9.0])
+    found = off_policy_mask(drift, torch.tensor([1.0, 0.0, -1.0, -1.0, -1.0]), threshold=0.5)
+    assert found.tolist() == [1.0, 1.0, 0.0, 1.0, 1.0]
 
 
 def test_sequence_token_log_ratio_has_the_value_of_the_sequence_and_the_gradient_of_the_token() -> None:

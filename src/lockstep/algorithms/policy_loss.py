@@ -16,6 +16,7 @@ from lockstep.ops.kl import kl, kl_k3
 from lockstep.ops.losses import (
     cispo,
     importance_log_ratio,
+    off_policy_mask,
     ppo_clip,
     rollout_is_weight,
     sapo,
@@ -47,10 +48,12 @@ class PolicyTerms(NamedTuple):
     """old - rollout of the token, nats."""
     is_weight: Tensor
     """rollout_is_weight, after truncation or masking."""
+    off_policy_mask: Tensor
+    """1, or 0 where off_policy_mask_threshold drops the token."""
 
 
 METRIC_TERMS = ("token_log_ratio", "log_ratio", "ratio", "logprob_gap", "is_weight")
-"""Fields of PolicyTerms that the metrics are computed from."""
+"""Fields of PolicyTerms that the metrics are computed from, whatever the options."""
 
 Objective = Callable[[PolicyTerms, GRPOConfig], Tensor]
 """See lockstep.algorithms.OBJECTIVES."""
@@ -108,9 +111,11 @@ class PolicyLoss:
         correction = config.rollout_correction
         whole_sequences = correction.kind != "none" and correction.level == "sequence"
         self.entropy_grad = config.entropy_coef != 0
+        whole_sequences |= config.off_policy_mask_threshold is not None
         self.separable = config.ratio == "token" and not whole_sequences
         self.zero_without_advantages = self._zero_without_advantages()
-        self.terms = METRIC_TERMS + (("kl_ref", "kl_clamped") if config.kl.coef > 0 else ())
+        self.names = METRIC_TERMS + (() if config.off_policy_mask_threshold is None else ("off_policy_mask",))
+        self.terms = self.names + (("kl_ref", "kl_clamped") if config.kl.coef > 0 else ())
 
     def _zero_without_advantages(self) -> bool:
         """See protocols.TokenLoss. A class of somebody's on top of this one has to say it for itself."""
@@ -122,14 +127,14 @@ class PolicyLoss:
         """See protocols.TokenLoss."""
         config, batch = self.config, _policy_batch(batch)
         terms = self.policy_terms(logprobs, batch, rows)
-        values = [getattr(terms, name) for name in METRIC_TERMS]
+        values = [getattr(terms, name) for name in self.names]
         loss = self.objective(terms, config)
         if loss.shape != terms.ratio.shape:
             raise TrainError(
                 f"algorithm.objective = {config.objective!r} returned a loss of shape {list(loss.shape)} for "
                 f"{terms.ratio.shape[0]} tokens; return one entry per token"
             )
-        loss = loss * terms.is_weight
+        loss = loss * terms.is_weight * terms.off_policy_mask
         if config.kl.coef > 0:
             estimate, clamped = self.kl(terms, batch, rows)
             values += [estimate, clamped.to(estimate.dtype)]
@@ -159,7 +164,7 @@ class PolicyLoss:
     def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
         """Return the metrics of a step over all trained tokens of `batches`; empty when there is none.
 
-        entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and rollout_masked_share are
+        entropy, logprob_gap_* and kl_* are in nats; clip_fraction_*, *_clamped and *_masked_share are
         shares of tokens.
         logprob_gap_mean, _p99 and _max are of |old - rollout|; _k1 and _k3 estimate KL(rollout || old).
 
@@ -195,6 +200,8 @@ class PolicyLoss:
             metrics["rollout_is_weight_mean"] = terms["is_weight"].mean()
             metrics["rollout_is_weight_max"] = terms["is_weight"].amax()
             metrics["rollout_masked_share"] = (terms["is_weight"] == 0).float().mean()
+        if "off_policy_mask" in terms:
+            metrics["off_policy_masked_share"] = (terms["off_policy_mask"] == 0).float().mean()
         if self.config.kl.coef > 0:
             metrics["kl_ref"] = terms["kl_ref"].mean()
             if self.config.kl.estimator == "k3":
@@ -241,10 +248,17 @@ class PolicyLoss:
         log_gap = gap
         if correction.kind != "none" and correction.level == "sequence":
             log_gap = _by_document(sequence_sum, log_gap, batch, rows)
+        advantages = masked(batch.advantages[rows], mask)
+        off_policy = torch.ones_like(gap)
+        threshold = self.config.off_policy_mask_threshold
+        if threshold is not None:
+            drift = importance_log_ratio(batch.rollout_logprobs[rows], logprobs.detach(), mask)
+            mean_drift = _by_document(sequence_log_ratio, drift, batch, rows)
+            off_policy = off_policy_mask(mean_drift, advantages, threshold=threshold)
         return PolicyTerms(
             mask=mask,
             logprobs=masked(logprobs, mask),
-            advantages=masked(batch.advantages[rows], mask),
+            advantages=advantages,
             token_log_ratio=token_log_ratio,
             log_ratio=log_ratio,
             ratio=bounded(log_ratio).exp(),
@@ -252,6 +266,7 @@ class PolicyLoss:
             is_weight=rollout_is_weight(
                 log_gap, kind=correction.kind, low=correction.low, high=correction.high
             ),
+            off_policy_mask=off_policy,
         )
 
 

@@ -160,6 +160,9 @@ class GRPOConfig(Config):
     """Entropy bonus: this coefficient times the entropy is subtracted from the loss."""
     kl: KLConfig = KLConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Nats: where the advantage is negative, a completion whose tokens are on average this much less likely
+    now than when they were sampled is masked (arXiv 2512.02556, eq. 9; TRL has the same name). None: off."""
 
     @field_validator("overlong", mode="before")
     @classmethod

@@ -114,6 +114,17 @@ def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: fl
     return torch.where(keep, weight, 0.0)
 
 
+def off_policy_mask(mean_drift: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
+    """Return 0 where A < 0 and the mean drift exceeds the threshold, else 1, elementwise (DeepSeek-V3.2,
+    arXiv 2512.02556, eq. 9): what the policy has long moved away from is not pushed down further.
+
+    Args:
+        mean_drift: log(rollout / policy), nats, mean over the document (`sequence_log_ratio`); no gradient.
+        threshold: nats.
+    """
+    return ((advantages >= 0) | (mean_drift <= threshold)).to(mean_drift.dtype)
+
+
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), in units of reward, never positive.
 
