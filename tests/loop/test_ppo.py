@@ -16,10 +16,11 @@ from transformers import AutoModelForSequenceClassification
 from lockstep.config.load import build, parse_toml
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPORun
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.loop.build import build_online
 from lockstep.loop.determinism import weights_hash
 from lockstep.loop.online import OnlineTrainer
+from lockstep.loop.preflight import preflight
 from lockstep.models.export import export_hf
 from lockstep.models.load import load_model
 from lockstep.recording import Recording
@@ -264,6 +265,24 @@ def test_values_approach_the_returns() -> None:
 def test_settings_that_cannot_be_right_are_refused(setting: str, value: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         run_of(**{setting: value})
+
+
+def test_a_value_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    run = run_of(value__name=str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"value.name = '.*nowhere'.*is not a folder"):
+        build_online(run)
+    with pytest.raises((ConfigError, ModelError), match=r"value.name = .*tiny-lama.*tiny-llama"):
+        preflight(run_of(value__name="shape:tiny-lama"), resume=None, checkpoint=None)
+
+
+def test_a_run_whose_value_model_decays_ends_where_it_said(
+    lockstep: Commands, ppo_toml: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = lockstep("train", ppo_toml, "--run-dir", run, "--value.schedule", "linear", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    ended = lockstep("train", "--resume", run, "--steps", "6", cwd=tmp_path)
+    assert ended.code != 0 and "steps: the run has 4, now 6" in ended.err
 
 
 def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends
+from lockstep.config.ppo import POLICY, PPORun
 from lockstep.config.rollout import BUILTIN_REWARDS
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.data.generated import IdRows, reasoning_gym_dataset
@@ -52,6 +53,8 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
         if done is not None:
             return done
     _check_model(run.model.name)
+    if isinstance(run, PPORun) and run.value.name != POLICY:
+        _check_model(run.value.name, setting="value.name")
     if isinstance(run, GRPORun) and ":" not in run.engine.name and run.engine.name not in (*ENGINES, "auto"):
         raise ConfigError(unknown_name(ENGINES.kind, run.engine.name, [*ENGINES, "auto"]))
     if isinstance(run, GRPORun) and ":" in run.engine.name:
@@ -123,15 +126,13 @@ def _data(run: RunConfig) -> Iterable[tuple[str, DataConfig]]:
         yield "eval_data", run.eval_data
 
 
-def _check_model(name: str) -> None:
+def _check_model(name: str, *, setting: str = "model.name") -> None:
     if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in SHAPES:
-        raise ModelError(
-            f"model.name = {name!r}: " + unknown_name("shape", name.removeprefix(PREFIX), SHAPES)
-        )
+        raise ModelError(f"{setting} = {name!r}: " + unknown_name("shape", name.removeprefix(PREFIX), SHAPES))
     folder = Path(name).expanduser()
     if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "does not exist"
-        raise ModelError(f"model.name = {name!r}: this folder {what}; set a folder that holds a saved model")
+        raise ModelError(f"{setting} = {name!r}: this folder {what}; set a folder that holds a saved model")
 
 
 def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:

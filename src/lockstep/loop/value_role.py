@@ -18,7 +18,7 @@ from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY, PPORun, ValueConfig
 from lockstep.config.run import GRPORun
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.loop.axes import Axes, resolved_train
 from lockstep.loop.metrics import combine, split_samples
 from lockstep.loop.positions import check_positions
@@ -145,13 +145,16 @@ def build_value(
     train = run.value.train(run.train)
     make = BACKENDS.load(train.backend)
     with ranks.together("loading the value model"):
-        model = load_model(
-            run.value.model(run.model),
-            attention=axes.attention,
-            device=torch.device(axes.device),
-            materialize=not make.shards_weights,
-            head="scalar",
-        )
+        try:
+            model = load_model(
+                run.value.model(run.model),
+                attention=axes.attention,
+                device=torch.device(axes.device),
+                materialize=not make.shards_weights,
+                head="scalar",
+            )
+        except ModelError as error:
+            raise ModelError(f"the value model (value.name = {run.value.name!r}): {error}") from error
         if run.value.name != POLICY:
             _check_token_ids(model, policy)
         setting = "data.max_prompt_tokens + rollout.sampling.max_tokens"
