@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.errors import EngineError
 from lockstep.loop.first_step_gap import gap_complaint
-from lockstep.loop.online import _combine
+from lockstep.loop.metrics import combine
 
 
 def gap(mean: float) -> dict[str, float]:
@@ -31,4 +31,4 @@ def test_other_weights_stop_the_run(mean: float) -> None:
 
 def test_updates_without_a_metric_do_not_count_in_its_mean() -> None:
     updates = [{"lr": 1.0, "loss": 2.0}, {"lr": 0.5, "loss": 4.0, "entropy": 3.0, "logprob_gap_max": 1.0}]
-    assert _combine(updates) == {"lr": 0.5, "loss": 3.0, "entropy": 3.0, "logprob_gap_max": 1.0}
+    assert combine(updates) == {"lr": 0.5, "loss": 3.0, "entropy": 3.0, "logprob_gap_max": 1.0}
