@@ -136,7 +136,7 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
     )
     axes, model = load_policy(run, engine=None)
     algorithm = ALGORITHMS.load("sft")(run.algorithm)
-    backend = build_backend(run, axes, model, updates_per_step=1, temperature=1.0, ref=False)
+    backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=False)
     plan = Planner(
         train=run.train,
         static_capacity=axes.static_capacity,
