@@ -89,9 +89,7 @@ def report(runs: list[Run], *, cpu: str, command: str) -> str:
     lines = [
         f"Held-out accuracy on {', '.join(map(str, sorted(held_out)))} problems, before -> after:",
         "",
-        "| seed | strict | lenient | mean reward | wall time |",
-        "|---|---|---|---|---|",
-        *(table_row(run) for run in runs),
+        *table(runs),
         "",
         machine(runs[0], cpu, command),
         "",
@@ -116,8 +114,20 @@ def console(printed: list[str], *, command: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def table_row(run: Run) -> str:
-    """Accuracies, reward and time of one run."""
+def table(runs: list[Run]) -> list[str]:
+    """Accuracies, by kind of problem where the runs have kinds (eval.kinds), reward and time."""
+    kinds = [key for key in runs[0].summary["eval_after"] if key.startswith("lenient_accuracy/")]
+    keys = ["strict_accuracy", "lenient_accuracy", *kinds, "mean_reward"]
+    titles = ["strict", "lenient", *(f"lenient, {key.partition('/')[2]}" for key in kinds), "mean reward"]
+    return [
+        f"| seed | {' | '.join(titles)} | wall time |",
+        "|---" * (len(titles) + 2) + "|",
+        *(table_row(run, keys) for run in runs),
+    ]
+
+
+def table_row(run: Run, keys: list[str]) -> str:
+    """The numbers of `keys` before and after one run, and its time."""
     before, after = run.summary["eval_before"], run.summary["eval_after"]
 
     def change(key: str) -> str:
@@ -125,8 +135,7 @@ def table_row(run: Run) -> str:
         return "—" if old is None or new is None else f"{old:.3f} -> {new:.3f} ({new - old:+.3f})"
 
     minutes = run.summary["wall_seconds"] / 60
-    cells = [change(key) for key in ("strict_accuracy", "lenient_accuracy", "mean_reward")]
-    return f"| {run.config['seed']} | " + " | ".join(cells) + f" | {minutes:.1f} min |"
+    return f"| {run.config['seed']} | " + " | ".join(map(change, keys)) + f" | {minutes:.1f} min |"
 
 
 def machine(run: Run, cpu: str, command: str) -> str:

@@ -34,6 +34,8 @@ def evaluation(step: int, accuracy: float) -> dict[str, Any]:
         "lenient_accuracy": accuracy,
         "mean_reward": accuracy - 0.05,
         "num_prompts": 2,
+        "lenient_accuracy/sums": None,
+        "lenient_accuracy/differences": accuracy / 2,
     }
 
 
@@ -91,9 +93,10 @@ def test_table_machine_completions_and_curve(tmp_path: Path) -> None:
     assert demo_report.main(arguments) == 0
     text, shown = page.read_text(), readme.read_text()
     assert (
-        "| 1 | 0.150 -> 0.525 (+0.375) | 0.250 -> 0.625 (+0.375) | 0.200 -> 0.575 (+0.375) | 10.5 min |"
-        in text
+        "| 1 | 0.150 -> 0.525 (+0.375) | 0.250 -> 0.625 (+0.375) | — | 0.125 -> 0.312 (+0.188) "
+        "| 0.200 -> 0.575 (+0.375) | 10.5 min |" in text
     )
+    assert "| seed | strict | lenient | lenient, sums | lenient, differences | mean reward | wall" in text
     assert "A CPU, 2 threads, bfloat16; lockstep 0.1.0, torch 2.13.0" in text
     assert "![mean reward per step, and held-out accuracy](docs/demo.png)" in shown
     improved, same = text.index("before  [0.00] '12, or so'"), text.index("before  [1.00] '4'")
