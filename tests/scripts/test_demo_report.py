@@ -111,6 +111,8 @@ def test_table_machine_completions_and_curve(tmp_path: Path) -> None:
 def test_the_log_is_cut_to_its_main_lines() -> None:
     printed = ["installing", "run directory: x", "evaluation before", "  [0] 'a'", "step 1/3  r", "  [0] 'b'"]
     printed += ["step 2/3  r", "  [1] 'c'", "step 3/3  r", "evaluation after", "train: finished"]
+    busy = [*printed[:2], "step 1/3  evaluate 30 s ...", *printed[2:]]
+    assert demo_report.console(busy, command="make demo") == demo_report.console(printed, command="make demo")
     assert demo_report.console(printed, command="make demo").splitlines() == [
         "<!-- test: listed: ten minutes -->",
         "```console",
