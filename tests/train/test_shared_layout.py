@@ -98,6 +98,17 @@ def test_batch_invariant_logprobs_have_the_bits_of_packed(
     assert_same(results[1], results[0], atol=0.0)
 
 
+def test_a_head_that_sees_every_row_gathers_none(tiny_model: Any, loss: Any) -> None:
+    """The backward of a gather would add up all padding rows into one."""
+    model = tiny_model(attention="varlen")
+    backend = LocalBackend(TrainConfig(static_capacity=True), model=model, total_steps=0)
+    (batch,) = batches("shared", static=True, min_packs=1)
+    assert batch.shared is not None and batch.num_rows > batch.shared.num_rows, "there is padding"
+    with torch.profiler.profile() as seen:
+        backend.forward_backward([batch], loss)
+    assert not [event.name for event in seen.events() if "IndexSelectBackward" in event.name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["compile", "joint"])
 def test_one_graph_serves_packs_of_one_shape(tiny_model: Any, loss: Any, execution: str) -> None:

@@ -127,15 +127,22 @@ def decoder_inputs(
     )
 
 
-def run_decoder(module: nn.Module, inputs: DecoderInputs, slots: Tensor | slice | None = None) -> Tensor:
+def run_decoder(
+    module: nn.Module, inputs: DecoderInputs, slots: Tensor | slice | Literal["rows"] | None = None
+) -> Tensor:
     """Return [T, C], on a ring [t, C]: the second half of `hidden_states`, only tensor operations.
 
     Args:
-        slots: return those only; on a ring, rows of this rank. None: all.
+        slots: return those only; on a ring, rows of this rank. None: all. "rows": [R, C], what was computed,
+            where documents share rows. A gather would give the same, but its backward would add up all
+            padding rows into one, one after the other on a GPU.
     """
     base = getattr(module, str(module.base_model_prefix))
     output = base(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False, **inputs.kwargs)
     hidden: Tensor = output.last_hidden_state
+    if slots == "rows":
+        assert "shared" in inputs.kwargs, "rows are shared"
+        return hidden[0]
     if inputs.cells is None:
         hidden = hidden[0, : inputs.num_slots]
     elif "shared" in inputs.kwargs:  # [T, C] may be many times larger than the rows that were computed

@@ -235,10 +235,10 @@ def plan_micro_batches(
             bucket = next(b for b in buckets if used <= b.tokens)
         batches.append(pack([samples[i] for i in group], [loss_weights[i] for i in group], bucket=bucket))
     if limits.layout == "shared":
-        batches = [share(batch) for batch in batches]
         if limits.static_capacity:
             sizes, counts = [b.tokens for b in buckets], [count_all([whole[i] for i in g]) for g in everyone]
             return share_in_few_shapes(batches, sizes=sizes, longest=longest, whole=counts)
+        return [share(batch) for batch in batches]
     return batches
 
 

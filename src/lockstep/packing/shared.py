@@ -58,12 +58,17 @@ def share(batch: PackedBatch, capacity: RowCapacity | None = None) -> PackedBatc
     Raises:
         DataError: more than the capacity holds.
     """
+    segments, starts = _segments_of(batch)
+    return dataclasses.replace(batch, shared=_laid_out(segments, starts, batch.num_slots, capacity))
+
+
+def _segments_of(batch: PackedBatch) -> tuple[list[_Segment], list[int]]:
+    """The segments of a batch, and the first slot of each document, then the end of the last."""
     real = len(batch.sample_ids)
     starts = [0, *accumulate(batch.lengths[:real])]
     documents = [slice(a, b) for a, b in pairwise(starts)]
     ids, mask = batch.token_ids.cpu().numpy(), batch.loss_mask.cpu().numpy()
-    segments = _segments([ids[d] for d in documents], [mask[d] for d in documents])
-    return dataclasses.replace(batch, shared=_laid_out(segments, starts, batch.num_slots, capacity))
+    return _segments([ids[d] for d in documents], [mask[d] for d in documents]), starts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,26 +87,28 @@ def share_in_few_shapes(
     longest: int,
     whole: Sequence[RowCounts] = (),
 ) -> list[PackedBatch]:
-    """Pad the rows of shared batches, so that few graphs serve them all: as many rows as one of `sizes`, keys
-    a power of two times as many, and segments a power of four.
+    """Share batches and pad their rows, so that few graphs serve them all: as many rows as one of `sizes`,
+    keys a power of two times as many, and segments a power of four.
 
     Args:
-        batches: with `shared`, without padding.
+        batches: what `shared` they have is made anew.
         sizes: numbers of rows, rising; the last holds every batch.
         longest: tokens of the longest document that any step may have.
         whole: of the packs of the whole step, if `batches` are a part of it: room for as many segments as
             they have, and no fewer keys for the rows.
     """
-    counts = [_counts(_rows_of(batch)) for batch in batches]
+    cut = [_segments_of(batch) for batch in batches]
+    counts = [_counts(segments) for segments, _ in cut]
     most = max(count.segments for count in (*counts, *whole))
     room = 1 << 2 * ((most - 1).bit_length() + 1 >> 1)
     least = min((_keys_per_row(count, sizes) for count in whole), default=1)
     padded = []
-    for batch, count in zip(batches, counts, strict=True):
+    for batch, (segments, starts), count in zip(batches, cut, counts, strict=True):
         rows = _size(count, sizes)
         keys = rows * max(least, _keys_per_row(count, sizes))
         capacity = RowCapacity(rows=rows, keys=keys, segments=room + -(-keys // longest), longest=longest)
-        padded.append(share(batch, capacity))
+        shared = _laid_out(segments, starts, batch.num_slots, capacity)
+        padded.append(dataclasses.replace(batch, shared=shared))
     return padded
 
 
@@ -116,13 +123,10 @@ def _keys_per_row(count: RowCounts, sizes: Sequence[int]) -> int:
     return 1 << (needed - 1).bit_length()
 
 
-def _counts(shared: SharedRows) -> RowCounts:
-    return RowCounts(rows=shared.num_rows, keys=len(shared.keys), segments=len(shared.row_lengths))
-
-
-def _rows_of(batch: PackedBatch) -> SharedRows:
-    assert batch.shared is not None, "share was called"
-    return batch.shared
+def _counts(segments: Sequence[_Segment]) -> RowCounts:
+    rows = sum(len(s.rows) for s in segments)
+    keys = rows + sum(sum(map(len, s.before)) for s in segments)
+    return RowCounts(rows=rows, keys=keys, segments=len(segments))
 
 
 def count_rows(samples: Sequence[TrainSample]) -> int:
@@ -134,9 +138,7 @@ def count_rows(samples: Sequence[TrainSample]) -> int:
 def count_all(samples: Sequence[TrainSample]) -> RowCounts:
     """Return the rows, gathered keys and segments that a pack of these samples has."""
     segments = _segments([s.token_ids.numpy() for s in samples], [s.loss_mask.numpy() for s in samples])
-    rows = sum(len(s.rows) for s in segments)
-    keys = rows + sum(sum(map(len, s.before)) for s in segments)
-    return RowCounts(rows=rows, keys=keys, segments=len(segments))
+    return _counts(segments)
 
 
 def same_prompt(one: TrainSample, other: TrainSample) -> bool:

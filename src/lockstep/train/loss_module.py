@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -196,7 +196,10 @@ class LossModule(nn.Module):
             compiled=self.compiled,
             ring=None if part is None else part.ring,
         )
-        hidden = run_decoder(self.policy, inputs, rows if part is None else part.local)
+        slots: Rows | Literal["rows"] = rows if part is None else part.local
+        if "shared" in inputs.kwargs and batch.shared is not None and static_head(self.config, self.policy):
+            slots = "rows"  # those of `head_rows`, in their order
+        hidden = run_decoder(self.policy, inputs, slots)
         scores = scalar_head(self.policy)
         if scores is not None:  # read anew each time, like the head's Parameters below
             values = linear_values(hidden, scores.weight, batch.loss_mask[rows])
