@@ -150,6 +150,32 @@ def test_off_policy_mask_drops_a_completion_that_the_policy_has_left() -> None:
     assert algo.loss().metrics([batch], stats)["off_policy_masked_share"] == pytest.approx(3 / 8)
 
 
+def test_geometric_mask_goes_by_the_mean_over_a_completion() -> None:
+    """old - rollout is 0.3 on the completion of one token, 0.2 on average on those of three and two, and -0.4
+    on the last; the bound is 0.25 nats. A token of the third is 0.4 off, and so is its whole completion."""
+    algo = algorithm(
+        advantage="group_mean", rollout_correction={"kind": "tis", "geometric_high": math.exp(0.25)}
+    )
+    assert not algo.loss().separable
+    samples = samples_of(algo, groups())
+    batch = batch_of(algo, samples)
+    gap = torch.tensor([0.3, 0.2, 0.2, 0.2, 0.4, 0.0, -0.4, -0.4])
+    old = torch.zeros(batch.num_slots)
+    old[batch.loss_mask] = batch.rollout_logprobs[batch.loss_mask] + gap
+    batch = dataclasses.replace(batch, old_logprobs=old)
+    logprobs = old.clone().requires_grad_()
+    output = algo.loss()(logprobs, torch.zeros_like(old), batch, slice(None))
+    output.loss.backward()
+    kept, third = math.exp(0.2) * 0.5 / 12, -1 / 8
+    expected = [0, kept, kept, kept, math.exp(0.4) * third, third, 0, 0]
+    assert logprobs.grad[batch.loss_mask].tolist() == pytest.approx(expected, rel=1e-5)
+    stats = StepStats(losses=[], logprobs=[old], entropy=[old], terms=[output.terms])
+    assert algo.loss().metrics([batch], stats)["rollout_masked_share"] == pytest.approx(3 / 8)
+    lower = {"geometric_high": math.exp(0.35), "geometric_low": math.exp(-0.5)}
+    loss = algorithm(rollout_correction=lower).loss()
+    assert loss.policy_terms(old, batch, slice(None)).is_weight[batch.loss_mask].tolist() == [1.0] * 8
+
+
 @pytest.mark.parametrize(
     ("aggregation", "kept"),
     [
@@ -198,6 +224,7 @@ VARIANTS = {
     **{name: {"name": name} for name in HAND_WORKED},
     "kl_and_entropy": {"kl": {"coef": 0.1}, "entropy_coef": 0.01},
     "tis": {"rollout_correction": {"kind": "tis"}},
+    "geometric_mask": {"rollout_correction": {"kind": "tis", "geometric_high": 1.1}},
     "off_policy_mask": {"off_policy_mask_threshold": 0.1},
     "sequence_icepop": {"rollout_correction": {"kind": "icepop", "level": "sequence", "low": 0.2}},
 }

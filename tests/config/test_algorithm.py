@@ -89,6 +89,14 @@ def test_temperatures_and_clips_exclude_one_another() -> None:
     assert GRPOConfig(objective="own:objective").resolved().tau_neg == 1.05
 
 
+def test_the_lower_geometric_bound_needs_the_upper_one() -> None:
+    with pytest.raises(ValidationError, match=r"geometric_low = 0\.9 has no effect without geometric_high"):
+        GRPOConfig(rollout_correction={"geometric_low": 0.9})
+    for bounds in ({"geometric_high": 1.0}, {"geometric_high": 2.0, "geometric_low": 1.0}):
+        with pytest.raises(ValidationError):
+            GRPOConfig(rollout_correction=bounds)
+
+
 def test_sequence_token_needs_an_objective_with_a_gradient_by_the_ratio() -> None:
     for options in ({"name": "cispo"}, {"objective": "cispo"}):
         with pytest.raises(ValidationError, match=r"'sequence_token' has no effect of its own .*'sequence'"):

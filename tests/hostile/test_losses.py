@@ -32,6 +32,7 @@ POLICY_LOSSES: dict[str, dict[str, Any]] = {
         for kind in ("tis", "mask", "icepop")
         for level in ("token", "sequence")
     },
+    "geometric mask": {"rollout_correction": {"geometric_high": 1.1}},
     "gspo with all": {
         "name": "gspo",
         "off_policy_mask_threshold": 0.1,

@@ -7,6 +7,7 @@ import torch
 
 from lockstep.ops.losses import (
     cispo,
+    geometric_mask,
     importance_log_ratio,
     loss_weights,
     off_policy_mask,
@@ -63,6 +64,11 @@ def test_sapo_by_hand() -> None:
     torch.testing.assert_close(loss, torch.tensor([-1.0, -1.5, 2.0, 3.0, 0.0]))
     loss.sum().backward()
     torch.testing.assert_close(ratio.grad, torch.tensor([-1.0, -0.75, 1.0, 0.75, 0.0]))
+
+
+def test_geometric_mask_by_hand() -> None:
+    means = torch.tensor([1.0, 1.99, 2.01, 0.51, 0.49])
+    assert geometric_mask(means.log(), low=0.5, high=2.0).tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_off_policy_mask_by_hand() -> None:

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, TrainError
 from lockstep.ops.kl import kl, kl_k3
 from lockstep.ops.losses import (
     cispo,
+    geometric_mask,
     importance_log_ratio,
     off_policy_mask,
     ppo_clip,
@@ -108,8 +109,7 @@ class PolicyLoss:
         self.config = config
         self.objective: Objective = OBJECTIVES.load(config.objective)
         self.clip_low, self.clip_high = config.clip_low, config.clip_high
-        correction = config.rollout_correction
-        whole_sequences = correction.kind != "none" and correction.level == "sequence"
+        whole_sequences = config.rollout_correction.whole_sequences
         self.entropy_grad = config.entropy_coef != 0
         whole_sequences |= config.off_policy_mask_threshold is not None
         self.separable = config.ratio == "token" and not whole_sequences
@@ -196,7 +196,8 @@ class PolicyLoss:
             "logprob_gap_k1": -gap.mean(),
             "logprob_gap_k3": kl_k3(-gap, torch.zeros_like(gap)).mean(),
         }
-        if self.config.rollout_correction.kind != "none":
+        correction = self.config.rollout_correction
+        if correction.kind != "none" or correction.geometric_high is not None:
             metrics["rollout_is_weight_mean"] = terms["is_weight"].mean()
             metrics["rollout_is_weight_max"] = terms["is_weight"].amax()
             metrics["rollout_masked_share"] = (terms["is_weight"] == 0).float().mean()
@@ -248,6 +249,10 @@ class PolicyLoss:
         log_gap = gap
         if correction.kind != "none" and correction.level == "sequence":
             log_gap = _by_document(sequence_sum, log_gap, batch, rows)
+        weight = rollout_is_weight(log_gap, kind=correction.kind, low=correction.low, high=correction.high)
+        if correction.geometric_high is not None:
+            high, mean_gap = correction.geometric_high, _by_document(sequence_log_ratio, gap, batch, rows)
+            weight = weight * geometric_mask(mean_gap, low=correction.geometric_low or 1 / high, high=high)
         advantages = masked(batch.advantages[rows], mask)
         off_policy = torch.ones_like(gap)
         threshold = self.config.off_policy_mask_threshold
@@ -263,9 +268,7 @@ class PolicyLoss:
             log_ratio=log_ratio,
             ratio=bounded(log_ratio).exp(),
             logprob_gap=gap,
-            is_weight=rollout_is_weight(
-                log_gap, kind=correction.kind, low=correction.low, high=correction.high
-            ),
+            is_weight=weight,
             off_policy_mask=off_policy,
         )
 

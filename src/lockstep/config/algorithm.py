@@ -94,9 +94,24 @@ class RolloutCorrectionConfig(Config):
     """Lower bound of icepop."""
     high: float = Field(2.0, gt=0.0)
     """Upper bound of tis, mask and icepop."""
+    geometric_high: float | None = Field(None, gt=1.0)
+    """Whatever the kind, a completion is masked whose old / rollout has a geometric mean over its tokens
+    above this; verl's rollout_rs = seq_mean_k1, which does not grow with length. None: off."""
+    geometric_low: float | None = Field(None, gt=0.0, lt=1.0)
+    """Or below this. None: 1 / geometric_high."""
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether a token's weight needs the other tokens of its completion."""
+        return (self.kind != "none" and self.level == "sequence") or self.geometric_high is not None
 
     @model_validator(mode="after")
     def _check(self) -> RolloutCorrectionConfig:
+        if self.geometric_low is not None and self.geometric_high is None:
+            raise ValueError(
+                f"geometric_low = {self.geometric_low} has no effect without geometric_high; set that, too, "
+                "or leave it out"
+            )
         if self.kind == "icepop" and self.low >= self.high:
             raise ValueError(f"low = {self.low} is not below high = {self.high}: every token would be masked")
         return self

@@ -5,6 +5,7 @@ Losses are to be minimised. Their sum over tokens, weighted by `loss_weights`, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -112,6 +113,16 @@ def rollout_is_weight(log_gap: Tensor, *, kind: Correction, low: float, high: fl
     if kind == "icepop":
         keep = keep & (weight >= low)
     return torch.where(keep, weight, 0.0)
+
+
+def geometric_mask(mean_gap: Tensor, *, low: float, high: float) -> Tensor:
+    """Return 1 where low <= exp(mean_gap) <= high, else 0, elementwise: the geometric mean of old / rollout
+    of a document, which does not grow with its length as the product does (verl's seq_mean_k1).
+
+    Args:
+        mean_gap: log(old / rollout), nats, mean over the document (`sequence_log_ratio`); no gradient.
+    """
+    return ((mean_gap >= math.log(low)) & (mean_gap <= math.log(high))).to(mean_gap.dtype)
 
 
 def off_policy_mask(mean_drift: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
