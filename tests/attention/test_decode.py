@@ -66,3 +66,24 @@ def test_a_kernel_that_rounds_otherwise_is_not_used(ours, other, monkeypatch, ca
 )
 def test_where_it_does_not_apply(sizes, changes):
     assert kernel_for(*sizes, **changes) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("CUDA_HOME environment variable is not set"),
+        RuntimeError("NVRTC compilation failed"),
+        AttributeError("module 'torch.cuda' has no attribute '_compile_kernel'"),
+    ],
+)
+def test_a_machine_that_cannot_compile_it_goes_on_with_flash_attention(error, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise error
+
+    monkeypatch.setattr(decode, "_compiled", refuse)
+    decode._checked.cache_clear()
+    try:
+        kernel = decode._checked(torch.device("cpu"), torch.bfloat16, (8, 2, 64), 0.125, lambda *_: None)
+    finally:
+        decode._checked.cache_clear()
+    assert kernel is None and str(error) in caplog.text and "same bits" in caplog.text

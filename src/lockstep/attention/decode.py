@@ -1,7 +1,8 @@
 """Attention of one new token per document, faster than torch's flash attention and to the bit the same.
 
-`decode.cu` says how. It is compiled by NVRTC, which comes with torch, when an engine takes its first step, in
-about a second. Whether its bits are those of the flash attention that this torch was built with is then tried
+`decode.cu` says how. It is compiled when an engine takes its first step, in about a second, by NVRTC, which
+comes with torch, and with headers of a CUDA toolkit, which does not: without them, flash attention it is, and a
+warning says so. Whether its bits are those of the flash attention that this torch was built with is then tried
 on this device, and a kernel that differs anywhere is not used.
 """
 
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from lockstep.observe.text import printable
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,8 @@ def decode_kernel(
 ) -> Attention | None:
     """Return the kernel for tensors like these, or None where it does not apply: other dimensions of a head
     than those of KEY_BLOCKS, more than 8 query heads per kv head, a sliding window, no CUDA, a GPU on which
-    flash attention has other key blocks, or a torch whose flash attention rounds otherwise (which is logged).
+    flash attention has other key blocks; and, which is logged, where it cannot be compiled or flash attention
+    rounds otherwise.
 
     Args:
         q: [D, N, H].
@@ -68,7 +72,16 @@ def _checked(
     reference: Reference,
 ) -> Attention | None:
     heads, kv_heads, head_dim = sizes
-    kernel = _compiled(dtype, heads, kv_heads, head_dim, scale)
+    try:
+        kernel = _compiled(dtype, heads, kv_heads, head_dim, scale)
+    except _UNAVAILABLE as error:
+        log.warning(
+            "the decode kernel of engine native cannot be compiled: %s; the engine goes on with flash "
+            "attention, which gives the same bits and is slower (the kernel needs the headers of a CUDA "
+            "toolkit: install one, or set CUDA_HOME)",
+            printable(str(error)),
+        )
+        return None
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -141,6 +154,11 @@ def _compiled(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, scal
         return out
 
     return attend
+
+
+_UNAVAILABLE = (OSError, RuntimeError, AttributeError)
+"""What torch raises: OSError where no CUDA toolkit is found, RuntimeError where NVRTC fails or refuses so much
+shared memory, AttributeError in a version without torch.cuda._compile_kernel, which is not public."""
 
 
 def _source() -> str:

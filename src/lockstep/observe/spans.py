@@ -8,7 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-WORK = frozenset({"generate", "reward", "logprobs", "forward", "backward", "forward_backward", "optimizer"})
+WORK = frozenset(
+    {
+        "generate",
+        "reward",
+        "logprobs",
+        "values",
+        "forward",
+        "backward",
+        "forward_backward",
+        "optimizer",
+        "value",
+    }
+)
 """Spans that count as the step's work; the rest of a step is host overhead."""
 
 
