@@ -1,9 +1,9 @@
 """Attention of one new token per document, faster than torch's flash attention and to the bit the same.
 
 `decode.cu` says how. It is compiled when an engine takes its first step, in about a second, by NVRTC, which
-comes with torch, and with headers of a CUDA toolkit, which does not: without them, flash attention it is, and a
-warning says so. Whether its bits are those of the flash attention that this torch was built with is then tried
-on this device, and a kernel that differs anywhere is not used.
+comes with torch, and with headers of a CUDA toolkit, which do not: without them the engine goes on with flash
+attention, and a warning says so. Whether its bits are those of the flash attention that this torch was built
+with is then tried on this device, and a kernel that differs anywhere is not used.
 """
 
 from __future__ import annotations
