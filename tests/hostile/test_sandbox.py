@@ -441,3 +441,20 @@ def test_a_reward_cannot_change_the_row() -> None:
         with pytest.raises(RewardError, match="a reward's row is read-only"):
             RewardSet([], functions=[scope["reward"]]).score([reward_input(row)])
     assert row == {"answer": "a", "list": [0]}
+
+
+def test_the_working_directory_is_no_place_of_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a name such as "module:function" puts it on sys.path; a folder around it holds it too."""
+    own, packages = tmp_path / "project" / "runs", tmp_path / "packages"
+    for folder in (own, packages):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(own)
+    added = [str(own), str(tmp_path / "project"), str(packages)]
+    monkeypatch.setattr(sys, "path", [*sys.path, *added, os.path.join(sys.prefix, "lib", "anywhere")])
+    places = sandbox.readable_places()
+    assert [place for place in added if place in places] == [str(packages)]
+    assert sandbox.ROOT in places and os.path.join(sys.prefix, "lib", "anywhere") in places
+    monkeypatch.chdir(sys.prefix)  # the packages of an environment are there all the same
+    assert os.path.join(sys.prefix, "lib", "anywhere") in sandbox.readable_places()

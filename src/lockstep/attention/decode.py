@@ -157,8 +157,8 @@ def _compiled(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, scal
 
 
 _UNAVAILABLE = (OSError, RuntimeError, AttributeError)
-"""What torch raises: OSError where no CUDA toolkit is found, RuntimeError where NVRTC fails or refuses so much
-shared memory, AttributeError in a version without torch.cuda._compile_kernel, which is not public."""
+"""What torch raises: OSError where no CUDA toolkit is found, RuntimeError where NVRTC fails or so much shared
+memory is refused, AttributeError in a version without torch.cuda._compile_kernel, which is not public."""
 
 
 def _source() -> str:

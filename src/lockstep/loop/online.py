@@ -108,12 +108,17 @@ def train_online(
                     sampled = trainer.sample(done)
                 if session.stopping():  # generation was cut short: this step never happened
                     return session.interrupted(done, roles)
+                if sampled.aborted:
+                    raise EngineError(
+                        f"step {done}: engine {run.engine.name!r} ended samples by abort, which this run has "
+                        "not asked for; does another client use the server? Go on with --resume"
+                    )
                 result = trainer.update(sampled.groups, step=done)
                 metrics = result.metrics | sampled.counts | pushed
                 pushed = trainer.push(policy_version=done + 1)
                 session.log_rollouts(done, rollout_rows(done, result.groups), save=run.rollout.save)
                 if done == max(first_step, trainer.warmup_batches):
-                    metrics |= session.check_gap(done, metrics, temperature=run.rollout.sampling.temperature)
+                    metrics |= session.check_gap(metrics, temperature=run.rollout.sampling.temperature)
                 weights = weights_hash(parts.backend) if run.train.deterministic else None
                 session.log_step(done, metrics | compiled.metrics(), weights_hash=weights)
             return session.finish(run.steps, roles)

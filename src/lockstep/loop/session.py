@@ -466,7 +466,7 @@ class Session:
         everyone = self.ranks.gather(own, dict[str, float], what="the step's metrics")
         return {name: max(values.get(name, 0.0) for values in everyone) for name in own}
 
-    def check_gap(self, step: int, metrics: Mapping[str, float], *, temperature: float) -> dict[str, float]:
+    def check_gap(self, metrics: Mapping[str, float], *, temperature: float) -> dict[str, float]:
         """Check a process's first step: engine and trainer hold the same weights, so their logprobs must
         agree.
 
@@ -482,7 +482,7 @@ class Session:
         complaint = gap_complaint(metrics, dtype=self._axes.dtype, temperature=temperature)
         if complaint is not None:
             self.display.note(f"warning: {complaint}")
-        return {"logprob_gap_first_step_ok": float(complaint is None)} if step == 0 else {}
+        return {} if self._resumed else {"logprob_gap_first_step_ok": float(complaint is None)}
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, save: bool) -> None:
         """Keep the rollouts of a step under `save`; the first `log.samples_per_step` are displayed."""

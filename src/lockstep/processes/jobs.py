@@ -51,7 +51,7 @@ class JobProcess(Child):
         self._replies, theirs_out = os.pipe()
         confined = env is not None
         path = [ROOT] if confined else sys.path
-        more = [p for p in sys.path if p] if confined else []
+        more = package_places() if confined else []
         code = (
             f"import sys; sys.path[:{0 if confined else ''}] = {path!r}; sys.path += {more!r}\n"
             f"from {module} import main\n"
@@ -166,3 +166,19 @@ def end(processes: Iterable[JobProcess], *, last: Message | None = None, seconds
             with contextlib.suppress(TimeoutError):  # the pipe closes, or there is a reply that nobody needs
                 _ready(deadline, read=process._replies)
     child.end(open_ones)
+
+
+def package_places() -> list[str]:
+    """Return the entries of sys.path that hold packages: not the working directory, a folder around it, or
+    that of the script that was started. Those hold the user's files (data, checkpoints, .env), and reading a
+    name such as "module:function" puts the working directory on sys.path."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    own = {os.path.realpath(os.getcwd())} | ({os.path.realpath(os.path.dirname(script))} if script else set())
+    inside = sys.prefix, sys.base_prefix, sys.exec_prefix
+    places = []
+    for path in filter(None, sys.path):
+        real = os.path.realpath(path)
+        holds = any(folder == real or folder.startswith(real.rstrip("/") + "/") for folder in own)
+        if not holds or any(real.startswith(os.path.realpath(prefix) + "/") for prefix in inside):
+            places.append(path)
+    return places

@@ -29,12 +29,11 @@ from functools import lru_cache
 from typing import Any
 
 from lockstep.processes import supervisor
+from lockstep.processes.jobs import ROOT, package_places
 from lockstep.processes.supervisor import prctl
 
 MEMORY_LIMIT = 8 << 30
 """Bytes of address space of one process: an answer such as 9**9**9 must not take the machine with it."""
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-"""The folder that Lockstep is imported from."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -306,4 +305,4 @@ def readable_places() -> list[str]:
     ]
     system += ["/usr/share/zoneinfo", "/dev/null", "/dev/urandom"]
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
-    return [*system, *sorted(prefixes), *(path for path in sys.path if path)]
+    return [*system, *sorted(prefixes), ROOT, *package_places()]
