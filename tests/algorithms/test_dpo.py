@@ -184,7 +184,7 @@ def test_robust_dpo_over_flipped_labels_is_dpo_on_the_right_ones() -> None:
     torch.testing.assert_close(noisy, dpo(chosen, rejected, beta=0.3))
 
 
-@pytest.mark.parametrize("name", PREFERENCES)
+@pytest.mark.parametrize("name", [name for name in PREFERENCES if name != "kto"])
 def test_the_formulas_of_trl(name: str) -> None:
     """TRL 1.16: dpo_trainer.py (sigmoid, robust, ipo), experimental CPO (simpo) and ORPO, re-expressed."""
     generator = torch.Generator().manual_seed(3)
@@ -231,7 +231,7 @@ def test_the_formulas_of_trl(name: str) -> None:
         ({"name": "orpo", "average": False}, "odds of a whole answer"),
         ({"name": "dpo", "label_smoothing": 0.5}, "less than 0.5"),
         ({"beta": 0.0}, "greater than 0"),
-        ({"name": "slic"}, "'dpo', 'robust_dpo', 'ipo', 'simpo' or 'orpo'"),
+        ({"name": "slic"}, "'simpo', 'orpo' or 'kto'"),
     ],
 )
 def test_options_without_effect_are_refused(options: dict[str, Any], message: str) -> None:

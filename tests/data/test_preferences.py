@@ -52,7 +52,8 @@ def test_a_batch_is_pairs_in_turn_and_a_pure_function(tokenizer: Any, tmp_path: 
 
 def test_an_overlong_answer_takes_its_other_one_with_it(tokenizer: Any, tmp_path: Path) -> None:
     rows = [ROW, {**ROW, "rejected": "no " * 300}, {**ROW, "rejected": ROW["chosen"]}]
-    pairs = load(tmp_path, tokenizer, rows, max_length=128, overlong_documents="drop")
+    drop = {"overlong_documents": "drop", "equal_answers": "drop"}
+    pairs = load(tmp_path, tokenizer, rows, max_length=128, **drop)
     assert len(pairs) == 1
     assert pairs.report["dropped_overlong"] == 1 and pairs.report["dropped_equal"] == 1
 
@@ -63,7 +64,9 @@ def test_what_is_missing_is_named(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="prompt"):
         load(tmp_path, tokenizer, [{"chosen": "b", "rejected": "c"}])
     with pytest.raises(DataError, match="no preference pairs left"):
-        load(tmp_path, tokenizer, [{**ROW, "rejected": ROW["chosen"]}])
+        load(tmp_path, tokenizer, [{**ROW, "rejected": ROW["chosen"]}], equal_answers="drop")
+    with pytest.raises(DataError, match=r"row 1: chosen and rejected are the same \d+ tokens.*equal_answers"):
+        load(tmp_path, tokenizer, [ROW, {**ROW, "rejected": ROW["chosen"]}])
     with pytest.raises(ConfigError, match="DPO needs a model with a tokenizer"):
         load(tmp_path, None, [ROW])
 

@@ -282,7 +282,7 @@ class SFTConfig(Config):
     """token_mean: over all trained tokens of the step. sequence_mean: per document, then over documents."""
 
 
-PreferenceName = Literal["dpo", "robust_dpo", "ipo", "simpo", "orpo"]
+PreferenceName = Literal["dpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"]
 
 
 class DPOConfig(Config):
@@ -290,17 +290,27 @@ class DPOConfig(Config):
 
     name: PreferenceName = "dpo"
     """Name of a published loss: options below that are left out take its published values. simpo and orpo
-    need no reference."""
+    need no reference; kto trains on single answers with a label instead of pairs."""
     beta: PositiveFloat | None = None
-    """dpo, robust_dpo, ipo: how much a nat of log(policy / ref) counts; a larger one keeps the policy nearer
-    to the reference. simpo: how much a nat of the mean logprob counts. orpo: weight of the odds ratio beside
-    the cross-entropy of the chosen answer."""
+    """dpo, robust_dpo, ipo, kto: how much a nat of log(policy / ref) counts; a larger one keeps the policy
+    nearer to the reference. simpo: how much a nat of the mean logprob counts. orpo: weight of the odds ratio
+    beside the cross-entropy of the chosen answer."""
     label_smoothing: float | None = Field(None, ge=0.0, lt=0.5)
     """dpo, robust_dpo: share of the pairs that are taken to be the wrong way round."""
     average: bool | None = None
     """Divide an answer's log-probability by its number of trained tokens, so that length does not count."""
     margin: float | None = Field(None, ge=0.0)
     """simpo: how far the chosen reward, beta times the mean logprob, should exceed the other one's."""
+    desirable_weight: float | None = Field(None, ge=0.0)
+    """kto: weight of the loss of a desirable answer."""
+    undesirable_weight: float | None = Field(None, ge=0.0)
+    """kto: weight of the loss of an undesirable answer. The paper keeps weight times number of answers of
+    both labels within 1 to 4/3 of each other."""
+
+    @property
+    def paired(self) -> bool:
+        """Whether the loss is of pairs of answers."""
+        return self.name != "kto"
 
     @property
     def needs_ref(self) -> bool:
@@ -316,6 +326,16 @@ class DPOConfig(Config):
             )
         if self.margin is not None and self.name != "simpo":
             raise ValueError(f"margin = {self.margin} has no effect with name = {self.name!r}; leave it out")
+        for option in ("desirable_weight", "undesirable_weight"):
+            value = getattr(self, option)
+            if value is not None and self.name != "kto":
+                raise ValueError(f"{option} = {value} has no effect with name = {self.name!r}; leave it out")
+        if self.desirable_weight == 0 == self.undesirable_weight:
+            raise ValueError(
+                "desirable_weight = 0 and undesirable_weight = 0: nothing would be trained; raise one"
+            )
+        if self.average and self.name == "kto":
+            raise ValueError("average = true has no effect with name = 'kto'; leave it out")
         if self.average is False and self.name == "orpo":
             raise ValueError(
                 "average = false with name = 'orpo': the odds of a whole answer are 0 in any float; leave it "
@@ -341,6 +361,8 @@ PREFERENCES: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0, "margin": 1.0, "average": True},
     # arXiv 2403.07691, section 5.1
     "orpo": {"beta": 0.1, "average": True},
+    # arXiv 2402.01306, section 4
+    "kto": {"beta": 0.1, "average": False, "desirable_weight": 1.0, "undesirable_weight": 1.0},
 }
 
 

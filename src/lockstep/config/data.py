@@ -42,6 +42,10 @@ class DataConfig(Config):
     margin_column: str = "margin"
     """Reward models: by how much the chosen answer's score should be the larger one, a number >= 0; where the
     rows have no such column, 0."""
+    label_column: str = "label"
+    """KTO: whether the completion is a desirable one: true or false, 1 or 0."""
+    equal_answers: Literal["error", "drop"] = "error"
+    """DPO: what happens to a pair whose answers are the same token ids: there is nothing to prefer."""
     text_column: str = "text"
     """SFT: plain text, when there are neither messages nor completions; every token is trained on."""
     answer_column: str = "answer"

@@ -276,7 +276,7 @@ class OfflineRun(RunConfig):
     data: DataConfig = DataConfig()
     eval_data: DataConfig | None = None
     batch_size: PositiveInt = 32
-    """Documents (DPO: pairs) per optimizer step."""
+    """Documents (DPO: pairs, but for kto) per optimizer step."""
     eval_every: NonNegativeInt = 0
     """Steps between held-out losses; 0: before and after only, when there is eval_data."""
     if TYPE_CHECKING:
@@ -346,14 +346,19 @@ class PairRun(OfflineRun):
     """The settings that runs on pairs of a chosen and a rejected answer share."""
 
     @property
+    def unit(self) -> int:
+        """Documents that are in one micro-batch together: both answers of a pair."""
+        return 2
+
+    @property
     def documents_per_update(self) -> int:
         """Both answers of each pair."""
-        return 2 * self.batch_size
+        return self.batch_size * self.unit
 
     @property
     def longest_unit(self) -> int:
         """Both answers of a pair."""
-        return 2 * super().longest_unit
+        return super().longest_unit * self.unit
 
     @model_validator(mode="after")
     def _check_pairs(self) -> PairRun:
@@ -361,7 +366,7 @@ class PairRun(OfflineRun):
             if (
                 data is not None
                 and self.train.token_budget != "auto"
-                and 2 * data.max_length > token_slots(self.train)
+                and self.unit * data.max_length > token_slots(self.train)
             ):
                 raise ValueError(
                     f"{name}.max_length = {data.max_length}: both answers of a pair are in one micro-batch, "
@@ -372,10 +377,24 @@ class PairRun(OfflineRun):
 
 
 class DPORun(PairRun):
-    """Direct preference optimisation, and the losses that came after it."""
+    """Direct preference optimisation, and the losses that came after it; KTO on single answers."""
 
     kind: Literal["dpo"] = "dpo"
     algorithm: DPOConfig = DPOConfig()
+
+    @property
+    def unit(self) -> int:
+        """A pair; under kto an answer."""
+        return 2 if self.algorithm.paired else 1
+
+    @model_validator(mode="after")
+    def _check_unpaired(self) -> DPORun:
+        if not self.algorithm.paired and self.batch_size < 2:
+            raise ValueError(
+                f"batch_size = {self.batch_size} with algorithm.name = {self.algorithm.name!r}, whose "
+                "baseline is of each prompt with another one's answer; set batch_size to 2 or more"
+            )
+        return self
 
 
 class RewardModelRun(PairRun):

@@ -92,7 +92,7 @@ def load_preferences(config: DataConfig, *, tokenizer: Any) -> PreferenceSet:
 
     Raises:
         DataError: missing or malformed data, a document that is too long under `error`, an answer without a
-            token to train on under `error`, or nothing left.
+            token to train on under `error`, two equal answers under `error`, or nothing left.
         ConfigError: an impossible setting.
     """
     return _load(config, tokenizer=tokenizer, kind="DPO", pad_id=None, scored=False)
@@ -121,7 +121,7 @@ def _load(
         where = f"{config.source}, row {index}"
         both = [
             document_sample(
-                tokenise(_as_sft(row, column, config, where), config, chat, f"{where}, {column}"),
+                tokenise(as_sft(row, column, config, where), config, chat, f"{where}, {column}"),
                 config,
                 counts,
                 f"{where}, {column}",
@@ -132,7 +132,13 @@ def _load(
         chosen, rejected = both
         if chosen is None or rejected is None:
             continue
-        if chosen.token_ids.equal(rejected.token_ids):  # nothing to prefer: its gradient is 0
+        if chosen.token_ids.equal(rejected.token_ids):
+            if config.equal_answers == "error":
+                raise DataError(
+                    f"{where}: {config.chosen_column} and {config.rejected_column} are the same "
+                    f"{len(chosen)} tokens, so there is nothing to prefer; correct the row, or set "
+                    "data.equal_answers = 'drop'"
+                )
             counts["dropped_equal"] += 1
             continue
         if scored:
@@ -182,8 +188,9 @@ def _margin(row: Mapping[str, Any], config: DataConfig, where: str) -> float:
     return float(value)
 
 
-def _as_sft(row: Mapping[str, Any], column: str, config: DataConfig, where: str) -> dict[str, Any]:
-    """The row of an SFT set that holds the prompt and this answer."""
+def as_sft(row: Mapping[str, Any], column: str, config: DataConfig, where: str) -> dict[str, Any]:
+    """Return the row of an SFT set that holds the prompt and this answer of a pair. Raises DataError when
+    there is none."""
     answer = row.get(column)
     if answer is None:
         setting = "data.chosen_column" if column == config.chosen_column else "data.rejected_column"

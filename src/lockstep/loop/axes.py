@@ -223,7 +223,9 @@ def _with_train(run: Run, **settings: Any) -> Run:
 
 def _has_groups(run: RunConfig) -> bool:
     """Return whether the run's documents come in groups of one prompt."""
-    return isinstance(run, PairRun) or (isinstance(run, GRPORun) and run.rollout.group_size > 1)
+    if isinstance(run, PairRun):
+        return run.unit > 1
+    return isinstance(run, GRPORun) and run.rollout.group_size > 1
 
 
 def resolve_attention(attention: str, *, device: str, dtype: str, batch_invariant: bool | None = None) -> str:

@@ -81,7 +81,7 @@ def train_offline(
             if held_out is None or not due or session.evaluated(name, done):
                 return False
             with session.spans("evaluate"):
-                batches = task.prepared(packs(held_out, 0, len(held_out)), backend)
+                batches = task.prepared(packs(held_out, 0, len(held_out)), backend, plan=plan)
                 numbers = task.held_out(batches, backend)
             session.log_evaluation(name, done, numbers)
             return True
@@ -101,7 +101,7 @@ def train_offline(
                     batches = packs(documents, done, run.batch_size)
                 if task.needs_ref:
                     with session.spans("logprobs"):
-                        batches = task.prepared(batches, backend)
+                        batches = task.prepared(batches, backend, plan=plan)
                 with session.spans("forward_backward"):
                     stats = backend.forward_backward(batches, loss)
                 with session.spans("optimizer"):

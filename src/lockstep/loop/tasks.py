@@ -10,16 +10,18 @@ from typing import Protocol
 from torch import Tensor
 
 from lockstep.algorithms.dpo import DPO
-from lockstep.algorithms.pairs import PairLoss
+from lockstep.algorithms.kto import KTO, baseline, mismatched, with_baseline
 from lockstep.algorithms.reward_model import RewardModel
 from lockstep.algorithms.sft import SFT
 from lockstep.config.data import DataConfig
 from lockstep.config.run import DPORun, OfflineRun, RewardModelRun, SFTRun
 from lockstep.data.preferences import load_preferences, load_scored_pairs
 from lockstep.data.sft import load_sft
+from lockstep.data.unpaired import load_unpaired
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel
 from lockstep.models.scalar import HeadKind
+from lockstep.packing import Planner
 from lockstep.protocols import TokenLoss, TrainBackend
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PackedBatch, TrainSample
@@ -55,8 +57,10 @@ class OfflineTask(Protocol):
 
     def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet: ...
     def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
-    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
-        """Return the micro-batches with every field that the loss reads."""
+    def prepared(
+        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
+    ) -> list[PackedBatch]:
+        """Return the micro-batches with every field that the loss reads. plan: of the run."""
         ...
 
     def loss(self) -> TokenLoss: ...
@@ -75,7 +79,9 @@ class SFTTask(SFT):
         """See load_sft."""
         return load_sft(config, tokenizer=model.tokenizer)
 
-    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+    def prepared(
+        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
+    ) -> list[PackedBatch]:
         """As they are."""
         return list(batches)
 
@@ -99,19 +105,40 @@ class DPOTask(DPO):
         """See load_preferences."""
         return load_preferences(config, tokenizer=model.tokenizer)
 
-    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+    def prepared(
+        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
+    ) -> list[PackedBatch]:
         """With ref_logprobs, if the loss needs them."""
-        if not self.needs_ref:
-            return list(batches)
-        assert backend.ref is not None, "the loop asks for one where needs_ref"
-        return [
-            dataclasses.replace(batch, ref_logprobs=logprobs)  # type: ignore[call-arg]
-            for batch, logprobs in zip(batches, backend.ref.logprobs(batches), strict=True)
-        ]
+        return _with_ref(batches, backend) if self.needs_ref else list(batches)
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-        """See _held_out_pairs."""
-        return _held_out_pairs(self.loss(), batches, backend)
+        """See _as_a_step."""
+        return _as_a_step(self.loss(), batches, backend)
+
+
+class KTOTask(KTO):
+    """Answers with labels; the reference is the policy as it was loaded."""
+
+    needs_ref = True
+    head: HeadKind = "logits"
+
+    def load(self, config: DataConfig, model: LoadedModel) -> OfflineSet:
+        """See load_unpaired."""
+        return load_unpaired(config, tokenizer=model.tokenizer)
+
+    def prepared(
+        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
+    ) -> list[PackedBatch]:
+        """With ref_logprobs and the step's baseline, which takes a pass of policy and reference."""
+        assert backend.ref is not None, "the loop asks for one where needs_ref"
+        others = mismatched(batches, max_length=plan.max_seqlen)
+        packed = plan(others, [sample.loss_mask.float() for sample in others])
+        z0 = baseline(packed, backend.logprobs(packed), backend.ref.logprobs(packed))
+        return [with_baseline(batch, z0) for batch in _with_ref(batches, backend)]
+
+    def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
+        """See _as_a_step."""
+        return _as_a_step(self.loss(), batches, backend)
 
 
 class RewardModelTask(RewardModel):
@@ -125,32 +152,40 @@ class RewardModelTask(RewardModel):
         pad_id = text_config(model.module).pad_token_id
         return load_scored_pairs(config, tokenizer=model.tokenizer, pad_id=pad_id)
 
-    def prepared(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+    def prepared(
+        self, batches: Sequence[PackedBatch], backend: TrainBackend, *, plan: Planner
+    ) -> list[PackedBatch]:
         """As they are."""
         return list(batches)
 
     def held_out(self, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
-        """See _held_out_pairs."""
-        return _held_out_pairs(self.loss(), batches, backend)
+        """See _as_a_step."""
+        return _as_a_step(self.loss(), batches, backend)
 
 
 def offline_task(run: OfflineRun) -> OfflineTask:
     """The task of a run."""
     if isinstance(run, DPORun):
-        return DPOTask(run.algorithm)
+        return DPOTask(run.algorithm) if run.algorithm.paired else KTOTask(run.algorithm)
     if isinstance(run, RewardModelRun):
         return RewardModelTask(run.algorithm)
     assert isinstance(run, SFTRun)
     return SFTTask(run.algorithm)
 
 
-def _held_out_pairs(
-    loss: PairLoss, batches: Sequence[PackedBatch], backend: TrainBackend
-) -> dict[str, float]:
-    """loss, and the metrics of a step."""
-    outputs = backend.logprobs(batches)
-    stats = StepStats(losses=[], logprobs=outputs, entropy=[])
-    return {"loss": _loss_of(loss, batches, outputs), **loss.metrics(batches, stats)}
+def _with_ref(batches: Sequence[PackedBatch], backend: TrainBackend) -> list[PackedBatch]:
+    assert backend.ref is not None, "the loop asks for one where needs_ref"
+    return [
+        dataclasses.replace(batch, ref_logprobs=logprobs)  # type: ignore[call-arg]
+        for batch, logprobs in zip(batches, backend.ref.logprobs(batches), strict=True)
+    ]
+
+
+def _as_a_step(loss: TokenLoss, batches: Sequence[PackedBatch], backend: TrainBackend) -> dict[str, float]:
+    """The loss, and the metrics that a step of these batches would have."""
+    logprobs = backend.logprobs(batches)
+    stats = StepStats(losses=[], logprobs=logprobs, entropy=[])
+    return {"loss": _loss_of(loss, batches, logprobs), **loss.metrics(batches, stats)}
 
 
 def _loss_of(loss: TokenLoss, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor]) -> float:

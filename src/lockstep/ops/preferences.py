@@ -92,6 +92,25 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor, center_co
     return -logsigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected).square()
 
 
+def kto(
+    scores: Tensor, desirable: Tensor, baseline: Tensor, *, beta: float, weights: tuple[float, float]
+) -> Tensor:
+    """[D]: KTO (arXiv 2402.01306, section 4.1) of single answers, without its constant term.
+
+        w_d (1 - sigmoid(beta (score - z0)))   of a desirable answer
+        w_u (1 - sigmoid(beta (z0 - score)))   of an undesirable one
+
+    Args:
+        scores: [D] log(policy / ref) of whole answers, nats.
+        desirable: [D] bool.
+        baseline: [D] z0, nats, without gradient: an estimate of KL(policy || ref), see
+            lockstep.algorithms.kto.
+        weights: (w_d, w_u), lambda of the paper.
+    """
+    margin = beta * torch.where(desirable, scores - baseline, baseline - scores)
+    return torch.where(desirable, *weights) * torch.sigmoid(-margin)
+
+
 def _log_odds(logprob: Tensor) -> Tensor:
     logprob = logprob.clamp(max=_LARGEST_MEAN_LOGPROB)
     return logprob - torch.log(-torch.expm1(logprob))

@@ -25,13 +25,18 @@ from lockstep.schema.batch import (
     PreferenceSample,
     ScoredSample,
     TrainSample,
+    UnpairedBatch,
+    UnpairedSample,
     ValueBatch,
     ValueSample,
 )
 
 MAX_BUCKETS = 4
 _ALIGNMENT = 64
-_FLOATS = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
+_FLOATS = (
+    *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "returns", "old_values"),
+    *("desirability", "kl_baseline"),
+)
 """Per-token floats that some types of batch have."""
 
 
@@ -116,6 +121,11 @@ def pack(
         for name in ("returns", "old_values"):
             fields[name] = _fill([getattr(sample, name) for sample in samples], capacity, 0.0)
         return ValueBatch(**fields)
+    if issubclass(kind, UnpairedSample):
+        signs = [
+            s.loss_mask * (1.0 if s.desirable else -1.0) for s in samples if isinstance(s, UnpairedSample)
+        ]
+        return UnpairedBatch(**fields, desirability=_fill(signs, capacity, 0.0))
     if not issubclass(kind, PolicySample):
         return PackedBatch(**fields)
     for name in ("rollout_logprobs", "advantages"):

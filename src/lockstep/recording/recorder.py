@@ -30,7 +30,7 @@ from lockstep.ranks.context import RankContext
 from lockstep.recording.storage.fingerprint import fingerprint, module_tensors
 from lockstep.recording.storage.weights import FILE, save_tensors, save_weights, stored_fingerprint
 from lockstep.recording.writer import RecordingWriter
-from lockstep.schema.batch import PackedBatch, PolicyBatch
+from lockstep.schema.batch import PackedBatch
 from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.recording import VALUE, InputMeta, RecordedInput, RecordedOutputs, RecordingHeader
 from lockstep.schema.rollout import RolloutGroup
@@ -385,7 +385,7 @@ def _on_host(batch: PackedBatch) -> PackedBatch:
     moved = {
         name: value.cpu()
         for name in ("old_logprobs", "ref_logprobs")
-        if isinstance(batch, PolicyBatch) and (value := getattr(batch, name)) is not None
+        if (value := getattr(batch, name, None)) is not None
     }
     return dataclasses.replace(batch, **moved) if moved else batch
 

@@ -135,6 +135,14 @@ class ScoredSample(PreferenceSample):
     """By how much the chosen answer's score should be the larger one; the same in both samples."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpairedSample(TrainSample):
+    """An answer with a label of its own, for KTO."""
+
+    desirable: bool
+    """The label: the answer is a good one."""
+
+
 def rollout_samples(trajectories: Iterable[Trajectory]) -> list[RolloutSample]:
     """Return one document per trajectory, in order, sample_id counting from 0, trained on every token that
     the policy wrote.
@@ -347,6 +355,19 @@ class PreferenceBatch(PackedBatch):
     """[T] float32, nats, by the frozen reference."""
     margins: Tensor | None = None
     """[T] float32: ScoredSample.margin, where loss_mask is True. None: no pairs of a reward model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnpairedBatch(PackedBatch):
+    """A micro-batch of answers that each have a label."""
+
+    desirability: Tensor
+    """[T] float32: 1 at the trained tokens of a desirable answer, -1 at those of an undesirable one, else
+    0."""
+    kl_baseline: Tensor | None = None
+    """[T] float32, nats: KTO's z0 of the optimizer step at every trained token, else 0."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32, nats, by the frozen reference."""
 
 
 def _moved(record: PackedBatch | SharedRows, device: torch.device | str) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.dpo import DPOLoss
+from lockstep.algorithms.kto import KTOLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.algorithms.value_loss import ValueLoss
@@ -74,4 +75,6 @@ def token_loss(header: RecordingHeader, name: LossName) -> TokenLoss:
         return SFTLoss()
     if isinstance(options, ValueConfig):
         return ValueLoss(options)
-    return DPOLoss(options) if isinstance(options, DPOConfig) else PolicyLoss(options.resolved())
+    if isinstance(options, DPOConfig):
+        return DPOLoss(options) if options.paired else KTOLoss(options)
+    return PolicyLoss(options.resolved())

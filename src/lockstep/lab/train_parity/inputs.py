@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from lockstep.algorithms.dpo import DPO
+from lockstep.algorithms.kto import KTO
 from lockstep.algorithms.sft import SFT
 from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
 from lockstep.config.base import Record
@@ -35,7 +36,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.replay.losses import token_loss
 from lockstep.lab.suite.machine import versions
 from lockstep.lab.train_parity.job import INPUTS, REPORT, InputsReport, InputsSpec
-from lockstep.lab.train_parity.pairs import read_pairs, spoiled, with_reference
+from lockstep.lab.train_parity.pairs import read_pairs, spoiled, unpaired, with_reference
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
 from lockstep.models.quiet import quiet_transformers
@@ -181,12 +182,13 @@ def _pairs(spec: InputsSpec, sizes: Sizes) -> InputsReport:
     size = max(1, min(spec.batch_size // 2, len(pairs)))
     steps = spec.steps or -(-len(pairs) // size)
     options = DPOConfig.model_validate({"name": spec.algorithm}).resolved()
-    algorithm, limits = DPO(options), _limits(spec, documents=2 * size)
+    algorithm, limits = DPO(options) if options.paired else KTO(options), _limits(spec, documents=2 * size)
     limits = dataclasses.replace(limits, min_packs=min(spec.min_packs, size))
     plan = []
     for step in range(steps):
         samples = pairs.batch(step, size, spec.seed)
-        plan.append(plan_micro_batches(samples, algorithm.loss_weights(samples), limits))
+        answers = samples if options.paired else unpaired(samples)
+        plan.append(plan_micro_batches(answers, algorithm.loss_weights(answers), limits))
     if options.needs_ref:
         plan = with_reference(plan, spec)
         notes += ("the reference is the policy before the first step, by `local`",)

@@ -8,11 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from lockstep.algorithms.kto import with_baseline
 from lockstep.config.data import DataConfig
 from lockstep.data.preferences import Pair, PreferenceSet, load_preferences
 from lockstep.lab.train_parity.job import InputsSpec
 from lockstep.models.load import load_model, load_tokenizer
-from lockstep.schema.batch import PackedBatch, PreferenceBatch, TrainSample
+from lockstep.schema.batch import (
+    PackedBatch,
+    PreferenceBatch,
+    PreferenceSample,
+    TrainSample,
+    UnpairedBatch,
+    UnpairedSample,
+)
 
 
 def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int) -> PreferenceSet:
@@ -35,8 +43,22 @@ def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> Pr
     return PreferenceSet(pairs, shuffle=True, report={})
 
 
+def unpaired(samples: Sequence[PreferenceSample]) -> list[UnpairedSample]:
+    """Return each answer with a label of its own: the chosen one of a pair is desirable."""
+    return [
+        UnpairedSample(
+            token_ids=sample.token_ids,
+            loss_mask=sample.loss_mask,
+            sample_id=sample.sample_id,
+            desirable=sample.sample_id % 2 == 0,
+        )
+        for sample in samples
+    ]
+
+
 def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> list[list[PackedBatch]]:
-    """Return the batches with ref_logprobs of the starting weights, computed by `local`."""
+    """Return the batches with ref_logprobs of the starting weights, computed by `local`, and KTO's baseline,
+    which is 0 there: policy and reference are the same."""
     from lockstep.config.train import TrainConfig
     from lockstep.train.local import LocalBackend
 
@@ -49,9 +71,12 @@ def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> l
         logprobs = backend.logprobs(batches)
         updates.append(
             [
-                dataclasses.replace(batch, ref_logprobs=values.cpu())
+                dataclasses.replace(
+                    with_baseline(batch, 0.0) if isinstance(batch, UnpairedBatch) else batch,
+                    ref_logprobs=values.cpu(),
+                )
                 for batch, values in zip(batches, logprobs, strict=True)
-                if isinstance(batch, PreferenceBatch)
+                if isinstance(batch, PreferenceBatch | UnpairedBatch)
             ]
         )
     backend.close()

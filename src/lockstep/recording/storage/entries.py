@@ -23,7 +23,8 @@ from lockstep.schema.recording import InputKey, InputMeta, RecordingHeader
 
 _POLICY_FLOATS = ("loss_weights", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
 _VALUE_FLOATS = ("loss_weights", "returns", "old_values")
-BATCH_FLOATS = (*_POLICY_FLOATS, *_VALUE_FLOATS[1:])
+_UNPAIRED_FLOATS = ("loss_weights", "ref_logprobs", "desirability", "kl_baseline")
+BATCH_FLOATS = (*_POLICY_FLOATS, *_VALUE_FLOATS[1:], *_UNPAIRED_FLOATS[2:])
 OUTPUT_FLOATS = ("logprobs", "entropy")
 FLOATS = BATCH_FLOATS + OUTPUT_FLOATS
 
@@ -101,7 +102,7 @@ class InputEntry(_Checked):
     """One input without its tensors."""
 
     meta: MetaEntry
-    kind: Literal["policy", "packed", "preference", "value"]
+    kind: Literal["policy", "packed", "preference", "value", "unpaired"]
     lengths: Annotated[list[Positive], Field(min_length=1)]
     tail: list[Positive]
     max_seqlen: Positive
@@ -143,12 +144,14 @@ class InputEntry(_Checked):
             if values and len(values) != len(self.lengths):
                 return f"{len(values)} {name} for {len(self.lengths)} lengths"
         more = {"policy": {"rollout_logprobs", "advantages"}, "value": {"returns", "old_values"}}
+        more |= {"unpaired": {"desirability"}}
         needed = {"loss_weights"} | more.get(self.kind, set())
         allowed = {
             "policy": set(_POLICY_FLOATS),
             "value": set(_VALUE_FLOATS),
             "packed": {"loss_weights"},
             "preference": {"loss_weights", "ref_logprobs"},
+            "unpaired": set(_UNPAIRED_FLOATS),
         }[self.kind]
         if self.outputs is not None:
             allowed |= set(OUTPUT_FLOATS)

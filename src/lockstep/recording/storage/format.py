@@ -27,7 +27,14 @@ from torch import Tensor
 from lockstep.errors import RecordingError
 from lockstep.observe.files import jsonable
 from lockstep.recording.storage.entries import BATCH_FLOATS, FLOATS, OUTPUT_FLOATS, InputEntry, Spread
-from lockstep.schema.batch import IGNORE_LABEL, PackedBatch, PolicyBatch, PreferenceBatch, ValueBatch
+from lockstep.schema.batch import (
+    IGNORE_LABEL,
+    PackedBatch,
+    PolicyBatch,
+    PreferenceBatch,
+    UnpairedBatch,
+    ValueBatch,
+)
 from lockstep.schema.recording import FORMAT, VERSION, InputMeta, RecordedInput, RecordedOutputs
 
 Array = np.ndarray[Any, Any]
@@ -300,6 +307,8 @@ def _kind(batch: PackedBatch) -> str:
         return "policy"
     if isinstance(batch, ValueBatch):
         return "value"
+    if isinstance(batch, UnpairedBatch):
+        return "unpaired"
     return "preference" if isinstance(batch, PreferenceBatch) else "packed"
 
 
@@ -400,6 +409,7 @@ def decode(
         batch = PolicyBatch(**fields, policy_versions=tuple(entry.policy_versions))
     else:
         plain: dict[str, type[PackedBatch]] = {"preference": PreferenceBatch, "value": ValueBatch}
+        plain |= {"unpaired": UnpairedBatch}
         batch = plain.get(entry.kind, PackedBatch)(**fields)
     outputs = None
     if entry.outputs is not None:

@@ -1,0 +1,198 @@
+"""Kahneman-Tversky optimisation (arXiv 2402.01306): answers that each have a label, no pairs.
+
+Its baseline z0 is an estimate of KL(policy || ref): the mean of log(policy / ref) over the prompts of the
+optimizer step, each with the answer to another one, at least 0 and without gradient. It is computed before
+the step's forward pass, over the whole step, so that it depends neither on packing nor on the number of
+micro-batches or ranks. (TRL computes it per micro-batch, over ranks.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import DPOConfig
+from lockstep.errors import TrainError
+from lockstep.ops.masks import document_sums, masked
+from lockstep.ops.preferences import kto
+from lockstep.protocols.train import LossOutput, StepStats
+from lockstep.schema.batch import PackedBatch, TrainSample, UnpairedBatch
+
+Rows = Tensor | slice
+
+
+class KTOLoss:
+    """A TokenLoss over answers; not separable, since a token's gradient depends on all of its answer.
+
+    Raises:
+        TrainError: from a call, when the batch holds no labels, no ref_logprobs or no kl_baseline.
+    """
+
+    separable = False
+    entropy_grad = False
+    terms: tuple[str, ...] = ()
+
+    def __init__(self, config: DPOConfig) -> None:
+        self.config = config.resolved()
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Rows) -> LossOutput:
+        """See protocols.TokenLoss; rows must hold every trained slot of the batch."""
+        batch = _unpaired(batch)
+        if batch.kl_baseline is None:
+            raise TrainError("KTO compares with a baseline, but the batch has no kl_baseline; set it first")
+        slots = logprobs.new_zeros(batch.num_slots)
+        slots[rows] = logprobs
+        options = self.config
+        assert options.beta is not None, "resolved"
+        assert options.desirable_weight is not None and options.undesirable_weight is not None, "resolved"
+        losses = kto(
+            log_ratios(slots, batch),
+            _of_documents(batch.desirability, batch) > 0,
+            _of_documents(batch.kl_baseline, batch),
+            beta=options.beta,
+            weights=(options.desirable_weight, options.undesirable_weight),
+        )
+        weights = _of_documents(batch.loss_weights, batch)
+        return LossOutput((losses * weights).sum())
+
+    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
+        """Return means over the step's answers: rewards (beta log(policy / ref), nats) of desirable and of
+        undesirable ones, where there are any, and their margin; kl, the baseline; and accuracy: see
+        `pair_accuracy`."""
+        assert self.config.beta is not None, "resolved"
+        answers = [_unpaired(batch) for batch in batches]
+        rewards, desirable = [], []
+        for batch, logprobs in zip(answers, stats.logprobs, strict=True):
+            count = len(batch.sample_ids)
+            rewards.append(self.config.beta * log_ratios(logprobs, batch.to(logprobs.device))[:count].cpu())  # type: ignore[arg-type]
+            desirable.append(_of_documents(batch.desirability, batch)[:count].cpu() > 0)
+        reward, good = torch.cat(rewards), torch.cat(desirable)
+        figures = {
+            "kl": max(float(batch.kl_baseline.max()) for batch in answers if batch.kl_baseline is not None)
+        }
+        if bool(good.any()):
+            figures["reward_chosen"] = float(reward[good].mean())
+        if not bool(good.all()):
+            figures["reward_rejected"] = float(reward[~good].mean())
+        if bool(good.any()) and not bool(good.all()):
+            figures["reward_margin"] = figures["reward_chosen"] - figures["reward_rejected"]
+            prompts = [prompt_ids(*document) for batch in answers for document in _documents(batch)]
+            figures["accuracy"] = pair_accuracy(reward.tolist(), good.tolist(), prompts)
+        return figures
+
+
+class KTO:
+    """Answers with labels, with ref_logprobs and a baseline. Shares loss_weights and loss with Algorithm."""
+
+    def __init__(self, config: DPOConfig) -> None:
+        self.config = config
+
+    def loss_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """Return [L] float32 per sample: 1 / answers of the step at every trained token, so that the loss is
+        the mean over answers."""
+        return [sample.loss_mask.to(torch.float32) / len(samples) for sample in samples]
+
+    def loss(self) -> KTOLoss:
+        """Return the loss, which is not separable."""
+        return KTOLoss(self.config)
+
+
+def mismatched(batches: Sequence[PackedBatch], *, max_length: int) -> list[TrainSample]:
+    """Return each prompt of the step with the answer to the prompt before it, in the order of sample_ids; cut
+    at max_length, and left out where no answer remains."""
+    documents: dict[int, tuple[Tensor, Tensor]] = {}
+    for batch in batches:
+        documents.update(zip(batch.sample_ids, _documents(batch), strict=True))
+    ordered = [documents[sample_id] for sample_id in sorted(documents)]
+    samples = []
+    for number, (ids, mask) in enumerate(ordered):
+        prompt, (other_ids, other_mask) = prompt_ids(ids, mask), ordered[number - 1]
+        answer = other_ids[len(prompt_ids(other_ids, other_mask)) :]
+        whole = torch.cat([torch.tensor(prompt, dtype=torch.int64), answer])[:max_length]
+        trained = torch.zeros(len(whole), dtype=torch.bool)
+        trained[len(prompt) - 1 : -1] = True
+        if bool(trained.any()):
+            samples.append(TrainSample(token_ids=whole, loss_mask=trained, sample_id=number))
+    return samples
+
+
+def baseline(batches: Sequence[PackedBatch], policy: Sequence[Tensor], ref: Sequence[Tensor]) -> float:
+    """Return z0, nats, at least 0, of packed `mismatched` samples and their logprobs, [T] each; 0 without
+    any."""
+    ratios = [
+        document_sums(
+            masked(ours - theirs, batch.loss_mask.to(ours.device)), batch.cu_seqlens.to(ours.device)
+        )[: len(batch.sample_ids)].cpu()
+        for batch, ours, theirs in zip(batches, policy, ref, strict=True)
+    ]
+    return max(float(torch.cat(ratios).mean()), 0.0) if ratios else 0.0
+
+
+def with_baseline(batch: PackedBatch, z0: float) -> UnpairedBatch:
+    """Return the batch with the baseline at every trained token."""
+    batch = _unpaired(batch)
+    return dataclasses.replace(batch, kl_baseline=batch.loss_mask * z0)
+
+
+def log_ratios(logprobs: Tensor, batch: UnpairedBatch) -> Tensor:
+    """[D]: log(policy / ref) of each answer, nats; differentiable. logprobs: [T].
+
+    Raises:
+        TrainError: the batch has no ref_logprobs.
+    """
+    if batch.ref_logprobs is None:
+        raise TrainError(
+            "KTO compares with a reference, but the batch has no ref_logprobs; run "
+            "backend.ref.logprobs(batches) first"
+        )
+    ref = masked(batch.ref_logprobs.to(logprobs.device), batch.loss_mask)
+    return document_sums(masked(logprobs, batch.loss_mask) - ref, batch.cu_seqlens)
+
+
+def pair_accuracy(
+    rewards: Sequence[float], desirable: Sequence[bool], prompts: Sequence[tuple[int, ...]]
+) -> float:
+    """Return the share of pairs of a desirable and an undesirable answer to one prompt in which the former
+    has the higher reward; where no prompt has both, of all such pairs. There is at least one of each.
+
+    Example:
+        >>> pair_accuracy([1.0, 0.5, 2.0, 3.0], [True, False, True, False], [(1,), (1,), (2,), (2,)])
+        0.5
+    """
+    groups: dict[tuple[int, ...], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for reward, good, prompt in zip(rewards, desirable, prompts, strict=True):
+        groups[prompt][0 if good else 1].append(reward)
+    both = [group for group in groups.values() if group[0] and group[1]]
+    if not both:
+        good_ones = [reward for reward, good in zip(rewards, desirable, strict=True) if good]
+        both = [(good_ones, [reward for reward, good in zip(rewards, desirable, strict=True) if not good])]
+    won = sum(one > other for good_ones, bad_ones in both for one in good_ones for other in bad_ones)
+    return won / sum(len(good_ones) * len(bad_ones) for good_ones, bad_ones in both)
+
+
+def prompt_ids(ids: Tensor, mask: Tensor) -> tuple[int, ...]:
+    """Return the ids before the first trained token. ids, mask: [L], the mask True somewhere."""
+    return tuple(ids[: int(mask.to(torch.uint8).argmax()) + 1].tolist())
+
+
+def _documents(batch: PackedBatch) -> list[tuple[Tensor, Tensor]]:
+    """(ids, mask) of each document, [L] each."""
+    return list(zip(batch.split(batch.token_ids), batch.split(batch.loss_mask), strict=True))
+
+
+def _of_documents(values: Tensor, batch: PackedBatch) -> Tensor:
+    """[D]: the one value that a document has at its trained slots; 0 without any."""
+    kept = masked(values, batch.loss_mask)
+    offsets = batch.cu_seqlens.long()
+    high = torch.segment_reduce(kept, "max", offsets=offsets, initial=0.0)
+    return high + torch.segment_reduce(kept, "min", offsets=offsets, initial=0.0)
+
+
+def _unpaired(batch: PackedBatch) -> UnpairedBatch:
+    if not isinstance(batch, UnpairedBatch):
+        raise TrainError(f"KTO needs an UnpairedBatch, got {type(batch).__name__}; pack UnpairedSamples")
+    return batch
