@@ -37,7 +37,7 @@ COMMANDS = {
     "bench": "what one RL step costs in several ways of taking it, side by side: bench step",
     "generate": "samples of many prompts, into a file that a later command goes on with",
     "score": "rewards of samples in a file, by a reward function or a reward model",
-    "select": "best-of-n and rejection sampling: scored samples to a set for SFT",
+    "select": "scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs)",
     "support": "the table of what may be combined, and where it is tested",
 }
 """Command -> one line of help; the module is lockstep.cli.COMMAND, with main(argv) -> exit status."""

@@ -1,14 +1,15 @@
-"""`lockstep select`: best-of-n and rejection sampling, from scored samples to a set for SFT.
+"""`lockstep select`: from scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs).
 
 lockstep select --data scored.jsonl --best-of-n --out sft.jsonl
 lockstep select --data scored.jsonl --min-reward 1 --top-k 4 --unique --out sft.jsonl
+lockstep select --data runs/demo-20260101-120000 --pairs --ends-in-number --out pairs.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
         DataError: the rows are not scored, or none is good enough; nothing is written.
     """
     args = parser().parse_args(argv)
-    if not args.best_of_n and args.top_k is None and args.min_reward is None:
-        raise ConfigError("nothing to select by: give --best-of-n, --top-k K or --min-reward X")
-    from lockstep.rollout.rows import check_out, read_rows
-    from lockstep.rollout.select import Choice, select, sft_row
+    if not args.best_of_n and args.top_k is None and args.min_reward is None and args.pairs is None:
+        raise ConfigError("nothing to select by: give --best-of-n, --top-k K, --min-reward X or --pairs")
+    _check_flags(args)
+    from lockstep.rollout.rows import check_out
 
     check_out(args.out)
     check_writable(args.json)
@@ -38,6 +39,19 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out {args.out} is the file of --data; write to another file")
     if args.out.exists() and not args.overwrite:
         raise ConfigError(f"--out {str(args.out)!r} exists; choose another file, or give --overwrite")
+    result = _documents(args) if args.pairs is None else _pairs(args)
+    if args.json is not None:
+        write_json(args.json, result)
+    echo(f"train on it: {result['train']}")
+    echo(verdict(result))
+    return 0
+
+
+def _documents(args: argparse.Namespace) -> dict[str, Any]:
+    """Write rows for SFT; return the result."""
+    from lockstep.rollout.rows import read_rows
+    from lockstep.rollout.select import Choice, select, sft_row
+
     choice = Choice(
         top_k=1 if args.best_of_n else args.top_k,
         min_reward=args.min_reward,
@@ -52,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         )
     rows = [sft_row(row) for row in selection.rows]
     write(args.out, rows)
-    result: dict[str, Any] = {
+    return {
         "data": str(args.data),
         "out": str(args.out),
         "rows": len(rows),
@@ -60,24 +74,95 @@ def main(argv: Sequence[str]) -> int:
         "chosen_prompts": selection.chosen_prompts,
         "left_out": dict(selection.left_out),
         "mean_reward": sum(row["reward"] for row in rows) / len(rows),
-        "train": train_command(args.out, rows),
+        "train": train_command("sft", args.out, rows),
     }
-    if args.json is not None:
-        write_json(args.json, result)
-    echo(f"train on it: {result['train']}")
-    echo(verdict(result))
-    return 0
+
+
+def _pairs(args: argparse.Namespace) -> dict[str, Any]:
+    """Write rows for DPO; return the result."""
+    from lockstep.rollout.pairs import PairChoice, select_pairs
+
+    choice = PairChoice(
+        per_prompt=args.pairs,
+        min_gap=args.min_gap or 0.0,
+        min_reward=args.min_reward,
+        reward=args.by,
+        ends_in_number=args.ends_in_number,
+        finished=args.finished,
+    )
+    selection = select_pairs(_scored(args.data), choice, source=str(args.data))
+    if not selection.rows:
+        raise DataError(
+            f"no two samples of one of the {selection.prompts} prompts in {args.data} make a pair "
+            f"({dict(selection.left_out)}); sample more of each prompt, or ask for less"
+        )
+    rows = list(selection.rows)
+    write(args.out, rows)
+    lengths = [(len(_text(row["chosen"])), len(_text(row["rejected"]))) for row in rows]
+    return {
+        "data": str(args.data),
+        "out": str(args.out),
+        "pairs": len(rows),
+        "prompts": selection.prompts,
+        "chosen_prompts": selection.chosen_prompts,
+        "left_out": dict(selection.left_out),
+        "mean_gap": sum(row["reward_chosen"] - row["reward_rejected"] for row in rows) / len(rows),
+        "chosen_is_longer": sum((a > b) + (a == b) / 2 for a, b in lengths) / len(rows),
+        "train": train_command("dpo", args.out, rows),
+    }
+
+
+def _scored(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file; of a run's directory those of all its training steps."""
+    from lockstep.rollout.rows import read_rows
+
+    if not path.is_dir():
+        yield from read_rows(path)
+        return
+    files = sorted((path / "rollouts").glob("step-*.jsonl"))
+    if not files:
+        raise DataError(
+            f"--data {str(path)!r} has no rollouts/step-*.jsonl: it is no directory of an RL run, or "
+            "rollout.save was off; name a run, or a file of scored samples"
+        )
+    for file in files:
+        yield from read_rows(file)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that have no effect together."""
+    only_pairs = {"--min-gap": args.min_gap, "--by": args.by, "--ends-in-number": args.ends_in_number or None}
+    for flag, value in only_pairs.items():
+        if args.pairs is None and value is not None:
+            raise ConfigError(f"{flag} has no effect without --pairs; leave it out")
+    if args.pairs is not None and args.unique:
+        raise ConfigError(
+            "--unique has no effect with --pairs, which never takes an answer twice; leave it out"
+        )
+    if args.pairs is None and args.data.is_dir():
+        raise ConfigError(
+            f"--data {str(args.data)!r} is a directory, from which only --pairs selects; name a file of "
+            "samples"
+        )
+
+
+def _text(answer: Any) -> str:
+    return answer if isinstance(answer, str) else "".join(str(message["content"]) for message in answer)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `lockstep select`."""
     result = argparse.ArgumentParser(
         prog="lockstep select",
-        description="Best-of-n and rejection sampling: from scored samples to a set for SFT.",
+        description="From scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs).",
         allow_abbrev=False,
     )
     result.add_argument(
-        "--data", type=arguments.path, required=True, metavar="FILE", help="rows of `lockstep score`"
+        "--data",
+        type=arguments.path,
+        required=True,
+        metavar="FILE",
+        help="rows of `lockstep score`; with --pairs also the directory of an RL run",
     )
     result.add_argument(
         "--out", type=arguments.path, required=True, metavar="FILE", help=".jsonl or .parquet"
@@ -85,7 +170,24 @@ def parser() -> argparse.ArgumentParser:
     best = result.add_mutually_exclusive_group()
     best.add_argument("--best-of-n", action="store_true", help="keep the best sample of each prompt")
     best.add_argument("--top-k", type=positive, metavar="K", help="keep the best K samples of each prompt")
-    result.add_argument("--min-reward", type=number, metavar="X", help="leave out samples below it")
+    best.add_argument(
+        "--pairs",
+        type=positive,
+        nargs="?",
+        const=1,
+        metavar="K",
+        help="a chosen and a rejected answer, at most K pairs of each prompt (1), of similar length",
+    )
+    result.add_argument(
+        "--min-reward", type=number, metavar="X", help="leave out samples below it; of pairs, as chosen ones"
+    )
+    result.add_argument(
+        "--min-gap", type=number, metavar="X", help="pairs: least difference of the rewards (any)"
+    )
+    result.add_argument("--by", metavar="NAME", help="pairs: go by the reward of this name, not by the total")
+    result.add_argument(
+        "--ends-in-number", action="store_true", help="pairs: leave out answers that do not end in a number"
+    )
     result.add_argument("--finished", action="store_true", help="leave out samples that were cut off")
     result.add_argument("--unique", action="store_true", help="leave out repeated answers to a prompt")
     result.add_argument("--overwrite", action="store_true", help="replace the file")
@@ -119,16 +221,24 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise DataError(f"cannot write {path}: {error.strerror}; make room and run it again") from error
 
 
-def train_command(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+def train_command(kind: str, path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     """The command that trains on the rows: plain-text prompts must not get a chat template now."""
-    plain = any("prompt" in row for row in rows)
-    words = ["lockstep", "train", "sft", "--model.name", "MODEL", "--data.source", str(path)]
+    plain = any(isinstance(row.get("prompt"), str) for row in rows)
+    words = ["lockstep", "train", kind, "--model.name", "MODEL", "--data.source", str(path)]
     return shlex.join([*words, *(["--data.chat-template", "none"] if plain else [])])
 
 
 def verdict(result: Mapping[str, Any]) -> str:
     """The last line."""
     left_out = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in result["left_out"].items())
+    if "pairs" in result:
+        parts = [
+            f"{result['pairs']} pairs of {result['chosen_prompts']} of {result['prompts']} prompts",
+            f"the chosen one is longer in {result['chosen_is_longer']:.0%}"
+            + (f" (left out: {left_out})" if left_out else ""),
+            str(result["out"]),
+        ]
+        return "select: " + ", ".join(parts)
     parts = [
         f"{result['rows']} samples of {result['chosen_prompts']} of {result['prompts']} prompts",
         f"mean reward {result['mean_reward']:.4g}" + (f" (left out: {left_out})" if left_out else ""),
