@@ -12,7 +12,7 @@ from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.execution import install_joint, is_compiled
 from lockstep.models.load import load_model
-from lockstep.packing import Bucket, pack
+from lockstep.packing import Bucket, RowCapacity, pack, share
 from lockstep.protocols.train import LossOutput
 from lockstep.schema.batch import PolicySample, PreferenceSample
 from lockstep.train import compiled
@@ -47,15 +47,19 @@ class WeightedLogprob:
         return LossOutput(-(logprobs * batch.loss_weights[rows]).sum())
 
 
-def packs(*, bucket=BUCKET, groups=((0, 1, 2), (3, 1))):
+def packs(*, bucket=BUCKET, groups=((0, 1, 2), (3, 1)), layout="packed"):
+    """In layout shared, documents that begin with the same three tokens, not trained on."""
     samples = []
     for index, length in enumerate(LENGTHS):
         generator = torch.Generator().manual_seed(index)
         mask = torch.ones(length, dtype=torch.bool)
         mask[-1] = mask[1] = False
+        token_ids = torch.randint(3, 200, (length,), generator=generator)
+        if layout == "shared":
+            token_ids[:3], mask[:2] = torch.tensor([7, 8, 9]), False
         samples.append(
             PolicySample(
-                token_ids=torch.randint(3, 200, (length,), generator=generator),
+                token_ids=token_ids,
                 loss_mask=mask,
                 sample_id=index,
                 rollout_logprobs=torch.where(mask, -2.0 - index, 0.0),
@@ -64,7 +68,11 @@ def packs(*, bucket=BUCKET, groups=((0, 1, 2), (3, 1))):
             )
         )
     weights = [0.01 * (1 + s.sample_id) * torch.ones(len(s)) for s in samples]
-    return [pack([samples[i] for i in g], [weights[i] for i in g], bucket=bucket) for g in groups]
+    made = [pack([samples[i] for i in g], [weights[i] for i in g], bucket=bucket) for g in groups]
+    if layout != "shared":
+        return made
+    capacity = None if bucket is None else RowCapacity(rows=64, keys=128, segments=24, longest=16)
+    return [share(batch, capacity) for batch in made]
 
 
 def make_backend(*, lora=None, ref=False, shape="tiny-llama", **train):
@@ -87,15 +95,15 @@ def test_a_joint_step_is_the_eager_step(attention, layout):
     eager = make_backend(attention=attention, layout=layout)
     assert is_compiled(joint.module)
     for backend in (eager, joint):
-        backend.stats = backend.forward_backward(packs(), WeightedLogprob())
+        backend.stats = backend.forward_backward(packs(layout=layout), WeightedLogprob())
     assert_close(joint.stats.losses, eager.stats.losses)
     assert_close(joint.stats.logprobs, eager.stats.logprobs)
     assert_close(joint.stats.entropy, eager.stats.entropy)
     assert relative_error(eager.gradients(), joint.gradients()) <= 1e-5
     assert joint.optimizer_step() == pytest.approx(eager.optimizer_step(), rel=1e-4)
-    again = joint.logprobs(packs(groups=((3, 0), (2, 1))))
-    assert_close(again, eager.logprobs(packs(groups=((3, 0), (2, 1)))))
-    joint.forward_backward(packs(groups=((3, 0), (2, 1))), WeightedLogprob())
+    again = joint.logprobs(packs(groups=((3, 0), (2, 1)), layout=layout))
+    assert_close(again, eager.logprobs(packs(groups=((3, 0), (2, 1)), layout=layout)))
+    joint.forward_backward(packs(groups=((3, 0), (2, 1)), layout=layout), WeightedLogprob())
     joint.optimizer_step()
     report = joint.compile_report()
     assert (report.graph_breaks, report.recompiles) == (0, 0) and report.graphs >= 1

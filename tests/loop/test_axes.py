@@ -40,6 +40,8 @@ def test_the_layout_of_auto_is_shared_where_documents_have_a_prompt_in_common() 
     assert layout(SFTRun(train=train)) == "packed"
     alone: Any = {"algorithm": {"name": "reinforce++"}, "rollout": {"group_size": 1}}
     assert layout(GRPORun(train=train, **alone)) == "packed"
+    joint: Any = {"train": train | {"execution": "joint"}, "engine": engine, "model": {"dtype": "float32"}}
+    assert layout(GRPORun(**joint)) == "shared"
     for name in ("packed", "padded", "shared"):
         assert layout(GRPORun(train=train | {"layout": name})) == name
 

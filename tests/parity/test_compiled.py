@@ -28,13 +28,13 @@ def _fresh_compiler():
 @pytest.mark.parametrize(("kernel", "layout"), CELLS)
 def test_compiled_equals_eager_with_one_graph_per_kind_of_layer(kernel, layout, architecture):
     module = tiny_model(architecture, kernel)
-    eager, eager_grads = measure(module, packs_of(GROUPS), layout=layout)
+    eager, eager_grads = measure(module, packs_of(GROUPS, layout=layout), layout=layout)
     names = [name for name, _ in module.named_parameters()]
     watch = compile_blocks(module, max_recompiles=0)
     assert is_compiled(module) and [name for name, _ in module.named_parameters()] == names
-    measure(module, packs_of(GROUPS, bucket=BUCKET), layout=layout)
+    measure(module, packs_of(GROUPS, bucket=BUCKET, layout=layout), layout=layout)
     watch.mark_warm()
-    compiled, grads = measure(module, packs_of(OTHER_GROUPS, bucket=BUCKET), layout=layout)
+    compiled, grads = measure(module, packs_of(OTHER_GROUPS, bucket=BUCKET, layout=layout), layout=layout)
     watch.check()
     report = watch.report()
     kinds = {"qwen3": 1, "gemma3": 2}[architecture]  # gemma3: with and without a sliding window

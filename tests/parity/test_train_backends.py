@@ -31,6 +31,7 @@ FLOAT32 = (SFT_SGD, SFT_ADAMW, GRPO_SGD, GRPO_ADAMW)
 BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16")
 PADDED = Run(algorithm="sft", optimizer="sgd", layout="padded", steps=5)
 PADDED_BF16 = Run(algorithm="sft", optimizer="adamw", layout="padded", dtype="bfloat16", steps=5)
+SHARED = Run(algorithm="grpo", optimizer="sgd", layout="shared", steps=5)
 COMPILED = Run(algorithm="sft", optimizer="sgd", execution="compile", steps=5)
 JOINT = Run(algorithm="sft", optimizer="sgd", execution="joint", steps=5)
 JOINT_BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16", execution="joint", steps=5)
@@ -41,7 +42,7 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
     "fsdp2 on 2": (
         2,
         [
-            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, COMPILED, JOINT, JOINT_BF16)),
+            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, SHARED, COMPILED, JOINT, JOINT_BF16)),
             ("fsdp2:tp2", (*BOTH, JOINT)),
             ("fsdp2:ring2", BOTH),
         ],
@@ -58,7 +59,7 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
         2,
         [
             ("deepspeed:zero1", (*BOTH, JOINT)),
-            ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16, JOINT, JOINT_BF16)),
+            ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16, SHARED, JOINT, JOINT_BF16)),
             ("deepspeed:zero3", BOTH),
         ],
     ),

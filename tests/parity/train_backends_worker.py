@@ -27,6 +27,7 @@ from lockstep.lab.train_parity.inputs import make_inputs
 from lockstep.lab.train_parity.job import InputsSpec
 from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.models.load import load_model
+from lockstep.packing import share
 from lockstep.packing.packs import Bucket, repack
 from lockstep.ranks.context import init_ranks
 from lockstep.recording import Recording
@@ -88,6 +89,9 @@ def inputs(run: Run, folder: Path) -> tuple[Any, list[list[PackedBatch]]]:
     steps = json.loads((folder / run.algorithm / "inputs.json").read_text())["steps"]
     bucket = None if run.execution == "eager" else BUCKET
     batches = [[repack(recording[index].batch, bucket) for index in step] for step in steps]
+    if run.layout == "shared":
+        batches = [[share(batch) for batch in step] for step in batches]
+        assert any(b.num_rows < b.num_slots for step in batches for b in step), "nothing is shared"
     return token_loss(recording.header, "recorded"), batches
 
 
