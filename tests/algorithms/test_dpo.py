@@ -15,7 +15,7 @@ from lockstep.algorithms.reward_model import RewardModel
 from lockstep.config.algorithm import PREFERENCES, DPOConfig, PreferenceName, RewardModelLossConfig
 from lockstep.errors import DataError, TrainError
 from lockstep.ops.preferences import dpo, robust_dpo
-from lockstep.packing import PackLimits, empty_batch, pack, plan_micro_batches
+from lockstep.packing import Bucket, PackLimits, empty_batch, pack, plan_micro_batches, repack
 from lockstep.protocols.train import StepStats
 from lockstep.schema.batch import PreferenceBatch, PreferenceSample, ScoredSample
 
@@ -271,6 +271,9 @@ def test_bradley_terry_by_hand() -> None:
     assert loss.metrics([batch], stats) == pytest.approx(
         {"reward_chosen": 0.5, "reward_rejected": 0.75, "reward_margin": -0.25, "accuracy": 0.5}
     )
+    padded = repack(batch, Bucket(tokens=16, documents=8, max_seqlen=8))
+    more = torch.cat([values.detach(), torch.zeros(5)])
+    assert loss(more, more, padded, slice(0, 16)).loss.item() == pytest.approx(expected, rel=1e-6)
     bare = dataclasses.replace(batch, margins=None)
     with pytest.raises(TrainError, match="needs margins"):
         loss(values, values, bare, slice(0, batch.num_slots))

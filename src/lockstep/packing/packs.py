@@ -35,7 +35,7 @@ MAX_BUCKETS = 4
 _ALIGNMENT = 64
 _FLOATS = (
     *("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "returns", "old_values"),
-    *("desirability", "kl_baseline"),
+    *("margins", "desirability", "kl_baseline"),
 )
 """Per-token floats that some types of batch have."""
 
