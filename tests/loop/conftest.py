@@ -91,6 +91,7 @@ token_budget = 32
 every = 2
 metric = "eval/loss"
 mode = "min"
+background = false
 [log]
 tensorboard = false
 display = "plain"

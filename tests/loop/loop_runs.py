@@ -41,10 +41,12 @@ before_max_tokens_factor = 1
 [checkpoint]
 every = 2
 keep_last = 3
+background = false
 [log]
 tensorboard = false
 """
-"""Several micro-batches per step, an evaluation and a checkpoint after every second step."""
+"""Several micro-batches per step, an evaluation and a checkpoint after every second step. Saves are
+written at once, so that it is known what a kill leaves (test_checkpoint_background.py tests the others)."""
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,7 @@ from lockstep.models.load import load_model
 from lockstep.recording import Recording
 from lockstep.schema.batch import PolicyBatch, ValueBatch, rollout_samples
 
-PPO = (
-    TINY.replace('kind = "grpo"', 'kind = "ppo"').replace(
-        "keep_last = 3", "keep_last = 3\nbackground = false"
-    )
-    + "[value]\nlr = 1e-2\n"
-)
-"""Saves are written at once, so that it is known what a kill leaves."""
+PPO = TINY.replace('kind = "grpo"', 'kind = "ppo"') + "[value]\nlr = 1e-2\n"
 OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
 SAVE = "lockstep.train.local:LocalBackend.save"
 LOAD = "lockstep.train.local:LocalBackend.load"

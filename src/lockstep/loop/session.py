@@ -89,7 +89,7 @@ class Session:
         self._resumed = resume is not None
         self._started = time.monotonic()
         self._state: dict[str, Any] = {"evaluations": {}, "evaluated": [], "wall_seconds": 0.0}
-        self._state |= {"trained_tokens": 0}
+        self._state |= {"trained_tokens": 0, "gap_checked": False}
         self._logged = 0
         """Number of steps in metrics.jsonl."""
         self._metrics: MetricsLog | None = None
@@ -471,8 +471,8 @@ class Session:
         agree.
 
         Returns:
-            logprob_gap_first_step_ok, 1 or 0; nothing without a logprob_gap_mean, nor when a resumed run is
-            checked again (its metrics are those of a run that was not interrupted).
+            logprob_gap_first_step_ok, 1 or 0, once in a run (a resumed run's metrics are those of a run that
+            was not interrupted); nothing without a logprob_gap_mean.
 
         Raises:
             EngineError: they do not agree at all, see loop/first_step_gap.py.
@@ -482,7 +482,10 @@ class Session:
         complaint = gap_complaint(metrics, dtype=self._axes.dtype, temperature=temperature)
         if complaint is not None:
             self.display.note(f"warning: {complaint}")
-        return {} if self._resumed else {"logprob_gap_first_step_ok": float(complaint is None)}
+        if self._state["gap_checked"]:
+            return {}
+        self._state["gap_checked"] = True
+        return {"logprob_gap_first_step_ok": float(complaint is None)}
 
     def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, save: bool) -> None:
         """Keep the rollouts of a step under `save`; the first `log.samples_per_step` are displayed."""
@@ -623,15 +626,17 @@ def _checked(state: dict[str, Any], path: Path) -> dict[str, Any]:
     known = isinstance(evaluations, dict) and all(
         name in EVALUATIONS and is_evaluation(each) for name, each in evaluations.items()
     )
-    if known:  # "evaluated" and "inputs_seen" are missing where an earlier version wrote it
+    if known:  # what is set by default is missing where an earlier version wrote it
         state.setdefault("evaluated", [[each["step"], name] for name, each in state["evaluations"].items()])
     state.setdefault("inputs_seen", 0)
+    state.setdefault("gap_checked", True)
     evaluated, seconds = state.get("evaluated"), state.get("wall_seconds")
     good = {
         "step": is_step(state.get("step")),
         "wall_seconds": isinstance(seconds, int | float) and 0 <= seconds < 1e12,
         "trained_tokens": is_step(state.get("trained_tokens")),
         "inputs_seen": is_step(state["inputs_seen"]),
+        "gap_checked": isinstance(state["gap_checked"], bool),
         "inputs_seen_value": is_step(state.get("inputs_seen_value", 0)),
         "evaluations": known,
         "evaluated": isinstance(evaluated, list) and all(map(_is_evaluated, evaluated)),
