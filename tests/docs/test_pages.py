@@ -155,6 +155,7 @@ def test_the_metrics_page_lists_what_runs_log(tmp_path: Path) -> None:
         "algorithm.name": "dapo",
         "algorithm.kl.coef": 0.01,
         "algorithm.dual_clip": 3.0,
+        "algorithm.off_policy_mask_threshold": 10.0,
         "algorithm.rollout_correction.kind": "tis",
         "train.minibatches": 2,
         "record.enabled": True,
