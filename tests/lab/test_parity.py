@@ -137,6 +137,23 @@ def test_every_ending_is_a_row(faked: Path) -> None:
     assert values["stacks"][1]["curves"]["loss"][0] == pytest.approx(4.8)
 
 
+def test_ppo_compares_policies_with_policies_and_value_models_with_value_models(faked: Path) -> None:
+    (faked.parent / "behaviour.json").write_text(json.dumps({"fsdp2 (value)": "differ"}))
+    result = run_parity(options(faked, "fsdp2,deepspeed:deepcompile", algorithm="ppo"))
+    assert {name: stack.verdict for name, stack in by_name(result).items()} == {
+        "local": "reference",
+        "fsdp2": "agrees",
+        "deepspeed:deepcompile": "refused",
+        "local (value)": "reference",
+        "fsdp2 (value)": "differs",
+        "deepspeed:deepcompile (value)": "refused",
+    }
+    jobs = [json.loads((faked / name / "job.json").read_text()) for name in ("fsdp2", "fsdp2_value")]
+    assert [Path(job["inputs"]).name for job in jobs] == ["inputs", "inputs-value"]
+    write_reports(result, faked)
+    assert "loss of the value model" in (faked / "parity.html").read_text()
+
+
 def test_no_process_outlives_a_hang(faked: Path) -> None:
     behave(faked, fsdp2="hang")
     result = run_parity(options(faked, "fsdp2", timeout=1.0))

@@ -20,7 +20,7 @@ from lockstep.lab.train_parity.job import (
     read_rows,
 )
 from lockstep.recording import Recording
-from lockstep.schema.batch import PolicyBatch, PreferenceBatch
+from lockstep.schema.batch import PolicyBatch, PreferenceBatch, ValueBatch
 
 TINY = ModelConfig(name="shape:tiny-llama")
 
@@ -86,6 +86,34 @@ def test_grpo_starts_from_the_starting_weights(tmp_path: Path) -> None:
             old = batch.old_logprobs
             total += float(loss(old, torch.zeros_like(old), batch, slice(0, batch.num_slots)).loss)
         assert total == pytest.approx(baseline, abs=1e-6)
+
+
+def test_ppo_has_inputs_of_both_models(tmp_path: Path) -> None:
+    report = make_inputs(spec(tmp_path, algorithm="ppo", max_samples=16, batch_size=8, steps=5))
+    policy, value = (Recording.open(tmp_path / name) for name in ("inputs", "inputs-value"))
+    assert (policy.header.role, value.header.role) == ("policy", "value") and len(policy) == len(value)
+    loss = token_loss(value.header, "recorded")
+    assert report.value_baselines is not None
+    for step, baseline in zip(report.steps, report.value_baselines, strict=True):
+        advantages, total = [], 0.0
+        for index in step:
+            actions, states = policy[index].batch, value[index].batch
+            assert isinstance(actions, PolicyBatch) and isinstance(states, ValueBatch)
+            assert actions.token_ids.equal(states.token_ids) and actions.loss_mask.equal(states.loss_mask)
+            advantages.append(actions.advantages[actions.loss_mask])
+            # gamma = lambda = 1: each token of a document returns the document's reward
+            for returns, mask in zip(
+                states.split(states.returns), states.split(states.loss_mask), strict=True
+            ):
+                assert returns[mask].std() < 1e-6 < returns[mask].abs().max()
+            old = states.old_values
+            assert old[states.loss_mask].abs().min() > 0
+            total += float(loss(old, torch.zeros_like(old), states, slice(0, states.num_slots)).loss)
+        # before its first update the loss is half the mean square of return - value, which whitening divides
+        assert total == pytest.approx(baseline, abs=1e-6) and 0.4 < baseline < 0.6
+        whole = torch.cat(advantages)
+        assert float(whole.mean()) == pytest.approx(0.0, abs=1e-6)
+        assert float(whole.std()) == pytest.approx(1.0, abs=1e-2)
 
 
 def test_recorded_inputs_without_advantages_are_left_out(tmp_path: Path) -> None:

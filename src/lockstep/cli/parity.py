@@ -113,7 +113,9 @@ def _stack_flags(group: Any) -> None:
 
 
 def _work_flags(group: Any) -> None:
-    group.add_argument("--algorithm", choices=["sft", "grpo", *PREFERENCES], default="sft", help="(sft)")
+    group.add_argument(
+        "--algorithm", choices=["sft", "grpo", "ppo", *PREFERENCES], default="sft", help="(sft)"
+    )
     group.add_argument("--model", metavar="NAME", help="(bundled:smollm2-135m)")
     group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
     group.add_argument(
@@ -133,14 +135,17 @@ def _work_flags(group: Any) -> None:
         help="another setting of data; repeatable",
     )
     group.add_argument(
-        "--recording", type=arguments.path, metavar="PATH", help="of --algorithm grpo (the shipped corpus)"
+        "--recording",
+        type=arguments.path,
+        metavar="PATH",
+        help="of --algorithm grpo or ppo (the shipped corpus)",
     )
     group.add_argument("--max-samples", type=arguments.positive, metavar="N", help="documents (160)")
     group.add_argument(
         "--batch-size", type=arguments.positive, default=8, metavar="N", help="documents of a step (8)"
     )
     group.add_argument(
-        "--steps", type=arguments.positive, metavar="N", help="optimizer steps (sft: one pass; grpo: 20)"
+        "--steps", type=arguments.positive, metavar="N", help="optimizer steps (sft: one pass; grpo, ppo: 20)"
     )
     group.add_argument(
         "--max-length", type=arguments.positive, default=1024, metavar="N", help="tokens of a document (1024)"
@@ -366,15 +371,16 @@ def _data(args: argparse.Namespace) -> Any:
 
 def _check_read(args: argparse.Namespace) -> None:
     """Raises ConfigError: a flag about inputs that nothing would read."""
-    if args.algorithm == "grpo" and args.dataset is not None:
+    on_policy = args.algorithm in ("grpo", "ppo")
+    if on_policy and args.dataset is not None:
         raise ConfigError(
-            f"--dataset (DATASET) {args.dataset} is not read with --algorithm grpo, whose inputs are those "
-            "of a recording; give --recording, or leave --dataset out"
+            f"--dataset (DATASET) {args.dataset} is not read with --algorithm {args.algorithm}, whose inputs "
+            "are those of a recording; give --recording, or leave --dataset out"
         )
-    if args.algorithm != "grpo" and args.recording is not None:
+    if not on_policy and args.recording is not None:
         raise ConfigError(
             f"--recording {args.recording} is not read with --algorithm {args.algorithm}, whose inputs are "
-            "documents; give --dataset, or --algorithm grpo"
+            "documents; give --dataset, or --algorithm grpo or ppo"
         )
     if not args.data:
         return

@@ -4,7 +4,8 @@
 
 reads the data, packs it once, and writes OUT/inputs (a recording: `lockstep recording list OUT/inputs`) and
 OUT/inputs.json. GRPO's old_logprobs are those of the starting weights, by the `local` backend: a parity run
-is several passes over the same rollouts, and its loss is what PPO's clipped objective gains on them.
+is several passes over the same rollouts, and its loss is what PPO's clipped objective gains on them. PPO's
+value model has OUT/inputs-value, the same packs with returns.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
 from lockstep.config.base import Record
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
+from lockstep.config.ppo import PPOConfig
 from lockstep.config.train import TrainConfig
 from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.replay.losses import token_loss
 from lockstep.lab.suite.machine import versions
-from lockstep.lab.train_parity.job import INPUTS, REPORT, InputsReport, InputsSpec
+from lockstep.lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec
 from lockstep.lab.train_parity.pairs import read_pairs, spoiled, unpaired, with_reference
+from lockstep.lab.train_parity.values import value_algorithm, with_values
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
 from lockstep.models.quiet import quiet_transformers
@@ -85,7 +88,7 @@ def make_inputs(spec: InputsSpec) -> InputsReport:
     """
     with quiet_transformers():
         sizes = model_sizes(spec.model)
-        report = {"sft": _sft, "grpo": _grpo}.get(spec.algorithm, _pairs)(spec, sizes)
+        report = {"sft": _sft, "grpo": _rollouts, "ppo": _rollouts}.get(spec.algorithm, _pairs)(spec, sizes)
     write_json(spec.out / REPORT, report.model_dump())
     return report
 
@@ -199,10 +202,10 @@ def _pairs(spec: InputsSpec, sizes: Sizes) -> InputsReport:
     )
 
 
-# --- GRPO ---------------------------------------------------------------------------------------------------
+# --- GRPO and PPO -------------------------------------------------------------------------------------------
 
 
-def _grpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
+def _rollouts(spec: InputsSpec, sizes: Sizes) -> InputsReport:
     recording = Recording.open(spec.recording)
     fits, notes = recording.header.vocab_size <= sizes.vocab_size, []
     if fits:
@@ -223,18 +226,30 @@ def _grpo(spec: InputsSpec, sizes: Sizes) -> InputsReport:
             f"{sizes.vocab_size}: rollouts are random ids in groups of {GROUP}, rewarded by their share in "
             "the lower eighth of the ids"
         )
+    steps = spec.steps or 20
+    cycle = [step % len(plan) for step in range(steps)]
+    of_value: dict[str, Any] = {}
+    if spec.algorithm == "ppo":
+        plan, values, starts = with_values(plan, spec)
+        header = inputs_header(spec, sizes, algorithm=value_algorithm())
+        write_inputs(spec.out / VALUE_INPUTS, header, values)
+        of_value = {"value_baselines": tuple(starts[i] for i in cycle)}
+        algorithm = PPOConfig().resolved().model_dump(mode="json")
+        notes.append(
+            "a rollout's reward is its advantage in its group; old values are those of the value model as it "
+            "starts, by `local`"
+        )
     header = dataclasses.replace(inputs_header(spec, sizes, algorithm=algorithm), temperature=temperature)
     plan, baselines = _at_the_start(plan, spec, header)
     notes.append("old_logprobs are those of the starting weights, by `local`")
     indices = write_inputs(spec.out / INPUTS, header, plan)
-    steps = spec.steps or 20
-    cycle = [step % len(plan) for step in range(steps)]
     return InputsReport(
         steps=tuple(indices[i] for i in cycle),
         source=source,
         notes=tuple(notes),
         documents=sum(len(batch.sample_ids) for batches in plan for batch in batches),
         baselines=tuple(baselines[i] for i in cycle),
+        **of_value,
         **_sums([plan[i] for i in cycle]),
         **_kept(sizes),
     )

@@ -27,9 +27,12 @@ from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_line
 METRICS, LOGPROBS, RESULT = "metrics.jsonl", "logprobs.safetensors", "result.json"
 RANK_LOGS = "ranks"
 INPUTS, REPORT = "inputs", "inputs.json"
+VALUE_INPUTS = "inputs-value"
+"""PPO: the recording of the value model's inputs."""
 
 
-ParityAlgorithm = Literal["sft", "grpo"] | PreferenceName
+ParityAlgorithm = Literal["sft", "grpo", "ppo"] | PreferenceName
+Role = Literal["policy", "value"]
 
 
 class InputsSpec(Record):
@@ -40,7 +43,7 @@ class InputsSpec(Record):
     data: DataConfig | None = None
     """SFT and losses of pairs; None: generated documents."""
     recording: Path | None = None
-    """GRPO; None: the shipped corpus."""
+    """GRPO and PPO; None: the shipped corpus."""
     max_samples: PositiveInt = 160
     batch_size: PositiveInt = 8
     """Documents of one optimizer step."""
@@ -50,7 +53,7 @@ class InputsSpec(Record):
     """Least number of micro-batches a step: one per rank."""
     token_budget: PositiveInt = 4096
     max_length: PositiveInt = 1024
-    """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO)."""
+    """Tokens of one document; longer documents are cut (SFT) or their inputs left out (GRPO, PPO)."""
     static_capacity: bool = False
     seed: Seed = 0
     device: str = "cpu"
@@ -71,7 +74,9 @@ class InputsReport(Record):
     """Tokens of all steps."""
     trained_tokens: int
     baselines: tuple[float, ...] | None = None
-    """GRPO: the loss of each step's inputs at the starting weights, which "falls" is measured from."""
+    """GRPO, PPO: the loss of each step's inputs at the starting weights, which "falls" is measured from."""
+    value_baselines: tuple[float, ...] | None = None
+    """PPO: those of the value model, whose inputs have the same indices in a recording of their own."""
     heads: int
     kv_heads: int
     vocab_size: int

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.lab.loss_curves.differences import ratio, relative
 from lockstep.lab.loss_curves.draw import COLOURS, SVG_STYLE, Curve, Panel, svg, write_png
 from lockstep.lab.suite.html import document, escaped
-from lockstep.lab.train_parity.result import ParityResult, StackResult, by_name
+from lockstep.lab.train_parity.job import Role
+from lockstep.lab.train_parity.result import ParityResult, StackResult, by_name, row_name
 from lockstep.observe.files import write_atomic, write_json
 from lockstep.observe.text import printable_lines
 
@@ -121,9 +122,15 @@ def write_reports(result: ParityResult, out: Path) -> None:
 
 
 def panels(result: ParityResult) -> list[Panel]:
-    """The curves to draw: all losses, and their differences from the reference's."""
-    stacks = [stack for stack in result.stacks if stack.rows]
+    """The curves to draw: all losses, and their differences from the reference's, by role."""
+    ran = [stack for stack in result.stacks if stack.rows]
+    roles = dict.fromkeys(stack.role for stack in ran)
+    return [panel for role in roles for panel in _panels([s for s in ran if s.role == role], result, role)]
+
+
+def _panels(stacks: Sequence[StackResult], result: ParityResult, role: Role) -> list[Panel]:
     colours = {stack.name: COLOURS[i % len(COLOURS)] for i, stack in enumerate(stacks)}
+    of_role = "" if role == "policy" else f" of the {role} model"
     losses = [
         Curve(
             name=f"{stack.name} ({stack.ranks} rank{'s' if stack.ranks > 1 else ''})",
@@ -134,9 +141,9 @@ def panels(result: ParityResult) -> list[Panel]:
         )
         for stack in stacks
     ]
-    charts = [Panel(title="loss", curves=losses)]
-    reference = by_name(result.stacks, result.reference)
-    if reference is not None and reference.rows:
+    charts = [Panel(title=f"loss{of_role}", curves=losses)]
+    reference = by_name(stacks, row_name(result.reference, role))
+    if reference is not None:
         far = [
             Curve(
                 name=stack.name,
@@ -148,7 +155,7 @@ def panels(result: ParityResult) -> list[Panel]:
             if not stack.is_reference
         ]
         if far:
-            title = f"relative loss difference to {result.reference} (0 is drawn at 1e-9)"
+            title = f"relative loss difference{of_role} to {result.reference} (0 is drawn at 1e-9)"
             charts.append(Panel(title=title, curves=far, log=True))
     return charts
 
@@ -201,7 +208,7 @@ def explanation(result: ParityResult) -> str:
     """Explain what the differences in the table mean."""
     relative_to = (
         "a loss difference is relative to the reference's loss of that step"
-        if result.algorithm != "grpo"
+        if result.algorithm not in ("grpo", "ppo")
         else "a loss difference is relative to the reference's loss of that step, or to the mean of its "
         "absolute losses where that is larger; falling is measured from the loss at the starting weights"
     )

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lockstep.lab.loss_curves.differences import WINDOW, Falls, ratio
 from lockstep.lab.train_parity.compare import Comparison
-from lockstep.lab.train_parity.job import StepRow
+from lockstep.lab.train_parity.job import Role, StepRow
 
 ENOUGH_STEPS = 2 * WINDOW
 """Steps that are enough to show whether a loss falls; in fewer, a loss that does not fall proves nothing."""
@@ -28,9 +28,12 @@ class StackResult:
     """One stack: a row of the table."""
 
     name: str
+    """The stack's; of a value model: see `row_name`."""
     status: Status
     """hung: it did not end in time. skipped: --skip or SKIP_*."""
     reason: str = ""
+    role: Role = "policy"
+    """The model that was trained: value is PPO's second one."""
     ranks: int = 0
     rows: tuple[StepRow, ...] = ()
     falls: Falls | None = None
@@ -248,6 +251,11 @@ def _as_dict(stack: StackResult) -> dict[str, Any]:
         "peak_memory_bytes": stack.peak_memory_bytes,
         "curves": {name: [getattr(row, name) for row in stack.rows] for name in columns},
     }
+
+
+def row_name(stack: str, role: Role) -> str:
+    """The name of a stack's row in the table."""
+    return stack if role == "policy" else f"{stack} ({role})"
 
 
 def by_name(stacks: Sequence[StackResult], name: str) -> StackResult | None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from lockstep.config.backends import check_backend
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
+from lockstep.config.ppo import ValueConfig
 from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
@@ -33,14 +34,16 @@ from lockstep.lab.train_parity.job import (
     INPUTS,
     RANK_LOGS,
     REPORT,
+    VALUE_INPUTS,
     InputsReport,
     InputsSpec,
     ParityAlgorithm,
     ParityJob,
+    Role,
     read_outcome,
     read_rows,
 )
-from lockstep.lab.train_parity.result import ParityResult, StackResult, Status, judge, learning
+from lockstep.lab.train_parity.result import ParityResult, StackResult, Status, judge, learning, row_name
 from lockstep.lab.train_parity.stacks import Stack, skipped
 from lockstep.observe.files import write_json
 from lockstep.ranks.launch import TIMED_OUT, in_launcher
@@ -105,6 +108,8 @@ class _Suite:
         self.logs = (self.options.log_dir or self.options.out / "logs").resolve()
         chosen = [stack for stack in self.options.stacks if stack.name != self.options.reference.name]
         self.stacks = [self.options.reference, *chosen]
+        roles: tuple[Role, ...] = ("policy", "value") if self.options.algorithm == "ppo" else ("policy",)
+        self.parts = [(stack, role) for role in roles for stack in self.stacks]
         self.interrupted = False
 
     # --- inputs ---------------------------------------------------------------------------------------------
@@ -149,17 +154,19 @@ class _Suite:
 
     # --- one stack ------------------------------------------------------------------------------------------
 
-    def run(self, stack: Stack) -> StackResult:
+    def run(self, stack: Stack, role: Role = "policy") -> StackResult:
         """Run one stack and return its row, not compared yet."""
-        word = skipped(stack, self.options.skip)
-        if word is not None and stack.name != self.options.reference.name:
-            return StackResult(name=stack.name, status="skipped", reason=f"skipped: {word}")
         is_reference = stack.name == self.options.reference.name
-        folder = self.out / stack.log_stem
-        log = self.logs / f"{stack.log_stem}_test.log"
-        base: dict[str, Any] = {"name": stack.name, "is_reference": is_reference}
+        base: dict[str, Any] = {"name": row_name(stack.name, role), "role": role}
+        word = skipped(stack, self.options.skip)
+        if word is not None and not is_reference:
+            return StackResult(status="skipped", reason=f"skipped: {word}", **base)
+        base["is_reference"] = is_reference
+        stem = stack.log_stem if role == "policy" else f"{stack.log_stem}_{role}"
+        folder = self.out / stem
+        log = self.logs / f"{stem}_test.log"
         try:
-            job = self._job(stack, folder)
+            job = self._job(stack, role, folder)
         except LockstepError as error:
             return StackResult(status="refused", reason=str(error), **base)
         base |= {"ranks": job.ranks, "folder": folder.name, "log": str(log)}
@@ -169,29 +176,34 @@ class _Suite:
         if outcome is not None:
             base |= {name: getattr(outcome, name) for name in ("attention", "dtype", "statement")}
         if outcome is not None and outcome.status == "ok" and exit_status.returncode == 0:
-            return StackResult(status="ok", falls=falls(self._gains(rows)), **base)
+            return StackResult(status="ok", falls=falls(self._gains(rows, role)), **base)
         status, reason = self._why(exit_status, log, folder)
         if outcome is not None and outcome.reason and status != "hung":
             status, reason = cast(Status, outcome.status), outcome.reason
         return StackResult(status=status, reason=reason, **base)
 
-    def _job(self, stack: Stack, folder: Path) -> ParityJob:
+    def _job(self, stack: Stack, role: Role, folder: Path) -> ParityJob:
         options, ranks = self.options, stack.ranks_for(self.options.gpus, default=self.options.default_ranks)
         settings = {"device": options.device, "static_capacity": self._static, **stack.train_settings()}
         train = options.train.model_copy(update=settings)
         job = ParityJob(
-            stack=stack.name,
+            stack=row_name(stack.name, role),
             ranks=ranks,
             device=options.device,
-            model=options.model,
+            model=options.model if role == "policy" else ValueConfig().model(options.model),
             train=TrainConfig.model_validate(train.model_dump()),
-            inputs=self.out / INPUTS,
+            inputs=self.out / (INPUTS if role == "policy" else VALUE_INPUTS),
             steps=self.report.steps,
             out=folder,
             timeout=options.timeout,
             wait=max(30.0, min(options.timeout / 2, 300.0)),
             gradients_at=(0, len(self.report.steps) - 1) if options.gradients else (),
         )
+        if role == "value" and job.train.execution == "deepcompile":
+            raise ConfigError(
+                f"stack {stack.name!r}: its graph holds the policy's head, and a value model has another; "
+                "leave deepcompile out with --algorithm ppo"
+            )
         check_backend(job.train, lora=False)
         check_support(job)
         folder.mkdir()
@@ -211,10 +223,11 @@ class _Suite:
         line = line_that_matters(tail) or exit_status.describe()
         return ("oom" if looks_out_of_memory(tail) else "failed"), line
 
-    def _gains(self, rows: Sequence[Any]) -> list[float]:
-        """Losses that are comparable over steps: GRPO's, of different rollouts, less their starting
+    def _gains(self, rows: Sequence[Any], role: Role) -> list[float]:
+        """Losses that are comparable over steps: GRPO's and PPO's, of different rollouts, less their starting
         losses."""
-        base = self.report.baselines or [0.0] * len(rows)
+        report = self.report
+        base = (report.baselines if role == "policy" else report.value_baselines) or [0.0] * len(rows)
         return [row.loss - start for row, start in zip(rows, base, strict=False)]
 
     # --- all of them ----------------------------------------------------------------------------------------
@@ -224,23 +237,23 @@ class _Suite:
         self.report = self.make_inputs()
         self._static = True if any(s.execution != "eager" for s in self.stacks) else None
         try:
-            for number, stack in enumerate(self.stacks, start=1):
-                row = self._judged(self.run(stack))
+            for number, (stack, role) in enumerate(self.parts, start=1):
+                row = self._judged(self.run(stack, role))
                 self.results.append(row)
-                self.progress(row, number, len(self.stacks))
+                self.progress(row, number, len(self.parts))
                 write_json(self.out / "parity.json", self.result().as_dict())
         except KeyboardInterrupt:
             self.interrupted = True
         return self.result()
 
     def _judged(self, row: StackResult) -> StackResult:
-        reference = self.results[0] if self.results else row
+        reference = next((other for other in self.results if other.role == row.role), row)
         if not row.is_reference and row.rows:
             comparison = compare(
                 row.rows,
                 reference.rows,
                 folders=(self.out / row.folder, self.out / reference.folder),
-                relative_to_loss=self.options.algorithm != "grpo",
+                relative_to_loss=row.role == "value" or self.options.algorithm not in ("grpo", "ppo"),
             )
             row = dataclasses.replace(row, comparison=comparison)
         problems = judge(
@@ -263,7 +276,7 @@ class _Suite:
             notes=(*options.notes, *self.report.notes),
             command=options.command,
             must_fall=options.must_fall,
-            complete=not self.interrupted and len(self.results) == len(self.stacks),
+            complete=not self.interrupted and len(self.results) == len(self.parts),
             machine=_machine(options.device),
         )
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.models.load import LoadedModel
+    from lockstep.models.scalar import HeadKind
     from lockstep.protocols import TrainBackend
     from lockstep.protocols.train import StepStats, TokenLoss
     from lockstep.ranks.context import RankContext
@@ -103,6 +104,7 @@ class _Run:
         import torch
 
         from lockstep.lab.replay.losses import token_loss
+        from lockstep.lab.replay.policy import model_head
         from lockstep.recording import Recording
         from lockstep.train import BACKENDS
 
@@ -113,8 +115,8 @@ class _Run:
         torch.manual_seed(job.model.seed)
         kind = BACKENDS.load(job.train.backend)
         self.device = self.ranks.device
-        model = self._model(shards=kind.shards_weights)
         self.recording = Recording.open(job.inputs)
+        model = self._model(shards=kind.shards_weights, head=model_head(self.recording.header))
         self.loss: TokenLoss = token_loss(self.recording.header, "recorded")
         settings = {"device": self.device.type, "attention": self.attention}
         self.backend: TrainBackend = kind(
@@ -130,7 +132,7 @@ class _Run:
         self.load_seconds = time.perf_counter() - started
         self.say(f"{job.stack}: {self.ranks.description}; {self.attention}, {self.dtype}")
 
-    def _model(self, *, shards: bool) -> LoadedModel:
+    def _model(self, *, shards: bool, head: HeadKind) -> LoadedModel:
         from lockstep.loop.axes import resolve_attention
         from lockstep.models.dtypes import resolve_dtype
         from lockstep.models.load import load_model
@@ -142,7 +144,9 @@ class _Run:
         self.attention = resolve_attention(attention, device=self.device.type, dtype=self.dtype)
         options: dict[str, Any] = {"materialize": False} if shards else {}
         with quiet_transformers():
-            return load_model(self.job.model, attention=self.attention, device=self.device, **options)
+            return load_model(
+                self.job.model, attention=self.attention, device=self.device, head=head, **options
+            )
 
     # --- training -------------------------------------------------------------------------------------------
 
