@@ -13,9 +13,10 @@ import pytest
 from lockstep.cli import bench as command
 from lockstep.errors import ConfigError
 from lockstep.lab.step_bench import run as lab
-from lockstep.lab.step_bench.report import markdown, write_reports
+from lockstep.lab.step_bench.report import report
 from lockstep.lab.step_bench.result import BenchResult
 from lockstep.lab.step_bench.run import BenchOptions, run_bench
+from lockstep.lab.suite.report import markdown, write_report
 
 WORKER = Path(__file__).parent / "fake_bench_worker.py"
 SMALL = ["--prompts", "2", "--group", "2", "--longest", "24", "--prompt-tokens", "4", "--dtype", "float32"]
@@ -59,19 +60,20 @@ def test_cells_take_turns_and_are_compared_turn_by_turn(faked: Path) -> None:
     assert result.ok and result.verdict == (
         "bench: 2 of 2 cells measured; fastest step compile+hf, 9.5 s, 0.50 of eager+hf"
     )
-    write_reports(result, faked)
+    write_report(report(result), result.as_dict(), faked, "bench")
     found = json.loads((faked / "bench.json").read_text())["cells"][1]
     assert found["ratios"]["train"] == 0.5 and found["outcome"]["recompiles"] == 2
-    assert "| compile+hf | ok | 1 | 9,500 ±50% |" in markdown(result)
+    text = markdown(report(result))
+    assert "| compile+hf | ok | 1 | 9,500 ±50% |" in text
     assert "| 0.500 | 0.500 | 0.500 | 100 | 400 | 0.250 | 1.00 | 0.5 | 2.0 | 2 | 2.5e-01 |" in markdown(
-        result
+        report(result)
     )
 
 
 def test_a_gap_that_is_no_number_is_shown(faked: Path) -> None:
     behave(faked, {"compile+hf": {"scale": 1.0, "gap": "NaN"}})
     result = run_bench(options(faked, "eager+hf,compile+hf"))
-    write_reports(result, faked)
+    write_report(report(result), result.as_dict(), faked, "bench")
     first, second = json.loads((faked / "bench.json").read_text())["cells"]
     assert (first["outcome"]["logprob_gap"], second["outcome"]["logprob_gap"]) == (0.0, "NaN")
     assert "| nan |" in (faked / "bench.md").read_text()
@@ -183,7 +185,7 @@ def test_ctrl_c_keeps_what_there_is(faked: Path, interrupted: None) -> None:
     assert not result.complete and result.verdict == (
         "bench: 0 of 4 cells measured; eager+native refused; compile+hf+invariant refused; interrupted"
     )
-    assert "| compile+hf | interrupted | 1 |" in markdown(result)
+    assert "| compile+hf | interrupted | 1 |" in markdown(report(result))
 
 
 def test_ctrl_c_counts_cells_that_were_not_started(faked: Path, interrupted: None) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix.html import page, write_html
-from lockstep.lab.matrix.report import markdown
+from lockstep.lab.matrix.report import report, write_reports
+from lockstep.lab.suite.report import markdown, page
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>\x1b[31m|`${x}`\n| a | b |"
 
@@ -56,11 +56,11 @@ def hostile() -> str:
         environment={HOSTILE: HOSTILE},
         axes={HOSTILE: [HOSTILE]},
     )
-    return page(result)
+    return page(report(result))
 
 
 def test_the_page_is_well_formed_and_loads_nothing() -> None:
-    text = page(made.result())
+    text = page(report(made.result()))
     tags = Tags(text)
     assert tags.open == []
     assert not {"script", "link", "img", "iframe", "object", "embed"} & {tag for tag, _ in tags.tags}
@@ -84,7 +84,7 @@ def test_everything_from_elsewhere_is_escaped() -> None:
 
 def test_markdown_from_elsewhere_stays_in_its_cell() -> None:
     bad = made.cell(status="failed", reason=HOSTILE, command=HOSTILE, name="b" + HOSTILE)
-    text = markdown(made.result(made.reference(), bad))
+    text = markdown(report(made.result(made.reference(), bad)))
     rows = [line for line in text.splitlines() if line.startswith("|")]
     table = rows[: rows.index("| | |")]
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1
@@ -94,5 +94,5 @@ def test_markdown_from_elsewhere_stays_in_its_cell() -> None:
 
 
 def test_a_page_on_disk(tmp_path: Path) -> None:
-    write_html(made.result(complete=False), tmp_path / "matrix.html")
+    write_reports(made.result(complete=False), tmp_path)
     assert "Not complete" in (tmp_path / "matrix.html").read_text()

@@ -7,12 +7,13 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
-from lockstep.lab.matrix.report import markdown, progress_line, show
+from lockstep.lab.matrix.report import progress_line, report
+from lockstep.lab.suite.report import markdown, show
 
 
 def shown(*cells: object) -> str:
     stream = io.StringIO()
-    show(made.result(*cells), Console(file=stream, width=100))  # type: ignore[arg-type]
+    show(report(made.result(*cells)), Console(file=stream, width=100))  # type: ignore[arg-type]
     return stream.getvalue()
 
 
@@ -46,7 +47,7 @@ def test_what_did_not_work_is_told_with_its_log() -> None:
 
 
 def test_markdown_has_the_axes_and_what_it_was_made_with() -> None:
-    text = markdown(made.result())
+    text = markdown(report(made.result()))
     assert "| packing | result |" in text
     assert "| packed | works, agrees |" in text and "[log](cells/packed/log.txt)" in text
     assert "| torch | 2.11.0 |" in text and "| command | lockstep matrix |" in text

@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import matrix_results as made
 
 from lockstep.errors import RecordingError
+from lockstep.lab.matrix.report import footnotes
 from lockstep.lab.matrix.result import judge, read_matrix, read_measures
-from lockstep.lab.matrix.text import footnotes
 from lockstep.observe.files import write_json
 
 FREE: dict[str, float | None] = {"logprob": None, "gradient": None}

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.cli.suites import conclude, say
 from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.lab.step_bench.cells import AXES, AXIS_OF, BenchCell, parse_cells, product
-from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -168,19 +169,14 @@ def step(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     options = make_options(args, command=shlex.join(["lockstep", "bench", "step", *argv]))
     check_writable(args.json)
-    from lockstep.cli.parity import console
-    from lockstep.lab.step_bench.report import show, write_reports
+    from lockstep.lab.step_bench.report import report
     from lockstep.lab.step_bench.run import run_bench
+    from lockstep.lab.suite.report import write_report
 
-    result = run_bench(options, progress=arguments.nothing if args.quiet else _say)
-    write_reports(result, options.out)
-    if not args.quiet:
-        show(result, console())
-        echo(f"{options.out}/bench.md, bench.json")
-    if args.json is not None:
-        write_json(args.json, result.as_dict())
-    echo(result.verdict)
-    return 0 if result.ok else 1 if result.complete else 130
+    result = run_bench(options, progress=arguments.nothing if args.quiet else say)
+    described = report(result)
+    write_report(described, result.as_dict(), options.out, "bench")
+    return conclude(result, described, args, f"{options.out}/bench.html, bench.md, bench.json")
 
 
 def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions:
@@ -309,7 +305,3 @@ def _check_settable(name: str) -> None:
             f"--set {name} would replace {inside} too, which {FLAG_OF[inside]} decides; set what is in "
             f"{name} one by one: --set {name}.NAME=VALUE"
         )
-
-
-def _say(text: str) -> None:
-    echo(text, flush=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.cli.suites import conclude, console, say
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.matrix.run import MatrixOptions
-    from lockstep.observe.console import PlainConsole
 
 _SWITCH = argparse.BooleanOptionalAction
 _PASSED_ON = {
@@ -130,27 +130,21 @@ def main(argv: Sequence[str]) -> int:
     _check(args, argv)
     if "list" in args.axis:
         return _list_axes()
-    from lockstep.lab.matrix.report import progress_line, show
+    from lockstep.lab.matrix.report import progress_line, report
     from lockstep.lab.matrix.run import run_matrix
     from lockstep.loop.interrupt import Interrupted
 
     options = make_options(args, argv)
-    say = arguments.nothing if args.quiet else _say
-    say(f"matrix: {options.out}")
+    tell = arguments.nothing if args.quiet else say
+    tell(f"matrix: {options.out}")
     try:
-        result = run_matrix(args.recording, options, progress=lambda *event: say(progress_line(*event)))
+        result = run_matrix(args.recording, options, progress=lambda *event: tell(progress_line(*event)))
     except Interrupted as stop:
-        say(f"interrupted after {stop.summary['cells']} of {stop.summary['total']} cells")
+        tell(f"interrupted after {stop.summary['cells']} of {stop.summary['total']} cells")
         echo(stop.summary["verdict"])
         echo(f"go on with: {_go_on(argv, options.out)}")
         return 143 if stop.summary["signal"] == 15 else 130
-    if not args.quiet:
-        show(result, _console())
-        echo(f"{options.out}/matrix.html, matrix.md, matrix.json")
-    if args.json is not None:
-        write_json(args.json, result.as_dict())
-    echo(result.verdict)
-    return 0 if result.ok else 1
+    return conclude(result, report(result), args, f"{options.out}/matrix.html, matrix.md, matrix.json")
 
 
 def make_options(args: argparse.Namespace, argv: Sequence[str]) -> MatrixOptions:
@@ -249,7 +243,7 @@ def _diff(argv: Sequence[str]) -> int:
     diff = diff_matrices(
         read_matrix(args.a), read_matrix(args.b), speed_threshold=args.threshold, grew=args.grew
     )
-    show_diff(diff, _console(), everything=args.all)
+    show_diff(diff, console(), everything=args.all)
     if args.json is not None:
         write_json(args.json, diff.as_dict())
     echo(diff.verdict)
@@ -260,14 +254,3 @@ def _go_on(argv: Sequence[str], out: Path) -> str:
     words = list(argv) + ([] if "--resume" in argv else ["--resume"])
     has_out = any(word == "--out" or word.startswith("--out=") for word in argv)
     return shlex.join(["lockstep", "matrix", *words, *([] if has_out else ["--out", str(out)])])
-
-
-def _console() -> PlainConsole:
-    from lockstep.lab.matrix.report import WIDTH
-    from lockstep.observe.console import PlainConsole
-
-    return PlainConsole(width=WIDTH)
-
-
-def _say(text: str) -> None:
-    echo(text, flush=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.cli.suites import conclude, say
 from lockstep.config.algorithm import PREFERENCES
 from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
@@ -29,12 +30,11 @@ from lockstep.lab.train_parity.stacks import (
     parse_stack,
     parse_stacks,
 )
-from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
     from lockstep.lab.train_parity.run import ParityOptions
-    from lockstep.observe.console import PlainConsole
 
 COMMANDS = {
     "train": "train each stack in processes of its own and compare every step",
@@ -185,22 +185,17 @@ def train(argv: Sequence[str]) -> int:
     command = shlex.join(["lockstep", "parity", "train", *argv])
     options = make_options(args, os.environ, command=command)
     check_writable(args.json)
-    from lockstep.lab.train_parity.report import progress_line, show, write_reports
+    from lockstep.lab.train_parity.report import progress_line, report, write_reports
     from lockstep.lab.train_parity.run import run_parity
 
-    say = arguments.nothing if args.quiet else _say
+    tell = arguments.nothing if args.quiet else say
     for note in options.notes:
-        say(note)
-    say(f"parity: {options.out}")
-    result = run_parity(options, progress=lambda *event: say(progress_line(*event)))
+        tell(note)
+    tell(f"parity: {options.out}")
+    result = run_parity(options, progress=lambda *event: tell(progress_line(*event)))
     write_reports(result, options.out)
-    if not args.quiet:
-        show(result, console())
-        echo(f"{options.out}/parity.html, parity.md, parity.png, parity.json")
-    if args.json is not None:
-        write_json(args.json, result.as_dict())
-    echo(result.verdict)
-    return 0 if result.ok else 1 if result.complete else 130
+    files = f"{options.out}/parity.html, parity.md, parity.png, parity.json"
+    return conclude(result, report(result), args, files)
 
 
 def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, command: str = "") -> ParityOptions:
@@ -391,15 +386,3 @@ def _check_read(args: argparse.Namespace) -> None:
             f"--data {args.data[0]} is not read with --dataset {args.dataset}: these documents are made up "
             "here, by --max-samples, --max-length and --seed alone; leave --data out"
         )
-
-
-def console() -> PlainConsole:
-    """A console as wide as the terminal, or as a page."""
-    from lockstep.lab.train_parity.report import WIDTH
-    from lockstep.observe.console import PlainConsole
-
-    return PlainConsole(width=WIDTH)
-
-
-def _say(text: str) -> None:
-    echo(text, flush=True)

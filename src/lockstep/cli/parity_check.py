@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
-from lockstep.cli.parity import console
+from lockstep.cli.suites import console
 from lockstep.config.load import check
 from lockstep.config.model import ModelConfig
 from lockstep.lab.train_parity.stacks import CHECKED_STACKS, DEFAULT_STACKS, parse_stacks

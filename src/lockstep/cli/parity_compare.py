@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from lockstep.cli import arguments
-from lockstep.cli.parity import console
+from lockstep.cli.suites import console
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
 
@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> int:
     if not args.quiet:
         show(comparison, console())
     if args.plot is not None:
-        drawn = plot(comparison, args.plot)
+        plot(comparison, args.plot)
         if not args.quiet:
-            echo(f"{args.plot}, drawn by {'matplotlib' if drawn == 'matplotlib' else 'Pillow'}")
+            echo(f"{args.plot}, drawn by matplotlib")
     if args.json is not None:
         write_json(args.json, comparison.as_dict())
     echo(comparison.verdict)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
-from lockstep.cli.parity import console, device_of
+from lockstep.cli.parity import device_of
+from lockstep.cli.suites import conclude, say
 from lockstep.errors import ConfigError, unknown_name
-from lockstep.observe.files import check_writable, write_json
-from lockstep.observe.text import echo
+from lockstep.observe.files import check_writable
 
 if TYPE_CHECKING:
     from lockstep.config.engine import EngineConfig
@@ -145,20 +145,16 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     check_writable(args.json)
     options = make_options(args, command=shlex.join(["lockstep", "parity", "engines", *argv]))
-    from lockstep.lab.engine_parity.report import progress_line, show, write_reports
+    from lockstep.lab.engine_parity.report import progress_line, report
     from lockstep.lab.engine_parity.run import run_engines
+    from lockstep.lab.suite.report import write_report
 
-    say = arguments.nothing if args.quiet else _say
-    say(f"parity engines: {options.out}")
-    result = run_engines(options, progress=lambda *event: say(progress_line(*event)))
-    write_reports(result, options.out)
-    if not args.quiet:
-        show(result, console())
-        echo(f"{options.out}/engines.html, engines.md, engines.json")
-    if args.json is not None:
-        write_json(args.json, result.as_dict())
-    echo(result.verdict)
-    return 0 if result.ok else 1 if result.complete else 130
+    tell = arguments.nothing if args.quiet else say
+    tell(f"parity engines: {options.out}")
+    result = run_engines(options, progress=lambda *event: tell(progress_line(*event)))
+    described = report(result)
+    write_report(described, result.as_dict(), options.out, "engines")
+    return conclude(result, described, args, f"{options.out}/engines.html, engines.md, engines.json")
 
 
 def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptions:
@@ -287,7 +283,3 @@ def _checked(name: str, values: dict[str, Any]) -> EngineConfig:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(f"engine {name}: {where + ': ' if where else ''}{first['msg']}") from error
-
-
-def _say(text: str) -> None:
-    echo(text, flush=True)

@@ -1,33 +1,217 @@
-"""A comparison of engines for the terminal, and its files."""
+"""The columns, examples and problems that the reports of a comparison of engines show."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lockstep.lab.engine_parity.compare import BAR_NAMES
-from lockstep.lab.engine_parity.html import page
+from lockstep.lab.engine_parity.compare import BAR_NAMES, SeedMatch, Spread
+from lockstep.lab.engine_parity.phase import CACHE_BLOCK, Example, PhaseReport
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult, number
-from lockstep.lab.engine_parity.text import (
-    COLUMNS,
-    DIVERGENCE_HEADS,
-    EXAMPLE_HEADS,
+from lockstep.lab.suite.report import (
     NOTHING,
-    PARTS,
-    cell,
-    divergences,
-    example_cells,
-    explanation,
-    lines_of,
-    markdown,
-    problems,
+    Bars,
+    Column,
+    Head,
+    Kind,
+    Line,
+    Problem,
+    Report,
+    Table,
+    Tone,
+    write_report,
 )
-from lockstep.observe.files import write_atomic, write_json
+from lockstep.lab.suite.report import number as figure
 from lockstep.observe.text import printable_lines
 
-if TYPE_CHECKING:
-    from rich.console import Console
+PARTS = ("agreement", "samples", "speed")
+DIVERGENCE_HEADS = ("engine", "phase", "prompt", "token", "reference", "engine's", "margin", "own margin")
+EXAMPLE_HEADS = ("engine", "phase", "prompt", "ids read", "ids answered", "finish", "text")
+
+
+def write_reports(result: EnginesResult, out: Path) -> None:
+    """Write engines.json, engines.md and engines.html into `out`."""
+    write_report(report(result), result.as_dict(), out, "engines")
+
+
+def report(result: EnginesResult) -> Report:
+    """Describe the comparison for its reports."""
+    gaps = [
+        (e, phase, phase.gap) for e, phase in lines_of(result) if phase is not None and phase.gap is not None
+    ]
+    return Report(
+        title=f"Engines: {result.settings.get('model', '')}",
+        verdict=result.verdict,
+        tone="good" if result.ok else "bad",
+        tables=[_part(result, part) for part in PARTS],
+        problems=[Problem(name=name, why=why) for name, why in problems(result)],
+        bars=(
+            "Sizes of the logprob gaps: tokens with a gap from so many nats on",
+            [
+                Bars(title=f"{e.name}, {p.phase}", bars=list(zip(BAR_NAMES, gap.histogram, strict=True)))
+                for e, p, gap in gaps
+            ],
+        ),
+        details=[
+            Table(
+                title="Sizes of the gaps (tokens, nats from)",
+                on=("terminal", "markdown"),
+                heads=[Head("engine", kind="name"), Head("phase", kind=""), *map(Head, BAR_NAMES)],
+                lines=[
+                    Line([e.name, p.phase, *(str(n or "") for n in gap.histogram)], _tone(e))
+                    for e, p, gap in gaps
+                ],
+                wraps=True,
+            ),
+            _divergences(result),
+            *_examples(result),
+        ],
+        notes=[*result.notes, explanation(result)],
+        settings=result.settings,
+        facts={**result.machine, **dict(versions_of(result))},
+        command=result.command,
+    )
+
+
+def _tone(engine: EngineResult) -> Tone:
+    return "good" if engine.ok else "bad"
+
+
+def _part(result: EnginesResult, part: str) -> Table:
+    columns = [column for column in COLUMNS if column.part == part]
+    lines = []
+    for engine, phase in lines_of(result):
+        figures = [NOTHING if phase is None else column.text(engine, phase) for column in columns]
+        lines.append(
+            Line(
+                [engine.name, engine.verdict, NOTHING if phase is None else phase.phase, *figures],
+                _tone(engine),
+            )
+        )
+    return Table(
+        heads=[
+            Head("engine", kind="name"),
+            Head("verdict", kind="tone"),
+            Head("phase", kind=""),
+            *(Head(c.head, c.short, "" if part == "samples" else "n") for c in columns),
+        ],
+        lines=lines,
+        wraps=True,
+    )
+
+
+def lines_of(result: EnginesResult) -> Iterator[tuple[EngineResult, PhaseReport | None]]:
+    """One line for every engine and phase; an engine that did nothing has one too."""
+    for engine in result.engines:
+        if not engine.phases:
+            yield engine, None
+        for phase in engine.phases:
+            yield engine, phase
+
+
+def _divergences(result: EnginesResult) -> Table:
+    """List where greedy completions part: both ids, and their margin by the trainer and by the engine."""
+    return Table(
+        title="Where greedy completions part",
+        heads=[Head(head, kind="n" if index > 1 else "") for index, head in enumerate(DIVERGENCE_HEADS)],
+        lines=[
+            Line(
+                [
+                    *(engine.name, phase.phase, str(d.prompt), str(d.position)),
+                    *(
+                        str(d.reference_id),
+                        str(d.engine_id),
+                        number_signed(d.margin),
+                        number_signed(d.engine_margin),
+                    ),
+                ],
+                _tone(engine),
+            )
+            for engine, phase in lines_of(result)
+            if phase is not None and phase.greedy is not None
+            for d in phase.greedy.divergences
+        ],
+        wraps=True,
+    )
+
+
+def _examples(result: EnginesResult) -> list[Table]:
+    """List the ids of greedy completions: in the terminal the first's and the last's; texts only on the
+    page."""
+    kinds: dict[str, Kind] = {"engine": "name", "ids read": "ids", "ids answered": "ids", "text": "answer"}
+    heads = [Head(head, kind=kinds.get(head, "")) for head in EXAMPLE_HEADS]
+    every: list[Line] = []
+    ends: list[Line] = []
+    for engine, phase in lines_of(result):
+        for example in () if phase is None else phase.examples:
+            assert phase is not None
+            line = Line(example_cells(engine, phase, example), _tone(engine))
+            every.append(line)
+            if example in (phase.examples[0], phase.examples[-1]):
+                ends.append(line)
+    title = "Ids and texts of greedy completions"
+    return [
+        Table(title="", on=("terminal",), heads=heads[:-1], lines=ends, wraps=True),
+        Table(title=title, on=("markdown",), heads=heads[:-1], lines=every),
+        Table(title=title, on=("page",), heads=heads, lines=every, folded=True),
+    ]
+
+
+def number_signed(value: float | None) -> str:
+    """Format nats with their sign."""
+    return NOTHING if value is None else ("-" if value < 0 else "") + number(abs(value))
+
+
+def problems(result: EnginesResult) -> list[tuple[str, str]]:
+    """List (engine, why it does not pass)."""
+    return [(engine.name, why) for engine in result.engines for why in engine.why]
+
+
+def ends(pair: tuple[Sequence[int], Sequence[int]], length: int) -> str:
+    """ "1 2 3 4 5 ... 8 9", from head and tail of a list of `length` ids."""
+    first, last = pair
+    if length <= len(first):
+        return " ".join(map(str, first))
+    rest = last[-min(len(last), length - len(first)) :]
+    dots = " ... " if length > len(first) + len(rest) else " "
+    return f"{' '.join(map(str, first))}{dots}{' '.join(map(str, rest))}"
+
+
+def example_cells(engine: EngineResult, phase: PhaseReport, example: Example) -> tuple[str, ...]:
+    """Format one greedy completion's id lists."""
+    how = example.finish_reason
+    if example.stop_reason is not None:
+        how += f" {example.stop_reason}"
+    return (
+        engine.name,
+        phase.phase,
+        f"{example.prompt}: {example.prompt_tokens}",
+        ends(example.read, example.prompt_tokens),
+        f"{ends(example.answered, example.tokens)} ({example.tokens})",
+        how,
+        NOTHING if example.text is None else example.text,
+    )
+
+
+def explanation(result: EnginesResult) -> str:
+    """Explain what the figures mean."""
+    return (
+        "before and after: an update of the weights. A gap is |engine's logprob - trainer's| of a sampled "
+        f"token, nats; long prompts have more than {CACHE_BLOCK} tokens, the largest cache block. Every "
+        "engine is asked the same: greedy, with a stop id, n samples, the same again, some alone, some with "
+        "other seeds. cached: share of prompt tokens that was not computed. tokens/s: of the samples asked "
+        f"the second time; cold: the first. Let pass is a mean gap of {result.threshold:.2g} nats and "
+        f"{10 * result.threshold:.2g} for one token, within which greedy completions may part, too"
+    )
+
+
+def versions_of(result: EnginesResult) -> list[tuple[str, str]]:
+    """List (engine, what it reports about itself)."""
+    return [
+        (engine.name, "; ".join(f"{key}: {value}" for key, value in engine.outcome.engine.items()))
+        for engine in result.engines
+        if engine.outcome is not None and engine.outcome.engine
+    ]
 
 
 def progress_line(engine: EngineResult, done: int, total: int) -> str:
@@ -40,67 +224,80 @@ def progress_line(engine: EngineResult, done: int, total: int) -> str:
     )
 
 
-def show(result: EnginesResult, console: Console) -> None:
-    """Print the tables, then the settings and what did not pass."""
-    from rich.text import Text
-
-    for part in PARTS:
-        part_columns = [column for column in COLUMNS if column.part == part]
-        rows = []
-        for engine, phase in lines_of(result):
-            name = phase.phase if phase is not None else NOTHING
-            rows.append((engine, [engine.name, name, *(cell(c, engine, phase) for c in part_columns)]))
-        _table(console, ["engine", "phase", *(c.short for c in part_columns)], rows, left=part == "samples")
-    bars = [
-        (engine, [engine.name, phase.phase, *(str(n or "") for n in phase.gap.histogram)])
-        for engine, phase in lines_of(result)
-        if phase is not None and phase.gap is not None
-    ]
-    _table(console, ["gaps from", "phase", *BAR_NAMES], bars)
-    examples = [
-        (engine, list(example_cells(engine, phase, example)))
-        for engine, phase in lines_of(result)
-        if phase is not None
-        for example in (phase.examples[0], phase.examples[-1])[: len(phase.examples)]
-    ]
-    _table(console, list(EXAMPLE_HEADS), examples, left=True)
-    apart = divergences(result)
-    if apart:
-        by = {engine.name: engine for engine in result.engines}
-        _table(console, list(DIVERGENCE_HEADS), [(by[row[0]], list(row)) for row in apart])
-    for name, value in result.settings.items():
-        console.print(Text(printable_lines(f"{name}: {value}")), soft_wrap=True)
-    for line in (*result.notes, explanation(result)):
-        console.print(Text(printable_lines(line)), soft_wrap=True)
-    for name, problem in problems(result):
-        console.print(Text(printable_lines(f"{name}: {problem}")), soft_wrap=True)
+def _gap(name: str, gap: str = "gap") -> Callable[[EngineResult, PhaseReport], str]:
+    return lambda _, phase: number(getattr(getattr(phase, gap), name, None))
 
 
-def _table(
-    console: Console,
-    heads: Sequence[str],
-    rows: Sequence[tuple[EngineResult, Sequence[str]]],
-    *,
-    left: bool = False,
-) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _equal(name: str) -> Callable[[EngineResult, PhaseReport], str]:
+    def text(_: EngineResult, phase: PhaseReport) -> str:
+        match: SeedMatch | None = getattr(phase, name)
+        return NOTHING if match is None else f"{match.equal}/{match.pairs}"
 
-    if not rows:
-        return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, name in enumerate(heads):
-        first = index < 2
-        table.add_column(name, justify="left" if first or left else "right", overflow="fold", no_wrap=first)
-    for engine, cells in rows:
-        table.add_row(*(Text(printable_lines(text)) for text in cells), style=None if engine.ok else "red")
-    console.print(table)
-    console.print()
+    return text
 
 
-def write_reports(result: EnginesResult, out: Path) -> None:
-    """Write engines.json, engines.md and engines.html into `out`."""
-    write_json(out / "engines.json", result.as_dict())
-    write_atomic(out / "engines.md", markdown(result))
-    write_atomic(out / "engines.html", page(result))
+def _greedy(engine: EngineResult, phase: PhaseReport) -> str:
+    if engine.is_reference:
+        return "reference"
+    return NOTHING if phase.greedy is None else f"{phase.greedy.equal}/{phase.greedy.prompts}"
+
+
+def _counts(name: str) -> Callable[[EngineResult, PhaseReport], str]:
+    def text(_: EngineResult, phase: PhaseReport) -> str:
+        counts: dict[str, int] = getattr(phase, name)
+        return ", ".join(f"{key} {value}" for key, value in sorted(counts.items())) or NOTHING
+
+    return text
+
+
+def _spread(spread: Spread | None) -> str:
+    return NOTHING if spread is None else f"{spread.min}/{spread.median:g}/{spread.p90}/{spread.max}"
+
+
+def _matrix(_: EngineResult, phase: PhaseReport) -> str:
+    return NOTHING if phase.matrix is None else f"{phase.matrix.samples} x {phase.matrix.longest}"
+
+
+def _speed(name: str) -> Callable[[EngineResult, PhaseReport], str]:
+    return lambda _, phase: figure(getattr(phase, name), ",.0f")
+
+
+def _start(engine: EngineResult, _: PhaseReport) -> str:
+    return figure(None if engine.outcome is None else engine.outcome.start_seconds, ".1f")
+
+
+def _push(engine: EngineResult, phase: PhaseReport) -> str:
+    """Seconds of the push that this phase began with."""
+    pushes = () if engine.outcome is None else engine.outcome.push_seconds
+    behind = len(engine.phases) - 1 - [p.phase for p in engine.phases].index(phase.phase)
+    at = len(pushes) - 1 - behind
+    return f"{pushes[at]:.2f}" if 0 <= at < len(pushes) else NOTHING
+
+
+COLUMNS = (
+    Column("greedy equal", "greedy", "agreement", _greedy),
+    Column("logprob gap: mean", "gap mean", "agreement", _gap("mean")),
+    Column("p99", "p99", "agreement", _gap("p99")),
+    Column("max", "max", "agreement", _gap("max")),
+    Column("k3", "k3", "agreement", _gap("k3")),
+    Column("mean, short prompts", "short", "agreement", _gap("mean", "gap_short")),
+    Column("mean, long prompts", "long", "agreement", _gap("mean", "gap_long")),
+    Column("same seeds: equal", "again", "agreement", _equal("again")),
+    Column("alone: equal", "alone", "agreement", _equal("alone")),
+    Column("other seeds: equal", "other", "agreement", _equal("other")),
+    Column("of n: equal", "of n", "agreement", _equal("siblings")),
+    Column("finish", "finish", "samples", _counts("finish")),
+    Column("ended by", "ended by", "samples", _counts("stops")),
+    Column("special ids", "special ids", "samples", _counts("special")),
+    Column("prompt tokens (min/median/p90/max)", "prompt", "speed", lambda _, p: _spread(p.prompt_lengths)),
+    Column("completion tokens", "completion", "speed", lambda _, p: _spread(p.lengths)),
+    Column("token matrix", "matrix", "speed", _matrix),
+    Column("fill", "fill", "speed", lambda _, p: figure(getattr(p.matrix, "fill", None), ".0%")),
+    Column("cached", "cached", "speed", lambda _, p: figure(p.cache_hit_rate, ".0%")),
+    Column("tokens/s", "tokens/s", "speed", _speed("tokens_per_second")),
+    Column("tokens/s, cold", "cold", "speed", _speed("cold_tokens_per_second")),
+    Column(
+        "start s", "start s", "speed", lambda e, _: figure(getattr(e.outcome, "start_seconds", None), ".1f")
+    ),
+    Column("push s", "push s", "speed", _push),
+)

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 from lockstep.lab.loss_curves.differences import Falls, Spread, falls, ratio, relative, spread
 from lockstep.lab.loss_curves.draw import COLOURS, Curve, Panel, write_png
 from lockstep.lab.loss_curves.read import Losses
-from lockstep.observe.text import printable_lines
+from lockstep.lab.suite.report import Head, Line, Table, print_line, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,42 +142,41 @@ def _floor(values: list[float]) -> float:
 
 def show(comparison: CurveComparison, console: Console) -> None:
     """Print a row per run, a row per step (at most 20 of them), and the notes."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    runs = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for head in ("run", "taken from", "losses", "first", "last", "trend"):
-        runs.add_column(
-            head, overflow="fold", justify="right" if head in ("losses", "first", "last") else "left"
+    runs = [
+        Line(
+            [
+                f"{letter}: {losses.path}",
+                losses.source,
+                str(len(losses.steps)),
+                f"{losses.values[0]:.6g}",
+                f"{losses.values[-1]:.6g}",
+                falls(losses.values).trend,
+            ]
         )
-    for letter, losses in (("a", comparison.a), ("b", comparison.b)):
-        cells = [
-            f"{letter}: {losses.path}",
-            losses.source,
-            str(len(losses.steps)),
-            f"{losses.values[0]:.6g}",
-            f"{losses.values[-1]:.6g}",
-            falls(losses.values).trend,
-        ]
-        runs.add_row(*(Text(printable_lines(cell)) for cell in cells))
-    console.print(runs)
-    console.print()
-    steps = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for head in ("step", "a", "b", "difference"):
-        steps.add_column(head, justify="right", no_wrap=True)
+        for letter, losses in (("a", comparison.a), ("b", comparison.b))
+    ]
+    words = ("run", "taken from", "trend")
+    heads = [
+        Head(h, kind="" if h in words else "n")
+        for h in ("run", "taken from", "losses", "first", "last", "trend")
+    ]
+    print_table(Table(heads=heads, lines=runs), console)
     ours, theirs = _pairs(comparison)
-    for index in _shown(len(comparison.steps)):
-        steps.add_row(
-            str(comparison.steps[index]),
-            f"{ours[index]:.6g}",
-            f"{theirs[index]:.6g}",
-            ratio(comparison.differences[index]),
-            style=None if comparison.differences[index] <= comparison.threshold else "red",
+    steps = [
+        Line(
+            [
+                str(comparison.steps[index]),
+                f"{ours[index]:.6g}",
+                f"{theirs[index]:.6g}",
+                ratio(comparison.differences[index]),
+            ],
+            "" if comparison.differences[index] <= comparison.threshold else "bad",
         )
-    console.print(steps)
+        for index in _shown(len(comparison.steps))
+    ]
+    print_table(Table(heads=[Head(h) for h in ("step", "a", "b", "difference")], lines=steps), console)
     for note in comparison.notes:
-        console.print(Text(printable_lines(note)), soft_wrap=True)
+        print_line(note, console)
 
 
 def _shown(count: int, *, most: int = 20) -> list[int]:
@@ -195,9 +194,8 @@ def _pairs(comparison: CurveComparison) -> tuple[list[float], list[float]]:
     return list(comparison.a.values), list(comparison.b.values)
 
 
-def plot(comparison: CurveComparison, path: Path) -> str:
-    """Draw both curves and their differences as a PNG; return the package that drew it. Raises
-    ConfigError."""
+def plot(comparison: CurveComparison, path: Path) -> None:
+    """Draw both curves and their differences as a PNG. Raises ConfigError."""
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
     ours, theirs = _pairs(comparison)
@@ -207,7 +205,7 @@ def plot(comparison: CurveComparison, path: Path) -> str:
         for i, (name, numbers) in enumerate(values.items())
     ]
     far = Curve(name="difference", steps=comparison.steps, values=comparison.differences, colour=COLOURS[2])
-    return write_png(
+    write_png(
         [
             Panel(title="loss", curves=losses),
             Panel(title="relative difference (0 is drawn at 1e-9)", curves=[far], log=True),

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.lab.matrix.report import difference, result_text
 from lockstep.lab.matrix.result import CellResult, MatrixResult
-from lockstep.lab.matrix.text import number, result_text
-from lockstep.observe.text import printable_lines
+from lockstep.lab.suite.report import NOTHING, Head, Line, Table, Tone, print_line, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,26 +119,25 @@ def diff_matrices(
 
 def show_diff(diff: MatrixDiff, console: Console, *, everything: bool = False) -> None:
     """Print the table; unchanged cells only with `everything`."""
-    from rich.table import Table
-    from rich.text import Text
-
     for name, (before, after) in diff.environment.items():
-        console.print(Text(printable_lines(f"{name}: {before} -> {after}")), soft_wrap=True)
-    cells = [c for c in diff.cells if everything or c.change != "same" or c.speed_changed or c.grew]
-    if not cells:
-        return
-    table = Table(padding=(0, 1), pad_edge=False)
-    for head in ("cell", "A", "B"):
-        table.add_column(head, overflow="fold")
-    for head in ("speed", "GiB", "max Δlogp", "grad err"):
-        table.add_column(head, justify="right")
-    for cell in cells:
-        style = {"worse": "red", "better": "green"}.get(cell.change)
-        texts = (cell.name, cell.before, cell.after)
-        ratios = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in (cell.speed, cell.memory))
-        numbers = (_arrow(pair) for pair in (cell.logprob, cell.gradient))
-        table.add_row(*(Text(printable_lines(text)) for text in texts), *ratios, *numbers, style=style)
-    console.print(table)
+        print_line(f"{name}: {before} -> {after}", console)
+    tones: dict[str, Tone] = {"worse": "bad", "better": "good"}
+    lines = [
+        Line(
+            [
+                *(cell.name, cell.before, cell.after),
+                *(NOTHING if ratio is None else f"{ratio:.2f}x" for ratio in (cell.speed, cell.memory)),
+                *(_arrow(pair) for pair in (cell.logprob, cell.gradient)),
+            ],
+            tones.get(cell.change, ""),
+        )
+        for cell in diff.cells
+        if everything or cell.change != "same" or cell.speed_changed or cell.grew
+    ]
+    words, figures = ("cell", "A", "B"), ("speed", "GiB", "max Δlogp", "grad err")
+    heads = [*(Head(word, kind="") for word in words), *map(Head, figures)]
+    if lines:
+        print_table(Table(heads=heads, lines=lines, wraps=True), console)
 
 
 def _pair(a: CellResult, b: CellResult, *, speed_threshold: float, grew: float) -> CellDiff:
@@ -228,5 +227,5 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 def _arrow(pair: tuple[float | None, float | None]) -> str:
     if pair[0] is None and pair[1] is None:
-        return "-"
-    return f"{number(pair[0])} -> {number(pair[1])}"
+        return NOTHING
+    return f"{difference(pair[0])} -> {difference(pair[1])}"

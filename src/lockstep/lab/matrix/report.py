@@ -1,109 +1,129 @@
-"""The matrix as text: tables for a terminal, and matrix.md to paste into a README or an issue."""
+"""The columns, notes and problems that the reports of a matrix show."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lockstep.lab.matrix.html import write_html
-from lockstep.lab.matrix.result import CellResult, MatrixResult
-from lockstep.lab.matrix.text import (
-    agreement,
-    columns,
-    conditions,
-    footnotes,
-    limits_text,
-    problems,
-    result_text,
+from lockstep.lab.matrix.result import (
+    GRADIENT_LIMIT,
+    HALF_GRADIENT_LIMIT,
+    HALF_RMS_LIMIT,
+    LOGPROB_LIMIT,
+    ROUNDING_FACTOR,
+    CellResult,
+    MatrixResult,
+    Measures,
 )
-from lockstep.observe.files import write_atomic
+from lockstep.lab.suite.report import (
+    GIB,
+    NOTHING,
+    Cell,
+    Column,
+    Head,
+    Line,
+    Problem,
+    Report,
+    Table,
+    Tone,
+    write_report,
+)
+from lockstep.lab.suite.report import number as figure
 from lockstep.observe.text import printable_lines
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-WIDTH = 100
+MARKS = ("†", "‡", "§", "¶")
+_PARTS = {
+    "speed": ("Does it work, and how fast?", "works"),
+    "numbers": ("Does it compute the same?", "agrees"),
+}
 
 
 def write_reports(result: MatrixResult, out: Path) -> None:
-    """Write matrix.md and matrix.html into `out`, beside its matrix.json."""
-    write_atomic(out / "matrix.md", markdown(result))
-    write_html(result, out / "matrix.html")
+    """Write matrix.json, matrix.md and matrix.html into `out`."""
+    write_report(report(result), result.as_dict(), out, "matrix")
 
 
-def markdown(result: MatrixResult) -> str:
-    """Format matrix.md: the table with one column per axis, and everything needed to repeat it."""
-    axes = list(result.axes)
-    heads = [*axes, "result", *(column.head for column in columns()), "log"]
-    lines = [
-        f"# Compatibility matrix: {_plain(result.recording.get('path', ''))}",
-        "",
-        f"**{_plain(result.verdict)}**",
-        "",
-        "| " + " | ".join(heads) + " |",
-        "|" + "|".join([*("---" for _ in axes), "---", *("---:" for _ in columns()), "---"]) + "|",
-    ]
-    for cell in result.cells:
-        if cell.is_extra:
-            names = [f"*{_plain(cell.name)}*", *("" for _ in axes[1:])]
-        else:
-            names = [_plain(cell.values.get(axis, "")) for axis in axes]
-        figures = [_plain(column.text(result, cell)) for column in columns()]
-        log = f"[log]({_link(cell.log)})" if cell.log else ""
-        lines.append("| " + " | ".join([*names, _plain(result_text(cell)), *figures, log]) + " |")
-    lines.append("")
-    broken = problems(result)
-    if broken:
-        lines += ["## What did not work", ""]
-        for cell, why in broken:
-            log = f" ([log]({_link(cell.log)}))" if cell.log else ""
-            lines += [f"- **{_plain(cell.name)}**: {_plain(why)}{log}", f"  `{_code(cell.command)}`"]
-        lines.append("")
-    lines += [
-        f"- {_plain(text)}" if mark == "-" else f"{mark} {_plain(text)}\n" for mark, text in footnotes(result)
-    ]
-    lines += ["", _plain(limits_text(result)), "", "| | |", "|---|---|"]
-    lines += [f"| {_plain(name)} | {_plain(value)} |" for name, value in conditions(result)]
-    lines += ["", "Each cell as a command:", "", "```text"]
-    lines += [f"{_fenced(cell.command)}" for cell in result.cells]
-    return "\n".join([*lines, "```", ""])
+def report(result: MatrixResult) -> Report:
+    """Describe the matrix for its reports."""
+    notes = [] if result.complete else ["Not complete: cells are still to be run."]
+    notes += [text if mark == "-" else f"{mark} {text}" for mark, text in footnotes(result)]
+    return Report(
+        title=f"Compatibility matrix: {result.recording.get('path', '')}",
+        verdict=result.verdict,
+        tone="good" if result.ok else "bad" if result.complete else "warn",
+        tables=[*(_part(result, part) for part in _PARTS), _whole(result)],
+        problems=[
+            Problem(name=cell.name, why=why, command=cell.command, log=cell.log or "", tone=_tone(cell))
+            for cell, why in problems(result)
+        ],
+        notes=[
+            *([] if result.complete else ["Not complete: cells are still to be run."]),
+            *notes,
+            limits_text(result),
+        ],
+        settings={},
+        facts=dict(conditions(result)),
+        command=result.command,
+        commands=[(cell.name, cell.command) for cell in result.cells],
+    )
 
 
-def show(result: MatrixResult, console: Console) -> None:
-    """Print two tables, one of speed and one of differences, then what did not work."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _tone(cell: CellResult) -> Tone:
+    return "bad" if cell.fails else "good" if cell.works else "warn"
 
-    def text(value: str) -> Text:
-        return Text(printable_lines(value))
 
-    width = min(30, max(len(cell.name) for cell in result.cells))
-    for head, part in (("works", "speed"), ("agrees", "numbers")):
-        part_columns = [column for column in columns() if column.part == part]
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        table.add_column("cell", overflow="fold", min_width=width)
-        table.add_column(head, overflow="fold", min_width=9)
-        for column in part_columns:
-            table.add_column(column.short, justify="right", no_wrap=True)
-        for cell in result.cells:
-            style = None if cell.works and cell.agrees is not False else "yellow" if not cell.fails else "red"
-            table.add_row(
-                text(cell.name),
-                text(cell.status if part == "speed" else agreement(cell)),
-                *(text(column.text(result, cell)) for column in part_columns),
-                style=style,
+def _part(result: MatrixResult, part: str) -> Table:
+    """The table of speed or of numbers, for people."""
+    title, head = _PARTS[part]
+    columns = [column for column in COLUMNS if column.part == part]
+    return Table(
+        title=title,
+        on=("terminal", "page"),
+        heads=[
+            *(Head("cell", kind="name"), Head(head, kind="tone")),
+            *(Head(column.head, column.short) for column in columns),
+            Head("log", kind="link"),
+        ],
+        lines=[
+            Line(
+                [
+                    cell.name,
+                    cell.status if part == "speed" else agreement(cell),
+                    *_figures(result, cell, columns),
+                    Cell("log" if cell.log else "", link=cell.log or ""),
+                ],
+                _tone(cell),
             )
-        console.print(table)
-        console.print()
-    for cell, why in problems(result):
-        console.print(text(f"{cell.name}: {why}"), soft_wrap=True)
-        if cell.log:
-            console.print(text(f"    log: {cell.log}"), soft_wrap=True, highlight=False)
-    for mark, note in footnotes(result):
-        console.print(text(f"{mark} {note}"), soft_wrap=True)
-    console.print(text(limits_text(result)), soft_wrap=True)
+            for cell in result.cells
+        ],
+    )
+
+
+def _whole(result: MatrixResult) -> Table:
+    """One table with a column per axis, to paste."""
+    axes = list(result.axes)
+    lines = []
+    for cell in result.cells:
+        names = [cell.values.get(axis, "") for axis in axes]
+        if cell.is_extra:
+            names = [f"({cell.name})", *("" for _ in axes[1:])]
+        log = Cell("log" if cell.log else "", link=cell.log or "")
+        lines.append(Line([*names, result_text(cell), *_figures(result, cell, COLUMNS), log]))
+    heads = [*(Head(axis, kind="") for axis in axes), Head("result", kind="")]
+    return Table(
+        on=("markdown",),
+        heads=[*heads, *(Head(c.head) for c in COLUMNS), Head("log", kind="link")],
+        lines=lines,
+    )
+
+
+def _figures(result: MatrixResult, cell: CellResult, columns: Sequence[Column]) -> list[str | Cell]:
+    texts: list[str | Cell] = []
+    for column in columns:
+        text = column.text(result, cell)
+        has_bar = column.head == "tokens/s" and text != NOTHING
+        texts.append(Cell(text, bar=bar_share(result, cell)) if has_bar else text)
+    return texts
 
 
 def progress_line(cell: CellResult, done: int, total: int) -> str:
@@ -115,21 +135,163 @@ def progress_line(cell: CellResult, done: int, total: int) -> str:
     return printable_lines(f"[{done}/{total}] {cell.name}: {cell.status}{why}{far}{seconds}")
 
 
-def _plain(text: object) -> str:
-    """Escape text so that Markdown shows it as it is: no markup, no HTML, no new cell or line."""
-    line = printable_lines(str(text)).replace("\n", " ")
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)
+def result_text(cell: CellResult) -> str:
+    """Say whether a cell works and agrees, or how it failed."""
+    return f"works, {agreement(cell)}" if cell.works else cell.status
 
 
-def _code(text: str) -> str:
-    return printable_lines(text).replace("\n", " ").replace("`", "'")
+def agreement(cell: CellResult) -> str:
+    """How a cell that works compares with its reference; else "-"."""
+    if not cell.works:
+        return NOTHING
+    if cell.reference is None:
+        return "reference"
+    return {True: "agrees", False: "disagrees", None: "not compared"}[cell.agrees]
 
 
-def _fenced(text: str) -> str:
-    return _code(text).replace("```", "'''")
+def problems(result: MatrixResult) -> list[tuple[CellResult, str]]:
+    """Cells with a problem: why they do not work or do not agree, or why gradients were not compared."""
+    rows = []
+    for cell in result.cells:
+        if cell.status == "not run":
+            continue
+        if not cell.works:
+            rows.append((cell, f"{cell.status}: {cell.reason}" if cell.reason else cell.status))
+        elif cell.disagreement:
+            rows.append((cell, cell.disagreement))
+        elif cell.comparison is not None and cell.comparison.gradient_note:
+            rows.append((cell, cell.comparison.gradient_note))
+    return rows
 
 
-def _link(path: str | None) -> str:
-    """Escape a relative path that the matrix made: letters, digits, dots, dashes and slashes."""
-    return "" if path is None else re.sub(r"[^A-Za-z0-9._/-]", "-", path)
+def footnotes(result: MatrixResult) -> list[tuple[str, str]]:
+    """Marks in the table and what they mean."""
+    notes = dict.fromkeys(cell.timing_note for cell in result.cells if cell.timing_note)
+    lines = [(_mark(result, note), note) for note in notes]
+    left_out = [c for c in result.cells if c.comparison is not None and c.comparison.left_out]
+    for cell in left_out:
+        assert cell.comparison is not None
+        lines.append(("-", f"{cell.name}: {cell.comparison.left_out} inputs have no counterpart, left out"))
+    weights = {c.measures.weights for c in result.cells if c.measures is not None and c.measures.weights}
+    lines += [("-", text) for text in sorted(weights)]
+    return lines
+
+
+def limits_text(result: MatrixResult) -> str:
+    """Say within which limits a cell agrees."""
+    set_limits = {name: value for name, value in result.limits.items() if value is not None}
+    if len(set_limits) == len(result.limits):
+        return (
+            f"A cell agrees within {set_limits['logprob']:g} nats (largest) and "
+            f"{set_limits['gradient']:g} (gradient)."
+        )
+    dtypes = {
+        cell.flags[i + 1] for cell in result.cells for i, f in enumerate(cell.flags[:-1]) if f == "--dtype"
+    }
+    parts = []
+    if "float32" in dtypes:
+        parts.append(f"{LOGPROB_LIMIT:g} nats (largest) and {GRADIENT_LIMIT:g} (gradient) in float32")
+    if dtypes - {"float32"}:
+        parts.append(
+            f"in 16 bits {ROUNDING_FACTOR:g} times the RMS logprob difference and gradient error of the "
+            "reference's own kernels in that dtype, where they are a cell, "
+            f"else {HALF_RMS_LIMIT:g} nats (RMS) and {HALF_GRADIENT_LIMIT:g}, times the square root of the "
+            "number of layers"
+        )
+    parts += [f"{name} {value:g} as given" for name, value in set_limits.items()]
+    return f"A cell agrees within {'; '.join(parts)}."
+
+
+def conditions(result: MatrixResult) -> list[tuple[str, str]]:
+    """The conditions that one needs to repeat the matrix, or to judge it."""
+    references = dict.fromkeys(cell.reference or cell.name for cell in result.cells if cell.works)
+    rows = [
+        ("command", result.command),
+        ("recording", f"{result.recording.get('path')}, {result.recording.get('inputs')} inputs"),
+        ("model", str(result.recording.get("model"))),
+        ("compared with", ", ".join(name for name in references if _is_reference(result, name))),
+        *result.environment.items(),
+        ("date", result.created),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def bar_share(result: MatrixResult, cell: CellResult) -> float:
+    """This cell's tokens per second as a share of the fastest's, 0 to 1."""
+    speeds = [c.measures.tokens_per_second or 0.0 for c in result.cells if c.measures is not None]
+    mine = cell.measures.tokens_per_second if cell.measures is not None else None
+    top = max(speeds, default=0.0)
+    return mine / top if mine and top else 0.0
+
+
+def difference(value: float | None) -> str:
+    """Format a small difference: "0", "2.4e-07", "inf"."""
+    return "0" if value == 0 else figure(value, ".2g")
+
+
+def _is_reference(result: MatrixResult, name: str) -> bool:
+    cell = result.cell(name)
+    return cell is not None and cell.reference is None
+
+
+def _measures(cell: CellResult) -> Measures:
+    return cell.measures if cell.measures is not None else Measures()
+
+
+def _mark(result: MatrixResult, note: str) -> str:
+    notes = list(dict.fromkeys(cell.timing_note for cell in result.cells if cell.timing_note))
+    return MARKS[notes.index(note) % len(MARKS)] if note in notes else ""
+
+
+def _measured(name: str, form: str) -> Callable[[MatrixResult, CellResult], str]:
+    return lambda _, cell: figure(getattr(_measures(cell), name), form)
+
+
+def _ms(name: str) -> Callable[[MatrixResult, CellResult], str]:
+    def text(_: MatrixResult, cell: CellResult) -> str:
+        value = getattr(_measures(cell), name)
+        return figure(value, ",.0f" if value is not None and value >= 100 else ".1f")
+
+    return text
+
+
+def _speed(result: MatrixResult, cell: CellResult) -> str:
+    speed = _measures(cell).tokens_per_second
+    return NOTHING if speed is None else f"{speed:,.0f}{_mark(result, cell.timing_note)}"
+
+
+def _memory(_: MatrixResult, cell: CellResult) -> str:
+    memory = _measures(cell).peak_memory_bytes
+    return NOTHING if memory is None else f"{memory / GIB:.2f}"
+
+
+def _slots(_: MatrixResult, cell: CellResult) -> str:
+    return figure(_measures(cell).computed_slots or None, ",")
+
+
+def _compared(name: str) -> Callable[[MatrixResult, CellResult], str]:
+    return lambda _, cell: difference(None if cell.comparison is None else getattr(cell.comparison, name))
+
+
+def _cosine(_: MatrixResult, cell: CellResult) -> str:
+    # 1 - 3e-13 must not read as less than a rounded 1.
+    return figure(None if cell.comparison is None else cell.comparison.gradient_cosine, ".6f")
+
+
+COLUMNS = (
+    Column("first ms", "first ms", "speed", _ms("first_call_ms")),
+    Column("forward ms", "fwd ms", "speed", _ms("forward_ms")),
+    Column("backward ms", "bwd ms", "speed", _ms("backward_ms")),
+    Column("tokens/s", "tokens/s", "speed", _speed),
+    Column("x reference", "x ref", "speed", lambda result, cell: figure(result.speed_ratio(cell), ".2f")),
+    Column("peak GiB", "GiB", "speed", _memory),
+    Column("slots", "slots", "speed", _slots),
+    Column("graphs", "graphs", "numbers", _measured("graphs", "d")),
+    Column("recompiles", "recomp", "numbers", _measured("recompiles", "d")),
+    Column("graph breaks", "breaks", "numbers", _measured("graph_breaks", "d")),
+    Column("max Δlogprob", "max nats", "numbers", _compared("logprob_max")),
+    Column("mean Δlogprob", "mean", "numbers", _compared("logprob_mean")),
+    Column("gradient error", "grad err", "numbers", _compared("gradient_relative_error")),
+    Column("cosine", "cosine", "numbers", _cosine),
+)
+"""All columns, in the order in which reports show them."""

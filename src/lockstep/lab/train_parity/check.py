@@ -31,7 +31,17 @@ from lockstep.train import BACKENDS
 Kind = Literal["import", "interface", "model", "stack"]
 Status = Literal["ok", "missing", "problem", "refused"]
 
-REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pydantic", "tensorboard", "rich")
+REQUIRED = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "pydantic",
+    "tensorboard",
+    "rich",
+    "jinja2",
+    "matplotlib",
+)
 _NEEDED = {
     package: f"stacks of {name}: {fix}"
     for name, backend in backends().items()
@@ -40,14 +50,12 @@ _NEEDED = {
 OPTIONAL = {
     **_NEEDED,
     "reasoning_gym": "the documents that sft is fed without --dataset",
-    "matplotlib": "parity.png in matplotlib's style; without it Pillow draws",
-    "PIL": "parity.png without matplotlib",
 }
 """Module -> what it is for."""
 IMPORT_SECONDS = 120.0
 EXTRAS = ("gradients", "gradient_norm", "drop_gradients")
 """The methods that a parity run needs of a backend beyond the protocol."""
-_DISTRIBUTIONS = {"PIL": "pillow", "reasoning_gym": "reasoning-gym"}
+_DISTRIBUTIONS = {"reasoning_gym": "reasoning-gym"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

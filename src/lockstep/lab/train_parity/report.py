@@ -1,38 +1,76 @@
-"""A parity run as a table for the terminal, parity.md, parity.html and parity.png."""
+"""The columns, curves and problems that the reports of a parity run show."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from lockstep.lab.loss_curves.differences import ratio, relative
-from lockstep.lab.loss_curves.draw import COLOURS, SVG_STYLE, Curve, Panel, svg, write_png
-from lockstep.lab.suite.html import document, escaped
+from lockstep.lab.loss_curves.draw import COLOURS, Curve, Panel, svg, write_png
+from lockstep.lab.suite.report import (
+    GIB,
+    NOTHING,
+    Column,
+    Head,
+    Line,
+    Problem,
+    Report,
+    Table,
+    Tone,
+    number,
+    write_report,
+)
 from lockstep.lab.train_parity.job import Role
 from lockstep.lab.train_parity.result import ParityResult, StackResult, by_name, row_name
-from lockstep.observe.files import write_atomic, write_json
 from lockstep.observe.text import printable_lines
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-WIDTH = 110
-NOTHING = "-"
-_GIB = 1024**3
+PNG = "parity.png"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """One figure of a row."""
+def write_reports(result: ParityResult, out: Path) -> None:
+    """Write parity.json, parity.md, parity.html and, where a stack took a step, parity.png into `out`."""
+    write_report(report(result), result.as_dict(), out, "parity")
+    if any(stack.rows for stack in result.stacks):
+        write_png(panels(result), out / PNG, title=f"{result.settings.get('model', '')}")
 
-    head: str
-    short: str
-    """The head in the terminal."""
-    part: Literal["numbers", "speed"]
-    text: Callable[[StackResult], str]
+
+def report(result: ParityResult) -> Report:
+    """Describe the run for its reports."""
+    drawn = any(stack.rows for stack in result.stacks)
+    figures = columns(result)
+    parts = [[column for column in figures if column.part == part] for part in ("numbers", "speed")]
+    return Report(
+        title=f"Parity: {result.settings.get('model', '')}, {result.algorithm}",
+        verdict=result.verdict,
+        tone="good" if result.ok else "bad",
+        tables=[
+            *(Table(heads=_heads(part), lines=_lines(result, part), on=("terminal",)) for part in parts),
+            Table(heads=_heads(figures), lines=_lines(result, figures), on=("markdown", "page")),
+        ],
+        problems=[Problem(name=name, why=why) for name, why in problems(result)],
+        picture=(lambda: svg(panels(result)), PNG) if drawn else None,
+        notes=[*result.notes, explanation(result)],
+        settings=result.settings,
+        facts=result.machine,
+        command=result.command,
+    )
+
+
+def _heads(figures: Sequence[Column]) -> list[Head]:
+    return [
+        Head("stack", kind="name"),
+        Head("verdict", kind="tone"),
+        *(Head(c.head, c.short) for c in figures),
+    ]
+
+
+def _lines(result: ParityResult, figures: Sequence[Column]) -> list[Line]:
+    lines = []
+    for stack in result.stacks:
+        bad = stack.problems or (result.must_fall and stack.learning_problem)
+        tone: Tone = "bad" if bad else "good" if stack.completed else "warn"
+        lines.append(Line([stack.name, stack.verdict, *(c.text(stack) for c in figures)], tone))
+    return lines
 
 
 def _of_spread(name: str, part: str, show: Callable[[float], str]) -> Callable[[StackResult], str]:
@@ -41,10 +79,6 @@ def _of_spread(name: str, part: str, show: Callable[[float], str]) -> Callable[[
         return NOTHING if spread is None else show(getattr(spread, part))
 
     return text
-
-
-def _optional(value: float | None, form: Callable[[float], str]) -> str:
-    return NOTHING if value is None else form(value)
 
 
 def _gradients(stack: StackResult) -> str:
@@ -59,17 +93,17 @@ def columns(result: ParityResult) -> tuple[Column, ...]:
         return f"{value:.1e}"
 
     all_columns = [
-        Column(head="ranks", short="ranks", part="speed", text=lambda s: str(s.ranks or NOTHING)),
-        Column(head="steps", short="steps", part="speed", text=lambda s: str(len(s.rows) or NOTHING)),
-        Column(head="loss", short="loss", part="numbers", text=_trend),
+        Column("ranks", "ranks", "speed", lambda s: str(s.ranks or NOTHING)),
+        Column("steps", "steps", "speed", lambda s: str(len(s.rows) or NOTHING)),
+        Column("loss", "loss", "numbers", _trend),
         *_spread_columns("loss", "Δloss", "dloss", ratio),
         *_spread_columns("grad_norm", "Δgrad norm", "dnorm", ratio),
         *_spread_columns("logprob", "Δlogprob (nats)", "nats", nats),
-        Column(head="gradient error", short="grad err", part="numbers", text=_gradients),
-        Column(head="ms/step", short="ms/step", part="speed", text=_ms),
-        Column(head="tokens/s", short="tokens/s", part="speed", text=_speed),
-        Column(head="peak GiB", short="peak GiB", part="speed", text=_memory),
-        Column(head="seconds", short="seconds", part="speed", text=_seconds),
+        Column("gradient error", "grad err", "numbers", _gradients),
+        Column("ms/step", "ms/step", "speed", _ms),
+        Column("tokens/s", "tokens/s", "speed", _speed),
+        Column("peak GiB", "peak GiB", "speed", _memory),
+        Column("seconds", "seconds", "speed", _seconds),
     ]
     if all(_gradients(stack) == NOTHING for stack in result.stacks):
         all_columns = [column for column in all_columns if column.head != "gradient error"]
@@ -80,25 +114,25 @@ def _spread_columns(name: str, head: str, short: str, show: Callable[[float], st
     """The columns of the largest and the mean difference."""
     return [
         Column(
-            head=f"{part} {head}",
-            short=f"max {short}" if part == "max" else "mean",
-            part="numbers",
-            text=_of_spread(name, part, show),
+            f"{part} {head}",
+            f"max {short}" if part == "max" else "mean",
+            "numbers",
+            _of_spread(name, part, show),
         )
         for part in ("max", "mean")
     ]
 
 
 def _ms(stack: StackResult) -> str:
-    return _optional(stack.step_seconds, lambda x: f"{1000 * x:,.0f}")
+    return NOTHING if stack.step_seconds is None else f"{1000 * stack.step_seconds:,.0f}"
 
 
 def _speed(stack: StackResult) -> str:
-    return _optional(stack.tokens_per_second, lambda x: f"{x:,.0f}")
+    return number(stack.tokens_per_second, ",.0f")
 
 
 def _memory(stack: StackResult) -> str:
-    return _optional(stack.peak_memory_bytes, lambda x: f"{x / _GIB:.2f}")
+    return NOTHING if stack.peak_memory_bytes is None else f"{stack.peak_memory_bytes / GIB:.2f}"
 
 
 def _seconds(stack: StackResult) -> str:
@@ -110,15 +144,6 @@ def _trend(stack: StackResult) -> str:
         return NOTHING
     words = {"falls": "falls", "does not fall": "not falling", "not shown": "not shown"}
     return words[stack.learning] if stack.learning is not None else NOTHING
-
-
-def write_reports(result: ParityResult, out: Path) -> None:
-    """Write parity.json, parity.md, parity.html and parity.png into `out`."""
-    write_json(out / "parity.json", result.as_dict())
-    write_atomic(out / "parity.md", markdown(result))
-    write_atomic(out / "parity.html", page(result))
-    if any(stack.rows for stack in result.stacks):
-        write_png(panels(result), out / "parity.png", title=f"{result.settings.get('model', '')}")
 
 
 def panels(result: ParityResult) -> list[Panel]:
@@ -165,9 +190,6 @@ def _distances(stack: StackResult, reference: StackResult) -> list[float]:
     return [relative(a.loss, b.loss, floor=floor) for a, b in zip(stack.rows, reference.rows, strict=False)]
 
 
-# --- the terminal -------------------------------------------------------------------------------------------
-
-
 def progress_line(stack: StackResult, done: int, total: int) -> str:
     """Format a line about a stack that has just ended."""
     reasons = [*(stack.problems or filter(None, [stack.reason])), *filter(None, [stack.learning_problem])]
@@ -175,33 +197,6 @@ def progress_line(stack: StackResult, done: int, total: int) -> str:
     far = "" if stack.comparison is None else f", losses within {ratio(stack.comparison.loss.max)}"
     seconds = f", {stack.seconds:.1f} s" if stack.seconds else ""
     return printable_lines(f"[{done}/{total}] {stack.name}: {stack.verdict}{far}{seconds}{why}")
-
-
-def show(result: ParityResult, console: Console) -> None:
-    """Print the table, then the settings and what did not pass."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    for part in ("numbers", "speed"):
-        part_columns = [column for column in columns(result) if column.part == part]
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-        table.add_column("stack", overflow="fold", min_width=min(24, max(len(s.name) for s in result.stacks)))
-        table.add_column("verdict", no_wrap=True)
-        for column in part_columns:
-            table.add_column(column.short, justify="right", no_wrap=True)
-        for stack in result.stacks:
-            cells = [Text(printable_lines(column.text(stack))) for column in part_columns]
-            style = "red" if stack.problems or (result.must_fall and stack.learning_problem) else None
-            table.add_row(Text(stack.name), Text(stack.verdict), *cells, style=style)
-        console.print(table)
-        console.print()
-    for name, value in result.settings.items():
-        console.print(Text(printable_lines(f"{name}: {value}")), soft_wrap=True)
-    for line in (*result.notes, explanation(result)):
-        console.print(Text(printable_lines(line)), soft_wrap=True)
-    for name, problem in problems(result):
-        console.print(Text(printable_lines(f"{name}: {problem}")), soft_wrap=True)
 
 
 def explanation(result: ParityResult) -> str:
@@ -225,94 +220,3 @@ def problems(result: ParityResult) -> list[tuple[str, str]]:
         for stack in result.stacks
         for problem in (*stack.problems, *filter(None, [stack.learning_problem]))
     ]
-
-
-# --- Markdown -----------------------------------------------------------------------------------------------
-
-
-def markdown(result: ParityResult) -> str:
-    """Format parity.md: the table and everything needed to repeat it."""
-    figures = columns(result)
-    heads = ["stack", "verdict", *(column.head for column in figures)]
-    lines = [
-        f"# Parity: {_plain(result.settings.get('model', ''))}, {_plain(result.algorithm)}",
-        "",
-        f"**{_plain(result.verdict)}**",
-        "",
-        "| " + " | ".join(heads) + " |",
-        "|---|---|" + "---:|" * len(figures),
-    ]
-    for stack in result.stacks:
-        cells = [_plain(column.text(stack)) for column in figures]
-        lines.append("| " + " | ".join([_plain(stack.name), _plain(stack.verdict), *cells]) + " |")
-    lines.append("")
-    if problems(result):
-        lines += ["## What did not pass", ""]
-        lines += [f"- **{_plain(name)}**: {_plain(why)}" for name, why in problems(result)]
-        lines.append("")
-    lines += ["![losses](parity.png)", ""] if any(stack.rows for stack in result.stacks) else []
-    lines += [_plain(explanation(result)) + ".", ""]
-    lines += [f"- {_plain(note)}" for note in result.notes]
-    lines += ["", "| | |", "|---|---|"]
-    lines += [
-        f"| {_plain(k)} | {_plain(v)} |" for k, v in [*result.settings.items(), *result.machine.items()]
-    ]
-    command = printable_lines(result.command).replace("\n", " ").replace("```", "'''")
-    return "\n".join([*lines, "", "```text", command, "```", ""])
-
-
-def _plain(text: object) -> str:
-    """Escape text so that Markdown shows it as it is: no markup, no HTML, no new cell or line."""
-    line = printable_lines(str(text)).replace("\n", " ")
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)
-
-
-# --- HTML ---------------------------------------------------------------------------------------------------
-
-
-def page(result: ParityResult) -> str:
-    """Build the whole page."""
-    title = f"Parity: {result.settings.get('model', '')}, {result.algorithm}"
-    tone = "good" if result.ok else "bad"
-    figures = "".join(svg(panel) for panel in panels(result)) if any(s.rows for s in result.stacks) else ""
-    facts = [*result.settings.items(), *result.machine.items()]
-    notes = "".join(f'<p class="dim">{escaped(note)}</p>' for note in (*result.notes, explanation(result)))
-    body = f"""<p class="verdict {tone}">{escaped(result.verdict)}</p>
-{_table(result)}
-{_problems(result)}
-{figures}
-{notes}
-<h2>Made with</h2>
-<dl>{"".join(f"<dt>{escaped(name)}</dt><dd>{escaped(value)}</dd>" for name, value in facts)}</dl>
-<pre>{escaped(result.command)}</pre>"""
-    return document(title, body, SVG_STYLE)
-
-
-def _table(result: ParityResult) -> str:
-    figures = columns(result)
-    heads = "".join(f'<th class="n">{escaped(column.head)}</th>' for column in figures)
-    rows = "\n".join(_row(stack, figures) for stack in result.stacks)
-    return f"""<div class="scroll"><table>
-<thead><tr><th>stack</th><th>verdict</th>{heads}</tr></thead>
-<tbody>
-{rows}
-</tbody></table></div>"""
-
-
-def _row(stack: StackResult, figures: Sequence[Column]) -> str:
-    tone = "bad" if stack.problems else "good" if stack.completed else "warn"
-    cells = "".join(f'<td class="n">{escaped(column.text(stack))}</td>' for column in figures)
-    broken = " class=broken" if stack.problems else ""
-    return (
-        f'<tr{broken}><td class="name">{escaped(stack.name)}</td>'
-        f'<td class="{tone}">{escaped(stack.verdict)}</td>{cells}</tr>'
-    )
-
-
-def _problems(result: ParityResult) -> str:
-    blocks = "".join(
-        f'<div class="problem"><p><strong>{escaped(name)}</strong></p><p>{escaped(why)}</p></div>'
-        for name, why in problems(result)
-    )
-    return f"<h2>What did not pass</h2>{blocks}" if blocks else ""

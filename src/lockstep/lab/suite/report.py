@@ -1,0 +1,298 @@
+"""The report of a suite, written three times from one description: for the terminal, as Markdown, as a page.
+
+A suite says what its tables hold (`Report`); how a table, a problem or a command looks is said here and in
+`report.html.j2`. Names, reasons and completions are text that somebody else wrote: each of the three escapes
+it, and the page's policy lets nothing be loaded or run.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.observe.files import write_atomic, write_json
+from lockstep.observe.text import printable_lines
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from rich.console import Console
+
+NOTHING = "-"
+"""A figure that is not known."""
+GIB = 1024**3
+WIDTH = 110
+"""Columns of the terminal's tables where the terminal does not say."""
+Tone = Literal["", "good", "warn", "bad"]
+Kind = Literal["n", "name", "tone", "", "ids", "answer", "link"]
+Place = Literal["terminal", "markdown", "page"]
+EVERYWHERE: tuple[Place, ...] = ("terminal", "markdown", "page")
+_NAME_WIDTH = 32
+_COLOURS = {"good": None, "warn": "yellow", "bad": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of a column, and what the column holds."""
+
+    text: str
+    short: str = ""
+    """In the terminal; empty: `text`."""
+    kind: Kind = "n"
+    """n: numbers. name: the first column. tone: a word in the colour of its row. ids, answer: long text.
+    link: not in the terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A text with something that only the page shows."""
+
+    text: str
+    bar: float | None = None
+    """Length of a bar beside the text, 0 to 1."""
+    link: str = ""
+    """Relative path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row of a table."""
+
+    cells: Sequence[str | Cell]
+    """Those behind the last head are not shown."""
+    tone: Tone = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A table, in the places in which it is shown."""
+
+    heads: Sequence[Head]
+    lines: Sequence[Line]
+    title: str = ""
+    """Heading; the terminal shows none."""
+    on: Sequence[Place] = EVERYWHERE
+    wraps: bool = False
+    """Whether the terminal may break figures over several lines."""
+    folded: bool = False
+    """Whether the page hides the table behind its title."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of each row of a suite."""
+
+    head: str
+    short: str
+    """The head in the terminal."""
+    part: str
+    """The table that the column belongs to."""
+    text: Callable[..., str]
+    """The figure, of what the suite has a row for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Something that did not pass."""
+
+    name: str
+    why: str
+    command: str = ""
+    log: str = ""
+    """Relative path."""
+    tone: Tone = "bad"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bars:
+    """A figure of the page: one group of upright bars."""
+
+    title: str
+    bars: Sequence[tuple[str, int]]
+    """(label, count)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What the three reports of a suite show, in the order of the page."""
+
+    title: str
+    verdict: str
+    tone: Tone
+    tables: Sequence[Table] = ()
+    problems: Sequence[Problem] = ()
+    picture: tuple[Callable[[], str], str] | None = None
+    """(makes an <svg> element, name of the PNG file beside it)."""
+    bars: tuple[str, Sequence[Bars]] = ("", ())
+    """(heading, figures)."""
+    details: Sequence[Table] = ()
+    """Tables behind the problems."""
+    notes: Sequence[str] = ()
+    settings: Mapping[str, Any]
+    """What was compared: shown in the terminal, too."""
+    facts: Mapping[str, Any]
+    """Machine and versions."""
+    command: str = ""
+    commands: Sequence[tuple[str, str]] = ()
+    """(row, how to repeat it alone)."""
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a figure; "-" where it is not known.
+
+    Example:
+        >>> number(0.25, ".1f"), number(None, ".1f")
+        ('0.2', '-')
+    """
+    return NOTHING if value is None else format(value, form)
+
+
+def write_report(report: Report, values: Mapping[str, Any], out: Path, stem: str) -> None:
+    """Write STEM.json (`values`), STEM.md and STEM.html into `out`."""
+    write_json(out / f"{stem}.json", dict(values))
+    write_atomic(out / f"{stem}.md", markdown(report))
+    write_atomic(out / f"{stem}.html", page(report))
+
+
+# --- the terminal -------------------------------------------------------------------------------------------
+
+
+def show(report: Report, console: Console) -> None:
+    """Print tables, settings, notes and problems; the verdict is left to the caller."""
+    for table in (*report.tables, *report.details):
+        if "terminal" in table.on and table.lines:
+            print_table(table, console)
+    lines = [f"{name}: {value}" for name, value in report.settings.items()]
+    lines += report.notes
+    for problem in report.problems:
+        lines += [f"{problem.name}: {problem.why}", *([f"    log: {problem.log}"] if problem.log else [])]
+    for line in lines:
+        print_line(line, console)
+
+
+def print_line(text: str, console: Console) -> None:
+    """Print a line without markup, as long as it is."""
+    from rich.text import Text
+
+    console.print(Text(printable_lines(text)), soft_wrap=True)
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print one table and an empty line."""
+    from rich import box
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    shown = [index for index, head in enumerate(table.heads) if head.kind != "link"]
+    for index in shown:
+        head = table.heads[index]
+        width = 9 if head.kind == "tone" else None
+        if head.kind == "name":
+            width = min(_NAME_WIDTH, max(len(_text(line.cells[index])) for line in table.lines))
+        grid.add_column(
+            head.short or head.text,
+            justify="right" if head.kind == "n" else "left",
+            overflow="fold",
+            min_width=width,
+            no_wrap=head.kind == "n" and not table.wraps,
+        )
+    for line in table.lines:
+        cells = (Text(printable_lines(_text(line.cells[index]))) for index in shown)
+        grid.add_row(*cells, style=_COLOURS.get(line.tone))
+    console.print(grid)
+    console.print()
+
+
+def _text(cell: str | Cell) -> str:
+    return cell if isinstance(cell, str) else cell.text
+
+
+# --- Markdown -----------------------------------------------------------------------------------------------
+
+
+def markdown(report: Report) -> str:
+    """Format the report for an issue or a README, with everything that one needs to repeat it."""
+    lines = [f"# {plain(report.title)}", "", f"**{plain(report.verdict)}**", ""]
+    lines += _tables(report.tables)
+    if report.problems:
+        lines += ["## What did not pass", ""]
+        for problem in report.problems:
+            log = f" ([log]({_link(problem.log)}))" if problem.log else ""
+            lines += [f"- **{plain(problem.name)}**: {plain(problem.why)}{log}"]
+            lines += [f"  `{_code(problem.command)}`"] if problem.command else []
+        lines.append("")
+    lines += [f"![curves]({_link(report.picture[1])})", ""] if report.picture else []
+    lines += _tables(report.details)
+    lines += [f"- {plain(note)}" for note in report.notes]
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| {plain(k)} | {plain(v)} |" for k, v in [*report.settings.items(), *report.facts.items()]]
+    lines += ["", "Each row as a command:"] if report.commands else []
+    commands = [command for _, command in report.commands] or [report.command]
+    return "\n".join([*lines, "", "```text", *map(_code, commands), "```", ""])
+
+
+def _tables(tables: Sequence[Table]) -> list[str]:
+    lines: list[str] = []
+    for table in tables:
+        if "markdown" in table.on and table.lines:
+            lines += [f"## {plain(table.title)}", ""] if table.title else []
+            marks = ("---:" if head.kind == "n" else "---" for head in table.heads)
+            rows = [[plain(head.text) for head in table.heads], list(marks)]
+            rows += [
+                [_markdown_cell(cell) for _, cell in zip(table.heads, line.cells, strict=False)]
+                for line in table.lines
+            ]
+            lines += [*("| " + " | ".join(row) + " |" for row in rows), ""]
+    return lines
+
+
+def _markdown_cell(cell: str | Cell) -> str:
+    text = plain(_text(cell))
+    return f"[{text}]({_link(cell.link)})" if isinstance(cell, Cell) and cell.link else text
+
+
+def plain(text: object) -> str:
+    """Escape text so that Markdown shows it as it is: no markup, no HTML, no new cell or line."""
+    line = printable_lines(str(text)).replace("\n", " ")
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~$!#])", r"\\\1", line)
+
+
+def _code(text: str) -> str:
+    return printable_lines(text).replace("\n", " ").replace("`", "'")
+
+
+def _link(path: str) -> str:
+    """Keep what our own relative paths are made of: letters, digits, dots, dashes and slashes."""
+    return re.sub(r"[^A-Za-z0-9._/-]", "-", path)
+
+
+# --- the page -----------------------------------------------------------------------------------------------
+
+
+def page(report: Report) -> str:
+    """Build the page: one file without script, style sheet or image from elsewhere."""
+    return _environment().get_template("report.html.j2").render(report=report)
+
+
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    def printable(value: object) -> object:
+        # Runs on every expression, before jinja's own escaping of what is no Markup.
+        return value if isinstance(value, Markup) else printable_lines(str(value))
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=printable,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
