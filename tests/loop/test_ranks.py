@@ -183,10 +183,14 @@ def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(
 
 
 @pytest.mark.slow
-def test_a_run_moves_from_one_backend_to_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "LoRA"])
+def test_a_run_moves_from_one_backend_to_another(
+    adapters: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """deepspeed on 2 ranks, then fsdp2 on 2, then one process; and the result is that of one process."""
-    here(folder, monkeypatch, *RL, "--run-dir", "alone", "--steps", "3")
-    first = ("--train.backend", "deepspeed", "--ranks", "2", "--steps", "1", "--run-dir", "run")
+    lora = ("--model.lora.rank", "4", "--algorithm.kl.coef", "0.1") if adapters else ()
+    here(folder, monkeypatch, *RL, "--run-dir", "alone", "--steps", "3", *lora)
+    first = ("--train.backend", "deepspeed", "--ranks", "2", "--steps", "1", "--run-dir", "run", *lora)
     second = ("--resume", "run", "--train.backend", "fsdp2", "--ranks", "2", "--steps", "2")
     third = ("--resume", "run", "--train.backend", "local", "--steps", "3")
     for command in ((*RL, *first), ("train", *second)):

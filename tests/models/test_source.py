@@ -16,6 +16,7 @@ from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.errors import ConfigError, ModelError
 from lockstep.models.export import export_hf
 from lockstep.models.load import LoadedModel, load_model
+from lockstep.models.scalar import HeadKind
 from lockstep.models.source import kept_buffers
 
 CPU = torch.device("cpu")
@@ -173,9 +174,37 @@ def test_an_index_cannot_point_outside_the_folder(folder: Path) -> None:
         load(folder, materialize=False)
 
 
-def test_lora_needs_the_weights() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora"):
-        load("shape:tiny-llama", materialize=False, lora=LoraConfig())
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("head", ["logits", "scalar"])
+def test_adapters_are_those_of_a_module_with_weights(shape: str, head: HeadKind) -> None:
+    """Names, what is trained, ties, and every value, the adapters' random ones included."""
+    pytest.importorskip("peft")
+    lora = LoraConfig(rank=4, target_modules=("all-linear",))
+    config = ModelConfig(name=f"shape:{shape}", dtype="bfloat16", lora=lora, seed=3)
+    state = torch.random.get_rng_state()
+    whole = load_model(config, attention="sdpa", device=CPU, head=head)
+    bare = load_model(config, attention="sdpa", device=CPU, head=head, materialize=False)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert bare.source is not None
+    expected = dict(whole.module.named_parameters())
+    found = dict(bare.module.named_parameters())
+    assert list(found) == list(expected) and all(p.is_meta for p in found.values())
+    assert {n for n, p in found.items() if p.requires_grad} == {
+        n for n in expected if ".lora_" in n or n == "score.weight"
+    }
+    for name, values in expected.items():
+        assert found[name].requires_grad == values.requires_grad
+        assert (found[name].shape, found[name].dtype) == (values.shape, values.dtype)
+        assert torch.equal(bare.source.read(name, device=CPU), values)
+        part = bare.source.read_part(name, dim=values.ndim - 1, start=1, stop=3, device=CPU)
+        assert torch.equal(part, values[..., 1:3])
+
+
+def test_adapters_of_an_embedding_are_refused_where_weights_are_sharded() -> None:
+    pytest.importorskip("peft")
+    lora = LoraConfig(rank=4, target_modules=("embed_tokens",))
+    with pytest.raises(ConfigError, match=r"is not beside a linear module.*choose of \['down_proj'"):
+        load("shape:tiny-llama", materialize=False, lora=lora)
 
 
 def test_modules_made_later_have_their_weights() -> None:

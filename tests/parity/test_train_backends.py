@@ -35,6 +35,7 @@ SHARED = Run(algorithm="grpo", optimizer="sgd", layout="shared", steps=5)
 COMPILED = Run(algorithm="sft", optimizer="sgd", execution="compile", steps=5)
 JOINT = Run(algorithm="sft", optimizer="sgd", execution="joint", steps=5)
 JOINT_BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16", execution="joint", steps=5)
+LORA = Run(algorithm="grpo", optimizer="sgd", lora=True, steps=5)
 EVERY = (*FLOAT32, BF16)
 BOTH = (SFT_SGD, GRPO_ADAMW, BF16)
 """Each loss and each optimizer once, where another stack of the launch is trained on every pair."""
@@ -42,15 +43,15 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
     "fsdp2 on 2": (
         2,
         [
-            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, SHARED, COMPILED, JOINT, JOINT_BF16)),
-            ("fsdp2:tp2", (*BOTH, JOINT)),
-            ("fsdp2:ring2", BOTH),
+            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, SHARED, COMPILED, JOINT, JOINT_BF16, LORA)),
+            ("fsdp2:tp2", (*BOTH, JOINT, LORA)),
+            ("fsdp2:ring2", (*BOTH, LORA)),
         ],
     ),
     "fsdp2 on 4": (
         4,
         [
-            ("fsdp2:tp2+ring2", EVERY),
+            ("fsdp2:tp2+ring2", (*EVERY, LORA)),
             ("fsdp2:tp2", (SFT_SGD, GRPO_ADAMW)),
             ("fsdp2:ring2", (SFT_SGD, GRPO_ADAMW)),
         ],
@@ -60,7 +61,7 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
         [
             ("deepspeed:zero1", (*BOTH, JOINT)),
             ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16, SHARED, JOINT, JOINT_BF16)),
-            ("deepspeed:zero3", BOTH),
+            ("deepspeed:zero3", (*BOTH, LORA)),
         ],
     ),
 }
@@ -148,9 +149,10 @@ def test_a_stack_trains_as_local_does(results: Any, name: str, stack: str, run: 
             assert seen["loss"] < 1e-2 and seen["logprobs"] < 1e-2, seen
             continue
         assert run.steps < STEPS or falls(seen["losses"]), seen["losses"]
-        bound = BOUNDS[run.optimizer]
+        bound = 3e-6 if run.lora else BOUNDS[run.optimizer]
         assert seen["loss"] < bound and seen["norm"] < bound and seen["logprobs"] < bound, seen
-        assert seen["first gradients"] < 1e-4 and seen["last gradients"] < 1e-4, seen
+        of_gradients = 3e-6 if run.lora else 1e-4
+        assert seen["first gradients"] < of_gradients and seen["last gradients"] < of_gradients, seen
 
 
 def falls(losses: list[float]) -> bool:

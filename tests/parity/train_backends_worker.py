@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lockstep.config.model import ModelConfig
+from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.lab.replay.losses import token_loss
 from lockstep.lab.train_parity.inputs import make_inputs
@@ -50,6 +50,7 @@ class Run:
     layout: str = "packed"
     execution: str = "eager"
     steps: int = STEPS
+    lora: bool = False
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ def build(run: Run, stack: str, **more: Any) -> Any:
     }
     kind = BACKENDS.load(settings["backend"])
     model = load_model(
-        ModelConfig(name=MODEL, dtype=run.dtype),
+        ModelConfig(name=MODEL, dtype=run.dtype, lora=LoraConfig(rank=4) if run.lora else None),
         attention="sdpa",
         device=torch.device("cpu"),
         materialize=not kind.shards_weights,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.algorithms.value_loss import ValueLoss
-from lockstep.config.model import ModelConfig
+from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import LoadedModel, load_model
 from lockstep.models.scalar import HeadKind
@@ -65,11 +65,51 @@ class Collectives(TorchDispatchMode):
 
 
 def load(
-    *, dtype: str = "float32", shape: str = "tiny-llama", weights: bool = True, head: HeadKind = "logits"
+    *,
+    dtype: str = "float32",
+    shape: str = "tiny-llama",
+    weights: bool = True,
+    head: HeadKind = "logits",
+    lora: LoraConfig | None = None,
 ) -> LoadedModel:
-    config = ModelConfig(name=f"shape:{shape}", dtype=dtype)
+    """With LoRA, B is not 0: the first step has gradients of A too."""
+    config = ModelConfig(name=f"shape:{shape}", dtype=dtype, lora=lora)
     device = torch.device("cpu")
-    return load_model(config, attention="sdpa", device=device, materialize=weights, head=head)
+    model = load_model(config, attention="sdpa", device=device, materialize=weights, head=head)
+    if lora is None:
+        return model
+    if model.source is not None:
+        return dataclasses.replace(model, source=TrainedAdapters(model.source))
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(adapter_of(name, parameter))
+    return model
+
+
+def adapter_of(name: str, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return (0.05 * torch.randn(like.shape, generator=generator)).to(like.dtype)
+
+
+@dataclasses.dataclass
+class TrainedAdapters:
+    """A WeightSource whose B are not 0."""
+
+    base: Any
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def read(self, name: str, *, device: torch.device) -> Tensor:
+        values = self.base.read(name, device=device)
+        return adapter_of(name, values) if ".lora_B." in name else values
+
+    def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+        if ".lora_B." in name:
+            return self.read(name, device=device).narrow(dim, start, stop - start)
+        return self.base.read_part(name, dim=dim, start=start, stop=stop, device=device)
 
 
 def settings(**train: Any) -> TrainConfig:
@@ -83,6 +123,7 @@ def pair(
     total_steps: int = 10,
     ref: bool = False,
     head: HeadKind = "logits",
+    lora: LoraConfig | None = None,
     **train: Any,
 ) -> tuple[LocalBackend, FSDP2Backend]:
     config = settings(**train)
@@ -95,9 +136,9 @@ def pair(
             "parameter_device": "model",
         }
     )
-    whole = load(dtype=dtype, shape=shape, head=head)
+    whole = load(dtype=dtype, shape=shape, head=head, lora=lora)
     local = LocalBackend(alone, model=whole, total_steps=total_steps, ref=ref)
-    model = load(dtype=dtype, shape=shape, weights=False, head=head)
+    model = load(dtype=dtype, shape=shape, weights=False, head=head, lora=lora)
     return local, FSDP2Backend(config, model=model, total_steps=total_steps, ref=ref)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import fsdp2_faults
+import fsdp2_lora
 import torch
 import torch.distributed as dist
 from fsdp2_tools import (
@@ -328,7 +329,7 @@ RANKS: list[RankContext] = []
 """That of this process, once it has connected."""
 CHECKS = {
     name.removeprefix("check_"): check
-    for name, check in (vars(fsdp2_faults) | dict(globals())).items()
+    for name, check in (vars(fsdp2_faults) | vars(fsdp2_lora) | dict(globals())).items()
     if name.startswith("check_")
 }
 

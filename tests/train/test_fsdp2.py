@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.model import LoraConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.train.fsdp2.backend import FSDP2Backend
@@ -60,6 +59,18 @@ TWO = (
     "deadlines",
     "hf_plan",
     "export",
+    "lora",
+    "lora_tp",
+    "lora_ring",
+    "lora_checkpointing",
+    "lora_offloaded",
+    "lora_optimizer_on_host",
+    "lora_compiled",
+    "lora_joint",
+    "lora_value",
+    "lora_value_tp",
+    "lora_ref",
+    "lora_state",
 )
 FOUR = (
     "preferences",
@@ -71,6 +82,9 @@ FOUR = (
     "not_finite_tp",
     "sharded_start_tp",
     "hf_plan_refused",
+    "lora",
+    "lora_ring_tp",
+    "lora_value",
 )
 
 Results = dict[str, list[dict[str, Any]]]
@@ -152,13 +166,6 @@ def test_sizes_that_do_not_divide_are_named() -> None:
 def test_what_it_does_not_have_is_refused(tiny_model: Any, train: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FSDP2Backend(TrainConfig(**train), model=tiny_model(), total_steps=1)
-
-
-def test_lora_is_refused(tiny_model: Any) -> None:
-    pytest.importorskip("peft")
-    model = tiny_model(lora=LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj",)))
-    with pytest.raises(ConfigError, match=r"model.lora is not available"):
-        FSDP2Backend(TrainConfig(), model=model, total_steps=1)
 
 
 def test_one_process_and_a_module_with_weights(

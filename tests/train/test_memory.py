@@ -2,7 +2,7 @@ import dataclasses
 
 import torch
 
-from lockstep.config.model import ModelConfig
+from lockstep.config.model import LoraConfig, ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.models.load import load_model
 from lockstep.models.memory import planned_shape
@@ -45,9 +45,11 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others() -> None:
     assert whole - less == 1024 * (15 * layer - 16 * 2 * 2048)
 
 
-def rank_parts(parallelism: Parallelism, micro_batches: int = 4, **train: object) -> dict[str, int]:
+def rank_parts(
+    parallelism: Parallelism, micro_batches: int = 4, lora: LoraConfig | None = None, **train: object
+) -> dict[str, int]:
     """On the device, of one rank, for llama-3.2-1b in bfloat16."""
-    shape = planned_shape(ModelConfig(name="shape:llama-3.2-1b"), dtype=torch.bfloat16)
+    shape = planned_shape(ModelConfig(name="shape:llama-3.2-1b", lora=lora), dtype=torch.bfloat16)
     step = StepSize(
         tokens=1024, micro_batches=micro_batches, device="cuda", parallelism=parallelism, ref=True
     )
@@ -83,6 +85,19 @@ def test_a_rank_of_fsdp2_by_hand() -> None:
     assert "parameters, this rank's" not in rank_parts(
         Parallelism(ranks=4), backend="fsdp2", parameter_device="cpu"
     )
+
+
+def test_adapters_on_a_rank_of_fsdp2_by_hand() -> None:
+    """Of a rank of 16: q and o 2 * (2048 + 2048), k and v 2 * (2048 + 512), gate, up and down
+    3 * (2048 + 8192)."""
+    adapters = 16 * 16 * (2 * 4096 + 2 * 2560 + 3 * 10240)
+    four = rank_parts(Parallelism(ranks=4), backend="fsdp2", lora=LoraConfig(rank=16))
+    assert four["parameters, this rank's"] == (2 * COUNT + 4 * adapters) / 4
+    assert four["optimizer states"] == 2 * four["gradients"] == 2 * adapters
+    assert "reference model, this rank's" not in four
+    assert four["gradients that are reduced at once"] == 4 * adapters / 16
+    more = rank_parts(Parallelism(ranks=4), 5, backend="fsdp2", lora=LoraConfig(rank=16))
+    assert more["gradients between micro-batches, whole, in float32"] == 4 * adapters
 
 
 def test_tensor_parallel_and_ring_attention_split_what_they_split() -> None:

@@ -165,9 +165,17 @@ def test_the_plan_of_transformers_is_for_tensor_parallel_alone() -> None:
         resolve_tp_plan("hf", tp=2, others=2)
 
 
-def test_lora_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora"):
-        tensor_parallel_plan(tiny("shape:tiny-llama", lora=LoraConfig()), size=2)
+@pytest.mark.parametrize("plan", ["hf", "lockstep"])
+def test_an_adapter_is_split_as_the_matrix_beside_it(plan: str) -> None:
+    pytest.importorskip("peft")
+    found = tensor_parallel_plan(tiny("shape:tiny-llama", lora=LoraConfig()), size=2, plan=plan)
+    layer, a, b = "model.layers.1.", ".lora_A.default.weight", ".lora_B.default.weight"
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"):
+        assert found[f"{layer}{name}.base_layer.weight"] == found[layer + name + b] == Split(0)
+        assert found[layer + name + a] == Replicated(summed=True)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        assert found[f"{layer}{name}.base_layer.weight"] == found[layer + name + a] == Split(1)
+        assert found[layer + name + b] == Replicated()
 
 
 def test_parts_follow_each_other_and_differ_by_one_at_most() -> None:

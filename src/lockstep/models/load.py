@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.initialization import no_init_weights
 
 from lockstep.config.model import ModelConfig
-from lockstep.errors import ConfigError, ModelError
+from lockstep.errors import ModelError
 from lockstep.models import bundled, lora, shapes
 from lockstep.models.architectures import SUPPORTED, check_architecture
 from lockstep.models.causal_lm import causal_lm, text_config
@@ -110,13 +110,8 @@ def load_model(
     Raises:
         ModelError: the model cannot be found or read, has weights missing, is not supported, or fails the
             proof of lockstep.models.admission.
-        ConfigError: model.lora is set and peft is missing, or materialize is False.
+        ConfigError: model.lora is set and peft is missing, or its target_modules do not fit the model.
     """
-    if config.lora is not None and not materialize:
-        raise ConfigError(
-            "model.lora is not supported by backends that shard weights (fsdp2); train adapters with "
-            "train.backend = 'local', or without model.lora"
-        )
     from lockstep.models.admission import admit  # lazy: `lockstep plan` and `doctor` need no kernels
 
     dtype = resolve_dtype(config.dtype, device)
@@ -149,7 +144,10 @@ def load_model(
             )
             source = folder_source(folder, module, config=config, device=device)
     if config.lora is not None:
-        lora.add_lora(module, config.lora, seed=config.seed)
+        if source is None:
+            lora.add_lora(module, config.lora, seed=config.seed)
+        else:
+            source = lora.add_lora_without_weights(module, config.lora, seed=config.seed, source=source)
     eos = _eos_token_ids(module, tokenizer)
     return LoadedModel(
         module=module,

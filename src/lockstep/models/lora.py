@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,15 @@ from lockstep.config.model import LoraConfig
 from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.scalar import scalar_head
+from lockstep.models.source import WeightSource
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 _ADAPTER = "default"
+_BASE = ".base_layer."
+_LORA = ".lora_"
+_KINDS: tuple[Literal["A", "B"], ...] = ("A", "B")
 
 
 def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
@@ -54,6 +58,87 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
             ) from error
     if (scores := scalar_head(module)) is not None:  # a fresh one has everything to learn
         scores.requires_grad_(True)
+
+
+def add_lora_without_weights(
+    module: nn.Module, config: LoraConfig, *, seed: int, source: WeightSource
+) -> WeightSource:
+    """Put LoRA layers into a module whose Parameters are on the meta device; returns the source of its
+    weights and of the adapters, those that `add_lora` would have made. Adapters are small: all of them stay
+    in host memory.
+
+    Args:
+        source: of the weights of the module as it was.
+
+    Raises:
+        ConfigError: see `add_lora`; or `target_modules` names a module that is no linear.
+    """
+    own = {part: part.weight for part in module.modules() if isinstance(part, nn.Linear)}
+    for part, weight in own.items():  # peft makes an adapter beside the weight; these have no memory
+        stand_in = torch.empty((), dtype=weight.dtype).expand(weight.shape)
+        part.weight = nn.Parameter(stand_in, requires_grad=weight.requires_grad)
+    try:
+        add_lora(module, config, seed=seed)
+    finally:
+        for part, weight in own.items():
+            weight.requires_grad_(part.weight.requires_grad)
+            part.weight = weight
+    adapters: dict[str, Tensor] = {}
+    for name, parameter in list(module.named_parameters()):
+        if _LORA in name:
+            adapters[name] = parameter.detach()
+            path, _, kind = name.rpartition(".")
+            empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            module.get_submodule(path)._parameters[kind] = empty
+    if lost := [name for name, values in adapters.items() if values.is_meta]:
+        raise ConfigError(
+            f"model.lora.target_modules = {list(config.target_modules)}: {lost[0]!r} is not beside a linear "
+            f"module, and a backend that shards weights adapts no others; choose of {_linear_names(module)}"
+        )
+    return _AdaptedSource(source, adapters)
+
+
+class _AdaptedSource:
+    """A WeightSource of a module with LoRA layers."""
+
+    def __init__(self, base: WeightSource, adapters: Mapping[str, Tensor]) -> None:
+        self._base, self._adapters, self.device = base, adapters, base.device
+
+    def read(self, name: str, *, device: torch.device) -> Tensor:
+        """See WeightSource."""
+        if name in self._adapters:
+            return self._adapters[name].to(device, copy=True)
+        return self._base.read(base_name(name), device=device)
+
+    def read_part(self, name: str, *, dim: int, start: int, stop: int, device: torch.device) -> Tensor:
+        """See WeightSource."""
+        if name in self._adapters:
+            return self._adapters[name].narrow(dim, start, stop - start).to(device, copy=True)
+        return self._base.read_part(base_name(name), dim=dim, start=start, stop=stop, device=device)
+
+
+def base_name(name: str) -> str:
+    """Return the name that a weight has in a module without LoRA layers."""
+    return name.replace(_BASE, ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a Parameter of this name is an adapter's."""
+    return _LORA in name
+
+
+def adapter_place(path: str) -> tuple[str, Literal["A", "B"] | None]:
+    """Return the path of the linear that a module with Parameters is, or is beside, in a module without LoRA
+    layers, and which of its adapters it is (None: the linear itself).
+
+    Example:
+        >>> adapter_place("model.layers.0.mlp.up_proj.lora_A.default")
+        ('model.layers.0.mlp.up_proj', 'A')
+    """
+    for kind in _KINDS:
+        if path.endswith(f".lora_{kind}.{_ADAPTER}"):
+            return path.removesuffix(f".lora_{kind}.{_ADAPTER}"), kind
+    return path.removesuffix(_BASE.rstrip(".")), None
 
 
 def has_lora(module: nn.Module) -> bool:
@@ -92,14 +177,36 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """
     merged: dict[str, Tensor] = {}
     for name, tensor in module.state_dict().items():
-        if ".lora_" not in name:
-            merged[name.replace(".base_layer.", ".")] = tensor
+        if not is_adapter(name):
+            merged[base_name(name)] = tensor
     for path, layer in _lora_layers(module):
         base = cast(nn.Linear, layer.get_base_layer()).weight
         a, b = (cast(nn.Linear, part[_ADAPTER]).weight for part in (layer.lora_A, layer.lora_B))
-        delta = layer.scaling[_ADAPTER] * (b.float() @ a.float())
-        merged[f"{path}.weight"] = (base.float() + delta).to(base.dtype)
+        merged[f"{path}.weight"] = merged_weight(base, a, b, scaling=layer.scaling[_ADAPTER])
     return merged
+
+
+def merged_weight(base: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tensor:
+    """Return base + scaling * b @ a, computed in float32, in the dtype of base.
+
+    Args:
+        base: [outputs, inputs].
+        a: [rank, inputs].
+        b: [outputs, rank].
+    """
+    return (base.float() + scaling * (b.float() @ a.float())).to(base.dtype)
+
+
+def adapted_weights(module: nn.Module) -> dict[str, tuple[str, str, float]]:
+    """Name of each adapted weight, as the module has it -> names of its A and B, and alpha / rank."""
+    return {
+        f"{path}{_BASE}weight": (
+            f"{path}.lora_A.{_ADAPTER}.weight",
+            f"{path}.lora_B.{_ADAPTER}.weight",
+            layer.scaling[_ADAPTER],
+        )
+        for path, layer in _lora_layers(module)
+    }
 
 
 def _lora_layers(module: nn.Module) -> list[tuple[str, LoraLayer]]:
@@ -117,6 +224,6 @@ def _linear_names(module: nn.Module) -> list[str]:
         {
             p.rpartition(".")[2]
             for p, m in module.named_modules()
-            if isinstance(m, nn.Linear) and m is not head
+            if isinstance(m, nn.Linear) and m is not head and not is_adapter(p)
         }
     )

@@ -21,7 +21,14 @@ from lockstep.models.causal_lm import causal_lm, checkpoint_activations
 from lockstep.models.export import export_tensors
 from lockstep.models.forward import Ring, check_ring
 from lockstep.models.load import LoadedModel
-from lockstep.models.lora import has_lora
+from lockstep.models.lora import (
+    adapted_weights,
+    base_name,
+    has_lora,
+    is_adapter,
+    merged_weight,
+    without_lora,
+)
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.packing import ring_shard
@@ -78,7 +85,8 @@ class FSDP2Backend:
         total_steps: optimizer steps of the whole run: where the schedule ends. 0: no step will follow, so
             neither master weights nor optimizer states are allocated.
         temperature: logprobs are of logits divided by it; 0 counts as 1.
-        ref: keep the policy as it is now as frozen reference, sharded likewise, in the compute dtype.
+        ref: keep the policy as it is now as frozen reference: a copy, sharded likewise, in the compute dtype;
+            or with LoRA the base weights.
         spans: times "forward" (loss and gradients of the head included) and "backward" of every micro-batch.
 
     Raises:
@@ -112,13 +120,14 @@ class FSDP2Backend:
         self.contract = contract_of(config, model, self.device)
         self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
         self._static = static_head(config, self.module)
-        frozen = copy.deepcopy(self.module).requires_grad_(False) if ref else None
+        self._lora = has_lora(self.module)
+        frozen = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         decay = {p.name: p.decay for p in trained_parameters(self.module)}
         masters_here = total_steps > 0 and config.optimizer_device == "model"
         watch = self._compile_watch = compile_module(self.module, config)
         self._counting = contextlib.nullcontext if watch is None else watch.counting
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
-        self.ref: Reference | None = None
+        self.ref = Reference(self._score_base) if ref else None
         if frozen is not None:
             compile_module(frozen, config, like=self.module)
             self.ref = Reference(functools.partial(self._score, self._sharded(frozen, stored=model.dtype)))
@@ -163,6 +172,10 @@ class FSDP2Backend:
         """[T] float32 per batch, nats, no grad, 0 where loss_mask is False. Raises TrainError: out of memory,
         or the ranks were not given the same batches."""
         return self._score(self._policy, batches)
+
+    def _score_base(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        with without_lora(self.module):
+            return self._score(self._policy, batches)
 
     def _score(self, sharded: ShardedModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
         require_same_batches(batches, group=self.mesh.world, device=self.device)
@@ -396,8 +409,8 @@ class FSDP2Backend:
     # --- weights --------------------------------------------------------------------------------------------
 
     def weights(self, *, policy_version: int) -> WeightUpdate:
-        """The current weights in the compute dtype. Its `tensors` are gathered one at a time, by all ranks
-        together; each rank gets all of them."""
+        """The current weights in the compute dtype, LoRA merged. Its `tensors` are gathered one at a time, by
+        all ranks together; each rank gets all of them."""
         return WeightUpdate(policy_version=policy_version, tensors=self._whole_weights)
 
     @torch.no_grad()
@@ -406,11 +419,21 @@ class FSDP2Backend:
         names: dict[str, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(first[id(parameter)], []).append(name)
+        adapted = adapted_weights(self.module)
         for own, aliases in names.items():
-            whole = self._policy.whole(own, self._policy.local(own).to(self.model.dtype))
+            if is_adapter(own):
+                continue
+            whole = self._whole_weight(own)
+            if own in adapted:
+                a, b, scaling = adapted[own]
+                whole = merged_weight(whole, self._whole_weight(a), self._whole_weight(b), scaling=scaling)
             for name in aliases:
-                yield name, whole
+                yield base_name(name), whole
         yield from self._policy.persistent_buffers().items()
+
+    def _whole_weight(self, name: str) -> Tensor:
+        """In the compute dtype, on every rank; collective."""
+        return self._policy.whole(name, self._policy.local(name).to(self.model.dtype))
 
     def save(self, directory: Path, *, background: bool = False) -> FinishSave:
         """Save everything that decides how training goes on into an existing empty directory (see
@@ -424,7 +447,7 @@ class FSDP2Backend:
             raise step_errors.save_amid_step()
         return save_state(
             directory,
-            parts=ShardedState(self._policy, self._optimizer_or_none),
+            parts=self._state(),
             progress=self._progress(),
             layout=self._layout(),
             background=background,
@@ -442,7 +465,7 @@ class FSDP2Backend:
         """
         restored = load_state(
             directory,
-            parts=ShardedState(self._policy, self._optimizer_or_none),
+            parts=self._state(),
             progress=self._progress(),
             layout=self._layout(),
             verified=verified,
@@ -450,17 +473,24 @@ class FSDP2Backend:
         self.drop_gradients()
         self.steps_done = restored["step"]
 
+    def _state(self) -> ShardedState:
+        return ShardedState(self._policy, self._optimizer_or_none, trained_only=self._lora)
+
     def _progress(self) -> dict[str, Any]:
         return train_progress(
-            self.config, steps_done=self.steps_done, total_steps=self.total_steps, dtype=self.model.dtype
+            self.config,
+            steps_done=self.steps_done,
+            total_steps=self.total_steps,
+            dtype=self.model.dtype,
+            lora=self._lora,
         )
 
     def _layout(self) -> Layout:
         return Layout(backend="fsdp2", mesh=self.mesh.sizes, stream=self.mesh.shard_rank)
 
     def export(self, directory: Path) -> None:
-        """Write a Hugging Face folder that from_pretrained loads with all keys matched, written by rank 0 as
-        the weights are gathered. Raises ModelError, on every rank."""
+        """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0
+        writes as the weights are gathered. Raises ModelError, on every rank."""
         export_tensors(
             self.module,
             self._whole_weights(),
@@ -486,9 +516,4 @@ def _refuse_impossible(config: TrainConfig, model: LoadedModel) -> None:
             "train.optimizer = 'adamw8bit' is not available with train.backend = 'fsdp2': its blocks of "
             "8-bit codes would lie across the ranks' shards; set 'adamw', and train.optimizer_device = 'cpu' "
             "for memory"
-        )
-    if has_lora(model.module):
-        raise ConfigError(
-            "model.lora is not available with train.backend = 'fsdp2'; set train.backend = 'local', or train "
-            "all weights"
         )

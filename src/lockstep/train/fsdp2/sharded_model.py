@@ -48,7 +48,7 @@ class ShardedModel:
         model: where its weights come from, if it has none, and its compute dtype, in which layers are
             gathered and run.
         config: reshard_after_forward, parameter_device, execution, tp_plan and what LossModule reads.
-        stored: dtype of the shards.
+        stored: dtype of the shards of what is trained; frozen weights have the compute dtype.
         temperature: of logprobs.
 
     Raises:
@@ -83,10 +83,10 @@ class ShardedModel:
         self._reshards = config.reshard_after_forward
         meta = next(self.module.parameters()).is_meta
         if meta:
-            _retype(self.module, stored)
+            _retype(self.module, stored, frozen=model.dtype)
         else:
             for parameter in self.module.parameters():  # not Module.to: rotary tables stay float32
-                parameter.data = parameter.data.to(stored)
+                parameter.data = parameter.data.to(stored if parameter.requires_grad else model.dtype)
         self._shard(config, stored)
         if meta:
             self._materialize(model.source)
@@ -290,17 +290,18 @@ def device_of(module: nn.Module) -> torch.device:
     return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
 
-def _retype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the Parameters by others on the meta device; the old ones belong to a WeightSource, which
-    relies on their dtype."""
+def _retype(module: nn.Module, dtype: torch.dtype, *, frozen: torch.dtype) -> None:
+    """Replace the Parameters by others on the meta device, those without gradients in `frozen`; the old ones
+    belong to a WeightSource, which relies on their dtype."""
     retyped: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():
             if parameter is None:
                 continue
             if parameter not in retyped:
+                own = dtype if parameter.requires_grad else frozen
                 retyped[parameter] = nn.Parameter(
-                    torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad
+                    torch.empty_like(parameter, dtype=own), requires_grad=parameter.requires_grad
                 )
             part._parameters[key] = retyped[parameter]
 

@@ -21,11 +21,16 @@ class ShardedState:
 
     Args:
         optimizer: None: the backend has none.
+        trained_only: leave frozen weights and buffers out (LoRA).
     """
 
-    def __init__(self, policy: ShardedModel, optimizer: MasterOptimizer | None) -> None:
-        self._policy, self._optimizer = policy, optimizer
-        self._buffers = policy.persistent_buffers()
+    def __init__(
+        self, policy: ShardedModel, optimizer: MasterOptimizer | None, *, trained_only: bool
+    ) -> None:
+        self._policy = policy
+        parameters = policy.parameters.items()
+        self._weights = [name for name, p in parameters if p.requires_grad or not trained_only]
+        self._buffers = {} if trained_only else policy.persistent_buffers()
         self._masters: dict[str, Tensor] = {}
         self._state: dict[str, Tensor] = {}
         if optimizer is not None:
@@ -42,9 +47,7 @@ class ShardedState:
     def tensors(self) -> Mapping[str, TensorMeta]:
         """See TensorParts."""
         policy = self._policy
-        tensors = {
-            MODEL + name: TensorMeta(policy.whole_shape(name), policy.dtype) for name in policy.parameters
-        }
+        tensors = {MODEL + name: TensorMeta(policy.whole_shape(name), policy.dtype) for name in self._weights}
         tensors |= {MODEL + n: TensorMeta(tuple(b.shape), b.dtype) for n, b in self._buffers.items()}
         if self._lists_masters:
             tensors |= {

@@ -14,9 +14,10 @@ Source: Megatron-LM (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.models.causal_lm import causal_lm, text_config
-from lockstep.models.lora import has_lora
+from lockstep.models.lora import adapter_place, is_adapter
 from lockstep.models.source import aliases
 from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.train.fsdp2.tensor_parallel_modules import RowParallelLinear, VocabLookup, share_input
@@ -138,13 +139,9 @@ def tensor_parallel_plan(
             rank, unless it is tied to a head that is split. auto and lockstep split all matrices.
 
     Raises:
-        ConfigError: sizes that do not divide, LoRA, or a module or style that is not known.
+        ConfigError: sizes that do not divide, or a module or style that is not known.
     """
     check_tensor_parallel_size(text_config(module), size)
-    if has_lora(module):
-        raise ConfigError(
-            f"train.tp = {size} with model.lora is not supported: adapters are not split; set train.tp = 1"
-        )
     by_module = _hf_modules(module) if plan == "hf" else _lockstep_modules(module)
     splits: dict[str, Split | Replicated] = {}
     for alias, name in aliases(module).items():
@@ -162,7 +159,23 @@ def _with_parameters(module: nn.Module) -> list[str]:
 
 def _lockstep_modules(module: nn.Module) -> dict[str, Split | Replicated]:
     """Path of every module with Parameters of its own -> how they are split, by our plan."""
-    return {path: _lookup(path, _LOCKSTEP) for path in _with_parameters(module)}
+    how_of = functools.partial(_lookup, plan=_LOCKSTEP)
+    return {path: _adapted(path, how_of) for path in _with_parameters(module)}
+
+
+def _adapted(path: str, how_of: Callable[[str], Split | Replicated]) -> Split | Replicated:
+    """How a module is split, given how the linears of a module without LoRA layers are.
+
+    B A is split as the matrix that it is added to: B by outputs, or A by inputs. The other factor is on every
+    rank. An A whose outputs go into parts of B has a gradient of these parts only.
+    """
+    place, adapter = adapter_place(path)
+    how = how_of(place)
+    if adapter is None or isinstance(how, Replicated):
+        return how
+    if how == _BY_OUTPUTS:
+        return Replicated(summed=True) if adapter == "A" else how
+    return how if adapter == "A" else Replicated()
 
 
 def _lookup(path: str, plan: Plan) -> Split | Replicated:
@@ -187,24 +200,28 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
         )
     splits: dict[str, Split | Replicated] = {}
     for path in _with_parameters(module):
-        pattern = re.sub(r"\.\d+\.", ".*.", path)
-        style = styles.get(pattern, "replicate")
-        if style not in _HF_STYLES:
-            raise ConfigError(
-                f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which is not known "
-                f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'"
-            )
-        ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
-        if how == Replicated() and ours == Replicated(summed=True):
-            how = ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
-        elif how not in (ours, Replicated()):
-            raise ConfigError(
-                f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which does not fit "
-                "the code here; set train.tp_plan = 'lockstep'"
-            )
-        splits[path] = how
-    _check_blocks(splits)
+        splits[path] = _adapted(path, functools.partial(_hf_style, styles=styles))
+    _check_blocks({adapter_place(path)[0]: how for path, how in splits.items() if not is_adapter(path)})
     return splits
+
+
+def _hf_style(path: str, styles: Mapping[str, str]) -> Split | Replicated:
+    """How a module is split by transformers' styles, pattern of paths -> style. Raises ConfigError."""
+    style = styles.get(re.sub(r"\.\d+\.", ".*.", path), "replicate")
+    if style not in _HF_STYLES:
+        raise ConfigError(
+            f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which is not known "
+            f"here; known: {', '.join(_HF_STYLES)}. Set train.tp_plan = 'lockstep'"
+        )
+    ours, how = _lookup(path, _LOCKSTEP), _HF_STYLES[style]
+    if how == Replicated() and ours == Replicated(summed=True):
+        return ours  # transformers 5.17 leaves q_norm and k_norm out, whose gradients are partial
+    if how not in (ours, Replicated()):
+        raise ConfigError(
+            f"train.tp_plan = 'hf': transformers wants {path!r} in style {style!r}, which does not fit "
+            "the code here; set train.tp_plan = 'lockstep'"
+        )
+    return how
 
 
 def _check_blocks(by_module: Plan) -> None:
@@ -360,6 +377,8 @@ def _parents(split: Mapping[str, Split], model: Any) -> Sequence[str]:
     ends = {path for path, part in model.named_modules() if part is model.get_output_embeddings()}
     ends |= {path for path, part in model.named_modules() if part is model.get_input_embeddings()}
     parents = (
-        path.rpartition(".")[0] for path, how in split.items() if how == _BY_OUTPUTS and path not in ends
+        adapter_place(path)[0].rpartition(".")[0]
+        for path, how in split.items()
+        if how == _BY_OUTPUTS and path not in ends and adapter_place(path)[1] is None
     )
     return list(dict.fromkeys(parents))
