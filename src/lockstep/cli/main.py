@@ -38,6 +38,7 @@ COMMANDS = {
     "generate": "samples of many prompts, into a file that a later command goes on with",
     "score": "rewards of samples in a file, by a reward function or a reward model",
     "select": "scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs)",
+    "hang": "why a run makes no progress: who waits for whom, in which collective, at which line",
     "support": "the table of what may be combined, and where it is tested",
 }
 """Command -> one line of help; the module is lockstep.cli.COMMAND, with main(argv) -> exit status."""

@@ -29,6 +29,7 @@ from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.text import echo
+from lockstep.ranks.environment import WAIT_SECONDS
 from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
         timeout=None,
         log_dir=folder / "logs" / "ranks" / started,
         graceful=True,
+        watch=command.rank_timeout or WAIT_SECONDS,
     )
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
         resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"

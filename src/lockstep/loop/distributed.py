@@ -25,11 +25,9 @@ from lockstep.config.run import RunConfig, check_ranks
 from lockstep.observe.files import write_atomic
 from lockstep.observe.run_dir import FollowedRunDir, RunDir, new_path
 from lockstep.ranks.context import RankContext, init_ranks
+from lockstep.ranks.environment import BACKSTOP_SECONDS, FLIGHT_DIR, WAIT_SECONDS
 from lockstep.ranks.launch import in_launcher
 from lockstep.version import __version__
-
-WAIT_SECONDS = 1800.0
-"""How long a rank waits for another unless set otherwise; long enough for slow rewards."""
 
 
 @contextlib.contextmanager
@@ -54,7 +52,8 @@ def connect_ranks(
         device = run.train.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        with init_ranks(device=device, seconds=seconds or WAIT_SECONDS) as context:
+        deadline = (seconds or WAIT_SECONDS) + (BACKSTOP_SECONDS if FLIGHT_DIR in os.environ else 0.0)
+        with init_ranks(device=device, seconds=deadline) as context:
             yield context
     else:
         check_ranks(run, 1)

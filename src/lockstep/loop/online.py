@@ -73,7 +73,7 @@ def train_online(
         parts = build_online(
             run,
             rewards=rewards,
-            on_progress=session.display.progress,
+            on_progress=session.progress,
             ranks=ranks,
             work_dir=session.dir.path / "engine",
             hold_out=hold_out,

@@ -29,6 +29,7 @@ from lockstep.loop.distributed import (
 from lockstep.loop.first_step_gap import gap_complaint
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.models.load import LoadedModel
+from lockstep.observe import flight
 from lockstep.observe.display import Display
 from lockstep.observe.memory import memory_metrics
 from lockstep.observe.metrics import MetricsLog
@@ -38,7 +39,7 @@ from lockstep.observe.run_log import RunLog
 from lockstep.observe.spans import Spans
 from lockstep.observe.text import printable
 from lockstep.protocols import Saved, TrainBackend
-from lockstep.ranks.context import RankContext, RankError
+from lockstep.ranks.context import RankContext, RankError, record
 from lockstep.ranks.guard import Desync, Guard
 from lockstep.recording.recorder import Recorder, RecorderSettings
 from lockstep.schema.recording import RecordingHeader
@@ -80,7 +81,7 @@ class Session:
             total_steps=run.steps,
             mode=run.log.display if self.ranks.is_first else "off",
         )
-        self.spans = Spans(on_change=self.display.phase)
+        self.spans = Spans(on_change=self._phase)
         self.dir = open_run_dir(run, self.ranks, resume=resume)
         self._log: RunLog | None = None
         """Set in `__enter__`: a resume that is refused leaves the folder as it was."""
@@ -108,6 +109,15 @@ class Session:
         except BaseException:
             self.dir.close()
             raise
+
+    def _phase(self, spans: tuple[str, ...]) -> None:
+        self.display.phase(spans)
+        flight.note(phase=spans[-1] if spans else "loop")
+
+    def progress(self, done: int, total: int) -> None:
+        """Show the number of completions finished in the current generation."""
+        self.display.progress(done, total)
+        flight.note(completions=[done, total])
 
     def _restore_state(self, checkpoint: int | None) -> Path | None:
         """The checkpoint to go on from, whose run_state becomes this one's; None: the run begins again."""
@@ -149,6 +159,10 @@ class Session:
             self.dir.close()
             raise
         self._logging.callback(self._log.close)
+        if flight.current() is None:
+            self._logging.callback(flight.stop)
+            record(self.dir.logs / "flight", rank=self.ranks.rank, world_size=self.ranks.world_size)
+        flight.note(phase="start", run_dir=str(self.dir.path))
         self._logging.enter_context(self._log.records())
         self._log.line(_log_header(self.ranks, resumed=self._resumed))
         self._interrupt.__enter__()
@@ -425,6 +439,7 @@ class Session:
         """Start step `step`, which counts from 0."""
         self._checkpoints.poll()
         self.ranks.at("sampling and training", step=step)
+        flight.note(step=step, phase="loop", micro_batch=None, inputs=None, completions=None)
         self.display.begin(step)
         for recorder in self._recorders.values():
             recorder.begin_step(step)
@@ -598,6 +613,7 @@ class Session:
             "eval_after": evaluations.get("after"),
             **extra,
         }
+        flight.note(phase=outcome)
         if self._log is not None:
             self._log.line(f"{outcome} after {summary['wall_seconds']} s")
         if after is not None and self._resumed and self._metrics is None:

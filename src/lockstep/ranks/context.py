@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -33,9 +34,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from lockstep import errors
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.observe import flight
+from lockstep.observe.files import file_errors
 from lockstep.observe.text import echo
 from lockstep.ranks import rendezvous
-from lockstep.ranks.environment import LAUNCHER_PID
+from lockstep.ranks.collectives import record_collectives
+from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID
 from lockstep.ranks.launch import ERROR_KEY, POSITION_KEY, leave
 from lockstep.ranks.objects import (
     broadcast_object,
@@ -245,11 +249,12 @@ class RankContext:
             except BaseException as raised:  # raised again below, in the thread that waits
                 ended.put((None, raised))
 
-        threading.Thread(target=run, name=what, daemon=True).start()
-        while True:  # in steps: a signal that comes right before a wait is only seen at its end
-            with contextlib.suppress(queue.Empty):
-                result, error = ended.get(timeout=_LISTEN_SECONDS)
-                break
+        with flight.purpose(what):
+            threading.Thread(target=run, name=what, daemon=True).start()
+            while True:  # in steps: a signal that comes right before a wait is only seen at its end
+                with contextlib.suppress(queue.Empty):
+                    result, error = ended.get(timeout=_LISTEN_SECONDS)
+                    break
         if error is None:
             return cast(T, result)
         if isinstance(error, RankError):
@@ -299,6 +304,7 @@ class RankContext:
             sys.excepthook = _leave_after(sys.excepthook)
         else:
             dist.destroy_process_group()
+            flight.stop()
 
 
 def _leave_after(hook: Callable[..., object]) -> Callable[..., object]:
@@ -359,6 +365,8 @@ def init_ranks(
     rank, world_size, local_rank = (_number(environ, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not 0 <= rank < world_size:
         raise ConfigError(f"RANK = {rank} is not one of WORLD_SIZE = {world_size} ranks")
+    if FLIGHT_DIR in environ:
+        record(Path(environ[FLIGHT_DIR]), rank=rank, world_size=world_size)
     where, backend, description = _placement(device, local_rank, world_size, environ)
     if where.type == "cuda":
         torch.cuda.set_device(where)
@@ -389,6 +397,17 @@ def init_ranks(
         seconds=seconds,
         description=description,
     )
+
+
+def record(folder: Path, *, rank: int, world_size: int) -> None:
+    """Have this process keep a flight record (lockstep.observe.flight), unless it does already.
+
+    Raises:
+        ConfigError: its file cannot be made, such as on a full disk.
+    """
+    with file_errors(folder, ConfigError, "write"):
+        flight.start(folder, rank=rank, world_size=world_size)
+    record_collectives()
 
 
 def local_ranks(environ: Mapping[str, str]) -> int | None:

@@ -6,3 +6,10 @@ SECRET = "LOCKSTEP_RANKS_SECRET"
 """In the environment of ranks, never in an argument, which everybody on the machine can read: the secret that
 ranks prove to each other to know. `launch_ranks` draws one; under torchrun the user may set one on every
 node."""
+FLIGHT_DIR = "LOCKSTEP_FLIGHT_DIR"
+"""In the environment of ranks that are watched: the folder for their flight records. Who starts them ends
+them when none makes progress for the deadline, so their own deadlines are later (BACKSTOP_SECONDS)."""
+BACKSTOP_SECONDS = 30.0
+"""How much later than the watchdog a watched rank gives up by itself."""
+WAIT_SECONDS = 1800.0
+"""How long a rank of a training run waits for another unless set otherwise; long enough for slow rewards."""

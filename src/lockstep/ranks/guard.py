@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.observe import flight
 from lockstep.ranks.context import RankContext, RankError, lost_peer
 from lockstep.ranks.launch import ENDED_KEY, ERROR_KEY, POSITION_KEY
 
@@ -242,11 +243,14 @@ class Guard:
 class _Explained:
     def __init__(self, guard: Guard, step: int, what: str) -> None:
         self.guard, self.step, self.what = guard, step, what
+        self.purpose = flight.purpose(what)
 
     def __enter__(self) -> None:
         self.guard.at(self.step, self.what)
+        self.purpose.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.purpose.__exit__(None, None, None)
         if isinstance(error, RuntimeError) and not isinstance(error, RankError) and collective_failed(error):
             time.sleep(_SETTLE_SECONDS)
             reason = (

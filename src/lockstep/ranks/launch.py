@@ -27,10 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
+from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
 from lockstep.processes.child import Child, describe_status, end
-from lockstep.ranks.environment import LAUNCHER_PID, SECRET
+from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
+from lockstep.ranks.hang import HangReport
+from lockstep.ranks.watchdog import Watchdog
 
 ENDED_KEY = "lockstep/ended/{rank}"
 """Store: how a rank ended, text, written by the launcher, as a killed rank cannot write it."""
@@ -50,6 +53,10 @@ _GRACE_SECONDS = 12.0
 _CLOSE_SECONDS = 8.0
 """Then the time between SIGTERM and SIGKILL."""
 _TRACEBACK_LINES = 40
+HANG_FILE = "hang.json"
+"""In the folder of the ranks' logs: the report of a hang (lockstep.ranks.hang.HangReport)."""
+_WAITED = ("RankError", "Desync")
+"""Errors of a rank that has waited in vain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,7 @@ def launch_ranks(
     timeout: float | None,
     log_dir: Path,
     graceful: bool = False,
+    watch: float | None = None,
 ) -> int:
     """Run `python -m lockstep ARGV` on every rank and wait for all.
 
@@ -140,10 +148,13 @@ def launch_ranks(
             their own).
         graceful: the ranks end by themselves after Ctrl-C or SIGTERM, which may take a while (they save):
             wait for them until a second signal comes.
+        watch: the ranks keep flight records in log_dir, and when none of them makes progress for so many
+            seconds, they are ended with a report of who waits for whom (lockstep.ranks.watchdog), which is
+            also in log_dir/hang.json; None: not watched.
 
     Returns:
-        0; or the status of the rank that failed first (128 + N for signal N); 124 after the timeout; 130
-        after Ctrl-C, 143 after SIGTERM.
+        0; or the status of the rank that failed first (128 + N for signal N); 1 after a hang; 124 after the
+        timeout; 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         ConfigError: fewer than 1 rank, or this process is a rank itself.
@@ -154,6 +165,7 @@ def launch_ranks(
         timeout=timeout,
         log_dir=log_dir,
         graceful=graceful,
+        watch=watch,
     )
 
 
@@ -164,6 +176,7 @@ def launch_command(
     timeout: float | None,
     log_dir: Path,
     graceful: bool = False,
+    watch: float | None = None,
 ) -> int:
     """`launch_ranks` for any program; `command[0]` is an executable."""
     if ranks < 1:
@@ -180,13 +193,16 @@ def launch_command(
             f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
         ) from error
     with _signals_raised():
-        return _Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful).run(timeout)
+        launch = _Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful, watch=watch)
+        return launch.run(timeout)
 
 
 class _Launch:
     """One set of processes."""
 
-    def __init__(self, command: Sequence[str], *, ranks: int, log_dir: Path, graceful: bool = False) -> None:
+    def __init__(
+        self, command: Sequence[str], *, ranks: int, log_dir: Path, graceful: bool, watch: float | None
+    ) -> None:
         from lockstep.ranks.rendezvous import hidden_store, host_store
 
         self.command, self.ranks, self.log_dir = list(command), ranks, log_dir
@@ -203,6 +219,8 @@ class _Launch:
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
         self._closed = False
+        self._watchdog = None if watch is None else Watchdog(log_dir, seconds=watch)
+        self._hang: HangReport | None = None
 
     def run(self, timeout: float | None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -238,14 +256,28 @@ class _Launch:
         while len(self.ended) < self.ranks:
             self._poll()
             if any(status and not self._ended_as_requested(status) for status in self.ended.values()):
+                self._examine()  # while the others are where they are
                 self._grace(_GRACE_SECONDS)
                 self._stop()
                 return self._explain_failure()
+            if self._watchdog is not None and self._watchdog.stalled():
+                self._examine()
+                self._stop()
+                return self._explain_hang(self._watchdog.seconds)
             if deadline is not None and time.monotonic() > deadline:
                 self._stop()
                 return self._explain_timeout()
             time.sleep(_POLL_SECONDS)
         return max(self.ended.values())
+
+    def _examine(self) -> None:
+        """Look where the ranks are, before any of them is ended."""
+        if self._watchdog is None:
+            return
+        with contextlib.suppress(DataError):  # none has come so far as to keep a record
+            self._hang = self._watchdog.report()
+            text = json.dumps(self._hang.as_dict(), indent=2)
+            write_atomic(self.log_dir / HANG_FILE, text + "\n")
 
     def _pass_on(self, number: signal.Signals) -> None:
         """Ask every rank to end."""
@@ -299,6 +331,8 @@ class _Launch:
             LAUNCHER_PID: str(os.getpid()),
             SECRET: self._secret,
         }
+        if self._watchdog is not None:
+            environment[FLIGHT_DIR] = str(self.log_dir.absolute())
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(threads_per_rank(self.ranks))
         if "GLOO_SOCKET_IFNAME" not in os.environ and Path("/sys/class/net/lo").exists():
@@ -346,12 +380,23 @@ class _Launch:
         if zero.status > 0 and _printed(zero) and same and _message(zero) == _message(first):
             # It ended in order and its message has been shown already: a wrong flag, a verdict that failed.
             if (zero.error or {}).get("type") == "RankError":  # it waited in vain: where are the others?
-                self._print([f"rank {end.rank} {end.how()}{end.where()}" for end in (first, *others)])
+                where = [f"rank {end.rank} {end.how()}{end.where()}" for end in (first, *others)]
+                self._print(where + self._hang_lines())
             return zero.status
         lines = [f"lockstep: rank {first.rank} of {self.ranks} {first.how()}{first.where()}"]
         lines += [f"  | {line}" for line in self._last_words(first)]
-        self._print([*lines, *(f"rank {end.rank} {end.how()}{end.where()}" for end in others)])
+        lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in others]
+        waited = (first.error or {}).get("type") in _WAITED
+        self._print(lines + self._hang_lines() if waited else lines)
         return first.status if first.status > 0 else 128 - first.status
+
+    def _explain_hang(self, seconds: float) -> int:
+        lines = [f"lockstep: no rank has made progress for {seconds:g} s; the run was ended"]
+        self._print(lines + self._hang_lines())
+        return 1
+
+    def _hang_lines(self) -> list[str]:
+        return [] if self._hang is None else self._hang.text().splitlines()
 
     def _explain_timeout(self) -> int:
         lines = [f"lockstep: the {self.ranks} ranks were stopped at the deadline"]

@@ -30,6 +30,7 @@ from lockstep.train import step_errors
 from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of
 from lockstep.train.gradients import GradientStore, global_norm
+from lockstep.train.heartbeat import note_micro_batch
 from lockstep.train.local_memory import advice
 from lockstep.train.loss_module import (
     LossModule,
@@ -145,6 +146,7 @@ class LocalBackend:
         with torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batches):
+                    note_micro_batch(index, batch)
                     values = []
                     for part in single_samples(batch, static=self._static) if self._by_sample else [batch]:
                         rows, labels = head_rows(part, static=self._static_head, device=self.device)
@@ -166,6 +168,7 @@ class LocalBackend:
             with self._counting():
                 for index, batch in enumerate(batches):
                     with self._memory_errors_explained(index, batches):
+                        note_micro_batch(index, batch)
                         outputs.append(self._backward(batch, loss))
             stats = step_stats(outputs)
             require_finite(stats.losses, batches, step=self.steps_done)

@@ -37,6 +37,7 @@ from lockstep.train.contract import contract_of
 from lockstep.train.deepspeed.build import ZeroBuilder
 from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed.state import ZeroParts, whole_weights
+from lockstep.train.heartbeat import note_micro_batch
 from lockstep.train.loss_module import (
     LossModule,
     MicroBatchOutput,
@@ -256,6 +257,7 @@ class DeepSpeedBackend:
                 self._zero.engine.set_gradient_accumulation_boundary(position == len(batches) - 1)
                 watched = self._counting()
                 with self._memory_errors_explained(batch, index=index, count=count), watched:
+                    note_micro_batch(index, batch)
                     outputs[index] = self._backward(batch, loss)
             self._gradients_ready = self._trained = bool(batches)
             self._zero.after_backward()

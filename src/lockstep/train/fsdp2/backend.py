@@ -43,6 +43,7 @@ from lockstep.train.fsdp2.mesh import make_mesh
 from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
 from lockstep.train.fsdp2.state import ShardedState
 from lockstep.train.gradients import global_norm
+from lockstep.train.heartbeat import note_micro_batch
 from lockstep.train.loss_module import (
     MicroBatchOutput,
     RingPart,
@@ -183,6 +184,7 @@ class FSDP2Backend:
         with torch.no_grad(), sharded.resharded_after(), self._counting():
             for index, batch in self._assigned(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
+                    note_micro_batch(index, batch)
                     rows, labels, part = self._rows(batch)
                     logprobs = sharded.outer(batch.to(self.device), rows, labels, None, part)
                     if index is not None and self._shares_results:
@@ -219,6 +221,7 @@ class FSDP2Backend:
                 for position, (index, batch) in enumerate(assigned):
                     self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
+                        note_micro_batch(index, batch)
                         one = self._backward(batch, loss)
                     if index is not None and self._shares_results:
                         outputs[index] = one

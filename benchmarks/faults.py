@@ -1,0 +1,311 @@
+"""Does a run that hangs say which rank, and why?
+
+    python benchmarks/faults.py hangs --n 2 --resume benchmarks/results/hangs.json
+    python benchmarks/faults.py hangs --kind stopped --show
+
+Each case is a run of `tiny.toml` (random weights, fsdp2, two ranks, gloo on the CPU) in which one rank has one
+fault, at one place of step 1, under a watchdog of SECONDS. Judged are the rank and the cause that the run ends
+with, and the seconds from the deadline to the end. --resume adds to what the file holds: the n-th case of a kind
+is run once. The exit status is 0 when every case that was run is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SECONDS = 8.0
+"""Deadline of the watchdog."""
+TINY = """
+kind = "grpo"
+steps = 3
+[model]
+name = "shape:tiny-llama"
+dtype = "float32"
+[data]
+source = "ids"
+max_prompt_tokens = 16
+[rollout]
+prompts_per_step = 4
+group_size = 2
+[rollout.sampling]
+max_tokens = 8
+[[rewards]]
+name = "ids"
+[train]
+backend = "fsdp2"
+device = "cpu"
+lr = 1e-3
+token_budget = 128
+[eval]
+before = false
+after = false
+every = 0
+[checkpoint]
+every = 1
+background = false
+[log]
+tensorboard = false
+"""
+EXPECTED: dict[str, tuple[tuple[str, ...], int | None]] = {
+    "skipped": (("skipped collective",), 1),
+    "shape": (("wrong shape",), 1),
+    "order": (("other order",), 1),
+    "reward": (("sleeping reward",), 1),
+    "engine-dead": (("Unreachable", "Connection refused", "nothing listens"), 1),
+    "engine-silent": (("engine does not answer",), 1),
+    "producer": (("queue without a producer",), 1),
+    "disk": (("No space left",), 0),
+    "stopped": (("stopped process",), 1),
+    "data": (("ended early",), 1),
+    "lock": (("lock that nobody frees",), 1),
+    "writes": (("slow or stuck file",), 0),
+}
+"""Kind -> any of these words is the cause; the rank to blame."""
+
+# --- the faults, in the rank ---------------------------------------------------------------------------------
+
+
+def once_at(owner: Any, name: str, fault: Callable[[], None], *, call: int = 2) -> None:
+    """Have `fault` run before the n-th call of a method."""
+    original, calls = getattr(owner, name), [0]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            fault()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+def inject(kind: str, rank: int) -> None:
+    """Prepare this rank's fault, if it has one."""
+    import torch
+    import torch.distributed as dist
+
+    from lockstep.engine.hf.engine import HFEngine
+    from lockstep.observe import files
+    from lockstep.train.fsdp2.backend import FSDP2Backend
+
+    bad = rank == EXPECTED[kind][1]
+
+    def in_other_order() -> None:
+        """Two gradients in flight, as bucketed reductions are; rank 1 has them the other way round."""
+        sizes = (64, 4096) if not bad else (4096, 64)
+        for work in [dist.all_reduce(torch.zeros(size), async_op=True) for size in sizes]:
+            work.wait()
+
+    if kind == "order":
+        once_at(FSDP2Backend, "optimizer_step", in_other_order)
+    if kind == "shape":
+        shape = (4097,) if bad else (4096,)
+        once_at(FSDP2Backend, "optimizer_step", lambda: dist.all_reduce(torch.zeros(shape)))
+    if kind == "skipped" and not bad:
+        once_at(FSDP2Backend, "optimizer_step", lambda: dist.all_reduce(torch.zeros(512)))
+    if not bad:
+        return
+    if kind == "stopped":
+        once_at(FSDP2Backend, "forward_backward", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    if kind == "lock":
+        once_at(FSDP2Backend, "forward_backward", deadlock)
+    if kind == "producer":
+        once_at(FSDP2Backend, "forward_backward", wait_for_dead_producer)
+    if kind == "data":
+        once_at(FSDP2Backend, "forward_backward", end_of_data)
+    if kind.startswith("engine"):
+        once_at(HFEngine, "generate", lambda: ask_engine(dead=kind == "engine-dead"))
+    if kind == "writes":
+        once_at(files, "fsync", lambda: time.sleep(3600), call=3) if hasattr(files, "fsync") else once_at(
+            os, "fsync", lambda: time.sleep(3600), call=3
+        )
+
+
+def deadlock() -> None:
+    """A thread has the lock and waits for us."""
+    lock, done = threading.Lock(), threading.Event()
+    taken = threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            done.wait()
+
+    threading.Thread(target=hold, daemon=True).start()
+    taken.wait()
+    with lock:
+        done.set()
+
+
+def wait_for_dead_producer() -> None:
+    """The thread that fills the queue has died."""
+    items: queue.Queue[int] = queue.Queue()
+    producer = threading.Thread(target=lambda: None)
+    producer.start()
+    producer.join()
+    items.get()
+
+
+def end_of_data() -> None:
+    """As a loop does whose data has ended on this rank only."""
+    from lockstep.observe import flight
+
+    flight.note(phase="finished")
+    os._exit(0)
+
+
+def ask_engine(*, dead: bool) -> None:
+    """A request to a server that has been killed, or accepts and never answers."""
+    from lockstep.engine.remote.http import HttpClient
+
+    code = (
+        "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(s.getsockname()[1], flush=True); time.sleep(3600)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
+    if dead:
+        server.kill()
+        server.wait()
+    HttpClient(f"http://127.0.0.1:{port}", name="engine").post("/generate", {}, seconds=3600.0)
+
+
+REWARD = """
+import os, time
+calls = 0
+def sleeping(prompt, completion, row, **more):
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == "1" and calls > 4:
+        time.sleep(3600)
+    return float(len(completion) % 3)
+"""
+
+
+def rank_main(kind: str, toml: str, run: str) -> int:
+    """`lockstep train` of one rank."""
+    from lockstep.cli.main import main
+
+    inject(kind, int(os.environ["RANK"]))
+    return main(["train", toml, "--run-dir", run, "--rank-timeout", str(SECONDS)])
+
+
+# --- the cases -----------------------------------------------------------------------------------------------
+
+
+def case(kind: str, *, show: bool = False) -> dict[str, Any]:
+    """Run one case in a folder of its own; returns what it was judged by."""
+    folder = Path(tempfile.mkdtemp(prefix="hang-"))
+    mounted = kind == "disk"
+    try:
+        run = folder / "run"
+        toml = TINY
+        if kind == "reward":
+            (folder / "slow_reward.py").write_text(REWARD)
+            toml = toml.replace('name = "ids"', 'name = "slow_reward:sleeping"\ntimeout_seconds = 600')
+        if mounted:
+            run.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(run)], check=True)
+        (folder / "tiny.toml").write_text(toml)
+        launcher = (
+            "import sys; from pathlib import Path; from lockstep.ranks.launch import launch_command; "
+            f"sys.exit(launch_command(sys.argv[2:], ranks=2, timeout=300, watch={SECONDS}, "
+            "log_dir=Path(sys.argv[1]), graceful=True))"
+        )
+        words = [sys.executable, str(Path(__file__).resolve()), "rank", kind, "tiny.toml", str(run)]
+        began = time.monotonic()
+        ended = subprocess.run(
+            [sys.executable, "-c", launcher, str(folder / "logs"), *words],
+            cwd=folder,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{folder}",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+        )
+        if show:
+            sys.stdout.write(ended.stdout + ended.stderr)
+        return judge(kind, folder / "logs", ended, seconds=time.monotonic() - began)
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder / "run")], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def judge(
+    kind: str, logs: Path, ended: subprocess.CompletedProcess[str], *, seconds: float
+) -> dict[str, Any]:
+    """Compare what the run says with what was done to it."""
+    words, rank = EXPECTED[kind]
+    report = json.loads((logs / "hang.json").read_text()) if (logs / "hang.json").exists() else {}
+    text = ended.stdout + ended.stderr
+    by_watchdog = "no rank has made progress" in text
+    named = report.get("cause") if by_watchdog or report.get("cause") in words else None
+    right_cause = named in words or (not by_watchdog and any(word in text for word in words))
+    if by_watchdog or report.get("cause") in words:
+        right_rank = report.get("culprits") == [rank]
+    else:
+        right_rank = f"rank {rank}" in text
+    beats = [each["heartbeat"].get("time", 0.0) for each in report.get("ranks", [])]
+    return {
+        "kind": kind,
+        "right": bool(ended.returncode != 0 and right_cause and right_rank),
+        "cause": named or "error of the run",
+        "culprits": report.get("culprits"),
+        "by": "watchdog" if by_watchdog else "error",
+        "status": ended.returncode,
+        "seconds": round(seconds, 1),
+        "seconds_after_last_sign": round(report["time"] - max(beats), 1) if by_watchdog and beats else None,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0 when every case was right."""
+    if argv[:1] == ["rank"]:
+        return rank_main(*argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["hangs"])
+    parser.add_argument("--n", type=int, default=1, help="cases of each kind, those in --resume included")
+    parser.add_argument("--kind", choices=sorted(EXPECTED), help="only this kind")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="add to this result")
+    parser.add_argument("--show", action="store_true", help="show what the runs print")
+    arguments = parser.parse_args(argv)
+    known = arguments.resume is not None and arguments.resume.exists()
+    result = json.loads(arguments.resume.read_text()) if known else {"deadline_seconds": SECONDS, "cases": []}
+    right = True
+    for kind in [arguments.kind] if arguments.kind else EXPECTED:
+        for number in range(sum(each["kind"] == kind for each in result["cases"]), arguments.n):
+            one = case(kind, show=arguments.show)
+            right &= one["right"]
+            result["cases"].append(one)
+            print(f"{kind} {number + 1}: {'right' if one['right'] else 'WRONG'}, {one}", flush=True)
+            if arguments.resume is not None:
+                arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+    total = len(result["cases"])
+    print(
+        f"faults: {sum(each['right'] for each in result['cases'])} of {total} hangs with the right rank and cause"
+    )
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

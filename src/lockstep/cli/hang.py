@@ -1,0 +1,42 @@
+"""`lockstep hang`: why a run makes no progress, from another shell.
+
+lockstep hang runs/demo-20260101-120000
+lockstep hang runs/demo-20260101-120000 --json hang.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from lockstep.cli import arguments as values
+from lockstep.observe.files import check_writable
+from lockstep.observe.text import echo
+from lockstep.ranks.hang import examine, find_records
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0: the report is about the run as it is, and whether it hangs is for the reader to say."""
+    arguments = _parser().parse_args(argv)
+    check_writable(arguments.json)
+    report = examine(find_records(arguments.run), stacks=not arguments.no_stacks)
+    echo(report.text())
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+    who = ", ".join(map(str, report.culprits))
+    echo(f"hang: {report.cause}" + (f", rank {who}" if who else ""))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep hang",
+        description="Say what every rank of a run is doing: its phase, its last collective, its stack. "
+        "The run may be going on, hang, be stopped, or have ended; it is not disturbed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    parser.add_argument("--no-stacks", action="store_true", help="send no signal to the ranks")
+    parser.add_argument("--json", type=values.path, metavar="FILE", help="write the report to this file")
+    return parser

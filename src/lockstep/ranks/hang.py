@@ -1,0 +1,494 @@
+"""Why ranks make no progress, from their flight records, Python stacks and process states.
+
+    report = examine(folder)          # of live, stopped or ended ranks; asks live ones for their stacks
+    echo(report.text())
+
+Compares the collectives of all ranks by their number in each process group: the first number at which they
+differ, or that a rank did not reach, is what the others wait for. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.errors import DataError
+from lockstep.observe import flight
+from lockstep.observe.flight import Collective, Flight
+from lockstep.observe.text import printable
+
+_STACKS_SECONDS = 3.0
+"""How long a process may take to write its stacks."""
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+) ")
+_SHOWN_FRAMES = 5
+_PLUMBING = re.compile(r"torch/distributed/(c10d_logger|distributed_c10d)\.py|ranks/collectives\.py")
+"""Frames that are the same in every collective."""
+_STOPPED = ("T", "t")
+_ENDED = ("finished", "interrupted")
+_CAUSES = (
+    ("sleeping reward", r"rollout/rewards?[\w/]*\.py.*\bscore\b|rollout/reward_"),
+    ("engine does not answer", r"engine/(remote|vllm|sglang)/|httpx/|httpcore/|http/client"),
+    (
+        "slow or stuck file",
+        r"observe/files\.py|os\.fsync|\bfsync\b|safetensors/|storage/\w+\.py|/checkpoint\w*\.py",
+    ),
+    ("queue without a producer", r"queue\.py.*\bget\b|multiprocessing/(queues|connection)|\.get\(\)"),
+    (
+        "lock that nobody frees",
+        r"threading\.py.*\b(acquire|__enter__)\b|\.acquire\(|with \w*[._]?lock\b|filelock",
+    ),
+)
+"""A likely cause, and what a stack shows then: "file function source" of a frame. The first that matches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One Python frame."""
+
+    file: str
+    line: int
+    name: str
+
+    @property
+    def source(self) -> str:
+        """The line's text, if the file is on this machine."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def text(self) -> str:
+        """Such as "loop/session.py:481 _memory: everyone = self.ranks.gather(...)"."""
+        short = re.sub(r".*/(?:site-packages|lib/python3\.\d+|src/lockstep)/", "", self.file)
+        return f"{short}:{self.line} {self.name}" + (f": {self.source}" if self.source else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """One rank at the time of the report."""
+
+    flight: Flight
+    state: str | None
+    """A letter of proc(5); None: the process has gone."""
+    threads: tuple[tuple[Frame, ...], ...] = ()
+    """Python stacks, innermost frame first; the main thread's first. Empty: it did not answer."""
+    children: tuple[str, ...] = ()
+    """A line for each process below it."""
+
+    @property
+    def rank(self) -> int:
+        return self.flight.rank
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+        return self.state in _STOPPED
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport:
+    """What the ranks wait for, who did not come, and why."""
+
+    ranks: tuple[RankState, ...]
+    collective: str | None
+    """The collective that not all have entered, or that they entered differently; None: none is open."""
+    cause: str
+    """One of a few words, such as "stopped process" or "skipped collective"; "unknown"."""
+    culprits: tuple[int, ...]
+    """The ranks that the others wait for."""
+    lines: tuple[str, ...]
+    """The finding, in sentences."""
+    time: float = field(default_factory=time.time)
+
+    def text(self) -> str:
+        """The report for one screen."""
+        rows = list(self.lines)
+        for each in self.ranks:
+            rows += _rank_lines(each, now=self.time)
+        rows.append(f"stacks of all threads: {self.ranks[0].flight.path.parent}/rank-*.stacks")
+        return "\n".join(printable(row) for row in rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "collective": self.collective,
+            "cause": self.cause,
+            "culprits": list(self.culprits),
+            "lines": list(self.lines),
+            "time": self.time,
+            "ranks": [
+                {
+                    "rank": each.rank,
+                    "pid": each.flight.pid,
+                    "state": each.state,
+                    "heartbeat": dict(each.flight.heartbeat),
+                    "waiting": None if each.flight.waiting is None else asdict(each.flight.waiting),
+                    "stack": [frame.text for frame in each.threads[0]] if each.threads else [],
+                    "children": list(each.children),
+                }
+                for each in self.ranks
+            ],
+        }
+
+
+def find_records(run: Path) -> Path:
+    """Return the folder with the newest flight records of a run directory.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = [*run.glob("logs/flight/rank-*.flight"), *run.glob("logs/ranks/*/rank-*.flight")]
+    files += run.glob("rank-*.flight")
+    if not files:
+        raise DataError(
+            f"{run}: holds no flight records (logs/flight/rank-0.flight); give the folder of a run that was "
+            "started by this version of lockstep"
+        )
+    return max(files, key=lambda path: path.stat().st_mtime).parent
+
+
+def examine(folder: Path, *, stacks: bool = True) -> HangReport:
+    """Examine the ranks whose flight records are in `folder`.
+
+    Args:
+        stacks: ask the living ones for their Python stacks.
+
+    Raises:
+        DataError: a file is no flight record, or there is none.
+    """
+    flights = flight.read_all(folder)
+    if not flights:
+        raise DataError(f"{folder}: holds no flight records")
+    if stacks:
+        _ask_for_stacks(flights)
+    ranks = tuple(_rank_state(each, stacks=stacks) for each in flights)
+    return _diagnose(ranks)
+
+
+# --- what is looked at --------------------------------------------------------------------------------------
+
+
+def _ask_for_stacks(flights: Sequence[Flight]) -> None:
+    sizes: dict[Path, int] = {}
+    for each in flights:
+        if each.answers and flight.state(each.pid, each.born) not in (None, "Z", "X", *_STOPPED):
+            with contextlib.suppress(OSError):
+                sizes[each.stacks] = each.stacks.stat().st_size
+                os.kill(each.pid, flight.STACKS_SIGNAL)
+    until = time.monotonic() + _STACKS_SECONDS
+    settled: dict[Path, int] = {}
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        now = {path: path.stat().st_size for path in sizes}
+        if now == settled and all(now[path] > sizes[path] for path in sizes):
+            return
+        settled = now
+
+
+def _rank_state(each: Flight, *, stacks: bool) -> RankState:
+    state = flight.state(each.pid, each.born)
+    state = None if state in ("Z", "X") else state
+    threads: tuple[tuple[Frame, ...], ...] = ()
+    if stacks and state is not None and state not in _STOPPED and each.stacks.exists():
+        threads = parse_stacks(each.stacks.read_text(encoding="utf-8", errors="replace"), each.main_thread)
+    return RankState(
+        flight=each, state=state, threads=threads, children=_children(each.pid) if state is not None else ()
+    )
+
+
+def parse_stacks(text: str, main_thread: int) -> tuple[tuple[Frame, ...], ...]:
+    """Return the stacks of the last dump of faulthandler in a file, the main thread's first."""
+    threads: list[tuple[int, list[Frame]]] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            ident = int(head["ident"], 16)
+            if any(ident == known for known, _ in threads):
+                threads = []  # the next dump begins
+            threads.append((ident, []))
+        elif threads and (match := _FRAME.match(line)):
+            threads[-1][1].append(Frame(file=match["file"], line=int(match["line"]), name=match["name"]))
+    threads.sort(key=lambda thread: thread[0] != main_thread)
+    return tuple(tuple(frames) for _, frames in threads)
+
+
+def _children(pid: int) -> tuple[str, ...]:
+    lines = []
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words = [word for word in child.cmdline() if not word.startswith("-")]
+                command = " ".join(Path(word).name for word in words[:3]) or child.name()
+                if "supervisor.py" not in command:
+                    lines.append(
+                        f"process {child.pid} ({command[:60]}): {child.status()}{_kernel_wait(child.pid)}"
+                    )
+    return tuple(lines)
+
+
+def _kernel_wait(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        where = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii", errors="replace")
+        return f" in {where}" if where not in ("", "0") else ""
+    return ""
+
+
+# --- what follows from it -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Difference:
+    """The first collective of a group at which its ranks are not in step."""
+
+    group: str
+    sequence: int
+    at: Mapping[int, Collective | None]
+    """Rank -> the collective that it entered under this number; None: it did not come so far."""
+
+    @property
+    def began(self) -> float:
+        return min(each.began for each in self.at.values() if each is not None)
+
+
+def _diagnose(ranks: tuple[RankState, ...]) -> HangReport:
+    difference = _first_difference(ranks)
+    by_rank = {each.rank: each for each in ranks}
+    if difference is None:
+        return _without_collective(ranks)
+    absent = tuple(rank for rank, each in difference.at.items() if each is None)
+    arrived = {rank: each for rank, each in difference.at.items() if each is not None}
+    first = next(iter(arrived.values()))
+    title = f"collective {difference.sequence} of group {difference.group}: {first.text}"
+    if absent:
+        lines = [f"{_names(absent)} never came to {title}"]
+        lines += [f"{_names((rank,))} has waited there {_ago(each.began)}" for rank, each in arrived.items()]
+        cause, more = _why_absent([by_rank[rank] for rank in absent if rank in by_rank], absent)
+        return HangReport(ranks=ranks, collective=title, cause=cause, culprits=absent, lines=(*lines, *more))
+    cause, culprits, lines = _why_different(difference, by_rank)
+    return HangReport(ranks=ranks, collective=title, cause=cause, culprits=culprits, lines=tuple(lines))
+
+
+def _first_difference(ranks: Sequence[RankState]) -> _Difference | None:
+    """The oldest difference among the groups that have one."""
+    differences = []
+    members: dict[str, tuple[int, ...]] = {}
+    for each in ranks:
+        members |= each.flight.groups
+    for group, who in members.items():
+        if group.endswith(flight.PAIRS):
+            continue
+        history = {
+            each.rank: {c.sequence: c for c in each.flight.collectives if c.group == group}
+            for each in ranks
+            if each.rank in who
+        }
+        if len(history) > 1 and (difference := _difference(group, history)) is not None:
+            differences.append(difference)
+    return min(differences, key=lambda each: each.began, default=None)
+
+
+def _difference(group: str, history: Mapping[int, Mapping[int, Collective]]) -> _Difference | None:
+    last = {rank: max(entered, default=0) for rank, entered in history.items()}
+    first = max((min(entered, default=1) for entered in history.values()), default=1)
+    for sequence in range(first, max(last.values()) + 1):
+        at = {rank: entered.get(sequence) for rank, entered in history.items()}
+        entered = [each for each in at.values() if each is not None]
+        if len(entered) < len(at) or len({(e.op, e.purpose) for e in entered}) > 1:
+            return _Difference(group=group, sequence=sequence, at=at)
+        # shapes that could differ, as those of an all_to_all, have gone through
+        if len({each.shapes for each in entered}) > 1 and any(each.ended is None for each in entered):
+            return _Difference(group=group, sequence=sequence, at=at)
+    return None
+
+
+def _why_different(
+    difference: _Difference, by_rank: Mapping[int, RankState]
+) -> tuple[str, tuple[int, ...], list[str]]:
+    at = {rank: each for rank, each in difference.at.items() if each is not None}
+    odd = _minority(at)
+    usual = next(rank for rank in at if rank not in odd)
+    lines = [
+        f"as number {difference.sequence} of group {difference.group} the ranks have different collectives:"
+    ]
+    lines += [f"  rank {rank}: {each.text}, {_ago(each.began)} ago" for rank, each in at.items()]
+    a, b = at[usual], at[odd[0]]
+    if (a.op, a.purpose) == (b.op, b.purpose):
+        lines.append(f"likely cause: wrong shape: {a.shapes} on rank {usual}, {b.shapes} on {_names(odd)}")
+        return "wrong shape", odd, lines
+    after = {rank: _after(by_rank[rank].flight, at[rank]) for rank in (usual, odd[0])}
+    if _kind(after[usual]) == _kind(b) and _kind(after[odd[0]]) == _kind(a):
+        lines.append(f"likely cause: {_names(odd)} has the two in another order than rank {usual}")
+        return "other order", odd, lines
+    skipped = _who_skipped(by_rank, at, usual, odd[0])
+    missed = at[usual] if skipped != usual else at[odd[0]]
+    lines.append(f"likely cause: rank {skipped} skipped {missed.text}")
+    return "skipped collective", (skipped,), lines
+
+
+def _minority(at: Mapping[int, Collective]) -> tuple[int, ...]:
+    """The ranks whose collective fewer ranks have; of two equal parts the one without the lowest rank."""
+    parts: dict[tuple[str, str, str], tuple[int, ...]] = {}
+    for rank, each in sorted(at.items()):
+        key = (each.op, each.shapes, each.purpose)
+        parts[key] = (*parts.get(key, ()), rank)
+    return min(reversed(list(parts.values())), key=len)
+
+
+def _kind(each: Collective | None) -> tuple[str, str, str] | None:
+    """What a collective is, whatever the step."""
+    return None if each is None else (each.op, each.shapes, re.sub(r"\d+", "#", each.purpose))
+
+
+def _after(record: Flight, each: Collective) -> Collective | None:
+    """The next one in its group."""
+    return next(
+        (c for c in record.collectives if (c.group, c.sequence) == (each.group, each.sequence + 1)), None
+    )
+
+
+def _who_skipped(by_rank: Mapping[int, RankState], at: Mapping[int, Collective], a: int, b: int) -> int:
+    """Of two ranks in different collectives, the one that is ahead: it has left out that of the other."""
+    if _kind(_after(by_rank[b].flight, at[b])) == _kind(at[a]):
+        return a
+    if _kind(_after(by_rank[a].flight, at[a])) == _kind(at[b]):
+        return b
+    for record in (by_rank[a].flight, by_rank[b].flight):  # what did earlier steps do?
+        for each in reversed(record.collectives[:-1]):
+            following = _kind(_after(record, each))
+            if _kind(each) == _kind(at[a]) and following == _kind(at[b]):
+                return b
+            if _kind(each) == _kind(at[b]) and following == _kind(at[a]):
+                return a
+    return b
+
+
+def _why_absent(states: Sequence[RankState], absent: tuple[int, ...]) -> tuple[str, list[str]]:
+    if not states:
+        return "rank without a record", [f"{_names(absent)} left no flight record here"]
+    causes = [_cause(each) for each in states]
+    return causes[0][0], [f"likely cause: {text}" for text in dict.fromkeys(text for _, text in causes)]
+
+
+def _cause(each: RankState) -> tuple[str, str]:
+    """Why a rank does not go on: a few words, and a sentence."""
+    who, pid = f"rank {each.rank}", each.flight.pid
+    phase = each.flight.heartbeat.get("phase")
+    if phase == "failed":
+        return "failed rank", f"{who} has failed; its log says how"
+    if phase in _ENDED:
+        return "ended early", f"{who} has ended its run ({phase}) while others go on: has it less data?"
+    if each.state is None:
+        return "dead process", f"{who} (pid {pid}) has died in phase {phase!r}; its log says more"
+    if each.stopped:
+        return "stopped process", (
+            f"{who} (pid {pid}) is stopped by a signal (SIGSTOP; state {each.state}): `kill -CONT {pid}` "
+            "lets it go on"
+        )
+    for thread in each.threads:
+        for cause, pattern in _CAUSES:
+            for frame in thread:
+                if re.search(pattern, f"{frame.file} {frame.name} {frame.source}"):
+                    return cause, f"{cause}: {who} is at {frame.text}"
+    if each.threads and each.threads[0]:
+        return "busy or stuck", f"{who} is in phase {phase!r}, at {_own_frame(each.threads[0]).text}"
+    waits = " It waits for the disk or a device." if each.state == "D" else ""
+    return "unknown", f"{who} is in phase {phase!r} and did not write its stacks (state {each.state}).{waits}"
+
+
+def _own_frame(frames: Sequence[Frame]) -> Frame:
+    """The innermost frame that belongs to no library."""
+    return next(
+        (f for f in frames if "/lib/python" not in f.file and "site-packages" not in f.file), frames[0]
+    )
+
+
+def _without_collective(ranks: tuple[RankState, ...]) -> HangReport:
+    """All ranks are in step, or there is only one."""
+    waiting = {each.rank: each.flight.waiting for each in ranks}
+    inside = next((each for each in waiting.values() if each is not None), None)
+    alive = [each for each in ranks if each.state is not None]
+    if len(ranks) > 1 and inside is not None and all(waiting.values()):
+        stopped = [each for each in ranks if each.stopped or each.state is None]
+        lines = [f"all ranks have entered {inside.text}, {_ago(inside.began)} ago, and none has left it"]
+        if stopped:
+            cause, text = _cause(stopped[0])
+            culprits = tuple(each.rank for each in stopped)
+            return HangReport(
+                ranks=ranks,
+                collective=inside.text,
+                cause=cause,
+                culprits=culprits,
+                lines=(*lines, f"likely cause: {text}"),
+            )
+        lines.append("likely cause: the network between them, or a collective of C++ that is not recorded")
+        return HangReport(
+            ranks=ranks, collective=inside.text, cause="transport", culprits=(), lines=tuple(lines)
+        )
+    if not alive:
+        lines = ["no rank is running; where each of them ended:"]
+        return HangReport(ranks=ranks, collective=None, cause="ended", culprits=(), lines=tuple(lines))
+    suspects = [each for each in ranks if each.flight.waiting is None] or list(ranks)
+    # a rank that is stopped or dead explains those that compute
+    suspects.sort(
+        key=lambda each: (not each.stopped, each.state is not None, each.flight.heartbeat.get("time", 0))
+    )
+    cause, text = _cause(suspects[0])
+    lines = ["no rank waits for another", f"{_names((suspects[0].rank,))} was seen last: {text}"]
+    return HangReport(
+        ranks=ranks, collective=None, cause=cause, culprits=(suspects[0].rank,), lines=tuple(lines)
+    )
+
+
+# --- lines --------------------------------------------------------------------------------------------------
+
+
+def _rank_lines(each: RankState, *, now: float) -> list[str]:
+    beat, record = each.flight.heartbeat, each.flight
+    what = {None: "has gone", "T": "stopped", "t": "traced", "D": "waits for a device"}.get(
+        each.state, "runs"
+    )
+    parts = [f"rank {each.rank}: pid {record.pid} {what}"]
+    if "step" in beat:
+        parts.append(f"step {beat['step']}")
+    if "phase" in beat:
+        parts.append(f"{beat['phase']} for {max(0.0, now - float(beat.get('since', now))):.0f} s")
+    if beat.get("completions"):
+        parts.append("{} of {} completions".format(*beat["completions"]))
+    if beat.get("micro_batch") is not None:
+        parts.append(f"micro-batch {beat['micro_batch']} of documents of {_short(beat.get('inputs'))} tokens")
+    if beat.get("rss"):
+        parts.append(f"{beat['rss'] / 1e9:.2f} GB of host memory")
+    rows = [", ".join(parts)]
+    if (waiting := record.waiting) is not None:
+        rows.append(f"  in {waiting.text}, number {waiting.sequence} of group {waiting.group}")
+    elif record.collectives:
+        last = record.collectives[-1]
+        rows.append(
+            f"  last left {last.text}, number {last.sequence} of {last.group}, {_ago(last.began, now)} ago"
+        )
+    frames = each.threads[0] if each.threads else ()
+    rows += [f"  | {frame.text[:150]}" for frame in frames if not _PLUMBING.search(frame.file)][
+        :_SHOWN_FRAMES
+    ]
+    rows += [f"  + {child}" for child in each.children[:4]]
+    return rows
+
+
+def _short(values: Any) -> str:
+    listed = [str(value) for value in values] if isinstance(values, Iterable) else []
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _ago(then: float, now: float | None = None) -> str:
+    return f"{max(0.0, (time.time() if now is None else now) - then):.0f} s"
