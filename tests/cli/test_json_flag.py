@@ -24,6 +24,7 @@ COMMANDS = {
     "bench step": ["bench", "step", "--device", "cpu"],
     "score": ["score", "--data", "s.jsonl", "--out", "o.jsonl", "--rewards", "ids"],
     "select": ["select", "--data", "s.jsonl", "--out", "o.jsonl", "--top-k", "1"],
+    "hang": ["hang", "run"],
     "support": ["support"],
 }
 

@@ -10,6 +10,7 @@ differ, or that a rank did not reach, is what the others wait for. Loads no torc
 from __future__ import annotations
 
 import contextlib
+import itertools
 import linecache
 import os
 import re
@@ -31,24 +32,32 @@ _STACKS_SECONDS = 3.0
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+) ")
 _SHOWN_FRAMES = 5
+_LONGEST_HISTORY = 4
+"""Collectives before one by which it is told whether it came in its turn."""
 _PLUMBING = re.compile(r"torch/distributed/(c10d_logger|distributed_c10d)\.py|ranks/collectives\.py")
 """Frames that are the same in every collective."""
+_CROSSED = 2
 _STOPPED = ("T", "t")
 _ENDED = ("finished", "interrupted")
-_CAUSES = (
-    ("sleeping reward", r"rollout/rewards?[\w/]*\.py.*\bscore\b|rollout/reward_"),
-    ("engine does not answer", r"engine/(remote|vllm|sglang)/|httpx/|httpcore/|http/client"),
-    (
-        "slow or stuck file",
-        r"observe/files\.py|os\.fsync|\bfsync\b|safetensors/|storage/\w+\.py|/checkpoint\w*\.py",
-    ),
-    ("queue without a producer", r"queue\.py.*\bget\b|multiprocessing/(queues|connection)|\.get\(\)"),
+_ANYWHERE = (
+    ("sleeping reward", r"rollout/rewards\.py score\b|rollout/reward_process\.py"),
+    ("engine does not answer", r"engine/(remote|vllm|sglang)/"),
+)
+"""A likely cause, and what "file function source" of a frame is then, in any thread."""
+_FILES = (
+    "slow or stuck file",
+    r"observe/files\.py|\bfsync\b|safetensors/|/storage/\w+\.py|/checkpoint\w*\.py",
+)
+_IN_MAIN_THREAD = (
+    _FILES,
+    ("queue without a producer", r"queue\.py get\b|multiprocessing/(queues|connection)|\.get\(\)"),
     (
         "lock that nobody frees",
-        r"threading\.py.*\b(acquire|__enter__)\b|\.acquire\(|with \w*[._]?lock\b|filelock",
+        r"threading\.py (acquire|__enter__)\b|\.acquire\(|with \w*[._]?lock\b|filelock",
     ),
 )
-"""A likely cause, and what a stack shows then: "file function source" of a frame. The first that matches."""
+_JOINS = "_wait_for_tstate_lock"
+"""The function in which a thread waits for the end of another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +100,15 @@ class RankState:
     def stopped(self) -> bool:
         """Whether a signal has stopped it."""
         return self.state in _STOPPED
+
+    @property
+    def waits(self) -> bool:
+        """Whether it runs, and is inside a collective."""
+        return not self.stopped and self.flight.waiting is not None
+
+
+OUT_OF_STEP = ("skipped collective", "wrong shape", "other order", "ended early")
+"""Causes that the records alone show, whatever a rank then failed with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,27 +274,62 @@ class _Difference:
     def began(self) -> float:
         return min(each.began for each in self.at.values() if each is not None)
 
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The ranks that did not come so far."""
+        return tuple(rank for rank, each in self.at.items() if each is None)
+
+    def severity(self, by_rank: Mapping[int, RankState]) -> int:
+        """How directly it explains a hang: ranks that are in different collectives; ranks that are in none;
+        ranks that wait in another group, for whatever reason (_CROSSED)."""
+        if not self.absent:
+            return 0
+        states = [by_rank.get(rank) for rank in self.absent]
+        elsewhere = all(each is not None and each.waits for each in states)
+        return _CROSSED if elsewhere else 1
+
 
 def _diagnose(ranks: tuple[RankState, ...]) -> HangReport:
-    difference = _first_difference(ranks)
     by_rank = {each.rank: each for each in ranks}
+    difference = _first_difference(ranks)
     if difference is None:
         return _without_collective(ranks)
-    absent = tuple(rank for rank, each in difference.at.items() if each is None)
     arrived = {rank: each for rank, each in difference.at.items() if each is not None}
     first = next(iter(arrived.values()))
     title = f"collective {difference.sequence} of group {difference.group}: {first.text}"
-    if absent:
-        lines = [f"{_names(absent)} never came to {title}"]
-        lines += [f"{_names((rank,))} has waited there {_ago(each.began)}" for rank, each in arrived.items()]
-        cause, more = _why_absent([by_rank[rank] for rank in absent if rank in by_rank], absent)
-        return HangReport(ranks=ranks, collective=title, cause=cause, culprits=absent, lines=(*lines, *more))
-    cause, culprits, lines = _why_different(difference, by_rank)
-    return HangReport(ranks=ranks, collective=title, cause=cause, culprits=culprits, lines=tuple(lines))
+    if not difference.absent:
+        cause, culprits, lines = _why_different(difference, by_rank)
+        return HangReport(ranks=ranks, collective=title, cause=cause, culprits=culprits, lines=tuple(lines))
+    if difference.severity(by_rank) == _CROSSED:
+        return _crossed(ranks, difference, title)
+    absent = difference.absent
+    lines = [f"{_names(absent)} never came to {title}"]
+    lines += [f"{_names((rank,))} has waited there {_ago(each.began)}" for rank, each in arrived.items()]
+    cause, more = _why_absent([by_rank[rank] for rank in absent if rank in by_rank], absent)
+    return HangReport(ranks=ranks, collective=title, cause=cause, culprits=absent, lines=(*lines, *more))
+
+
+def _crossed(ranks: tuple[RankState, ...], difference: _Difference, title: str) -> HangReport:
+    """Ranks wait for each other, each in a collective of another group."""
+    by_rank = {each.rank: each for each in ranks}
+    usual = next(rank for rank, each in difference.at.items() if each is not None)
+    odd = difference.absent[0]
+    inside = {rank: by_rank[rank].flight.waiting for rank in (usual, odd)}
+    at = {rank: each for rank, each in inside.items() if each is not None}
+    lines = [f"{_names(difference.absent)} never came to {title}"]
+    lines += [f"  rank {rank} waits in {each.text}, {_ago(each.began)}" for rank, each in at.items()]
+    if len(at) < 2:  # one of them has left it by now
+        return HangReport(ranks=ranks, collective=title, cause="unknown", culprits=(odd,), lines=tuple(lines))
+    skipped = _who_skipped(by_rank, at, usual, odd)
+    missed = at[usual] if skipped == odd else at[odd]
+    lines.append(f"likely cause: rank {skipped} skipped {missed.text}")
+    return HangReport(
+        ranks=ranks, collective=title, cause="skipped collective", culprits=(skipped,), lines=tuple(lines)
+    )
 
 
 def _first_difference(ranks: Sequence[RankState]) -> _Difference | None:
-    """The oldest difference among the groups that have one."""
+    """Of the groups that have a difference, the one that explains the others; then the oldest."""
     differences = []
     members: dict[str, tuple[int, ...]] = {}
     for each in ranks:
@@ -291,7 +344,8 @@ def _first_difference(ranks: Sequence[RankState]) -> _Difference | None:
         }
         if len(history) > 1 and (difference := _difference(group, history)) is not None:
             differences.append(difference)
-    return min(differences, key=lambda each: each.began, default=None)
+    by_rank = {each.rank: each for each in ranks}
+    return min(differences, key=lambda each: (each.severity(by_rank), each.began), default=None)
 
 
 def _difference(group: str, history: Mapping[int, Mapping[int, Collective]]) -> _Difference | None:
@@ -319,13 +373,15 @@ def _why_different(
     ]
     lines += [f"  rank {rank}: {each.text}, {_ago(each.began)} ago" for rank, each in at.items()]
     a, b = at[usual], at[odd[0]]
-    if (a.op, a.purpose) == (b.op, b.purpose):
-        lines.append(f"likely cause: wrong shape: {a.shapes} on rank {usual}, {b.shapes} on {_names(odd)}")
-        return "wrong shape", odd, lines
-    after = {rank: _after(by_rank[rank].flight, at[rank]) for rank in (usual, odd[0])}
-    if _kind(after[usual]) == _kind(b) and _kind(after[odd[0]]) == _kind(a):
+    after = {rank: _kind(_after(by_rank[rank].flight, at[rank])) for rank in (usual, odd[0])}
+    swapped = after[usual] == _kind(b) and after[odd[0]] in (_kind(a), None)
+    if swapped or (after[odd[0]] == _kind(a) and after[usual] is None):
         lines.append(f"likely cause: {_names(odd)} has the two in another order than rank {usual}")
         return "other order", odd, lines
+    in_turn = any(_follows(by_rank[usual].flight, *pair) for pair in ((a, b), (b, a)))
+    if (a.op, a.purpose) == (b.op, b.purpose) and not in_turn:
+        lines.append(f"likely cause: wrong shape: {a.shapes} on rank {usual}, {b.shapes} on {_names(odd)}")
+        return "wrong shape", odd, lines
     skipped = _who_skipped(by_rank, at, usual, odd[0])
     missed = at[usual] if skipped != usual else at[odd[0]]
     lines.append(f"likely cause: rank {skipped} skipped {missed.text}")
@@ -341,9 +397,14 @@ def _minority(at: Mapping[int, Collective]) -> tuple[int, ...]:
     return min(reversed(list(parts.values())), key=len)
 
 
-def _kind(each: Collective | None) -> tuple[str, str, str] | None:
+_Kind = tuple[str, str, str, str]
+
+
+def _kind(each: Collective | None) -> _Kind | None:
     """What a collective is, whatever the step."""
-    return None if each is None else (each.op, each.shapes, re.sub(r"\d+", "#", each.purpose))
+    if each is None:
+        return None
+    return each.group, each.op, each.shapes, re.sub(r"\d+", "#", each.purpose)
 
 
 def _after(record: Flight, each: Collective) -> Collective | None:
@@ -354,19 +415,36 @@ def _after(record: Flight, each: Collective) -> Collective | None:
 
 
 def _who_skipped(by_rank: Mapping[int, RankState], at: Mapping[int, Collective], a: int, b: int) -> int:
-    """Of two ranks in different collectives, the one that is ahead: it has left out that of the other."""
+    """Of two ranks in different collectives, the one that has left out that of the other."""
     if _kind(_after(by_rank[b].flight, at[b])) == _kind(at[a]):
         return a
     if _kind(_after(by_rank[a].flight, at[a])) == _kind(at[b]):
         return b
-    for record in (by_rank[a].flight, by_rank[b].flight):  # what did earlier steps do?
-        for each in reversed(record.collectives[:-1]):
-            following = _kind(_after(record, each))
-            if _kind(each) == _kind(at[a]) and following == _kind(at[b]):
-                return b
-            if _kind(each) == _kind(at[b]) and following == _kind(at[a]):
-                return a
+    # which of the two has never before come after what came before it?
+    past = {rank: _history(by_rank[rank].flight, at[rank]) for rank in (a, b)}
+    for length in range(_LONGEST_HISTORY, 0, -1):
+        usual = {rank: _ends_as_before(past[rank], length) for rank in (a, b)}
+        if usual[a] != usual[b]:
+            return b if usual[a] else a
     return b
+
+
+def _follows(record: Flight, one: Collective, other: Collective) -> bool:
+    """Whether in earlier steps the other has come right after the one."""
+    past = _history(record, one)[:-1]
+    return (_kind(one), _kind(other)) in itertools.pairwise(past)
+
+
+def _history(record: Flight, until: Collective) -> list[_Kind | None]:
+    """The kinds of its collectives, to the one that is given."""
+    return [_kind(each) for each in record.collectives if each.number <= until.number]
+
+
+def _ends_as_before(past: Sequence[_Kind | None], length: int) -> bool:
+    """Whether the last of these, with `length` others before it, have come in this order before."""
+    window = length + 1
+    ends = [past[end - window : end] for end in range(window, len(past))]
+    return past[-window:] in ends
 
 
 def _why_absent(states: Sequence[RankState], absent: tuple[int, ...]) -> tuple[str, list[str]]:
@@ -391,9 +469,10 @@ def _cause(each: RankState) -> tuple[str, str]:
             f"{who} (pid {pid}) is stopped by a signal (SIGSTOP; state {each.state}): `kill -CONT {pid}` "
             "lets it go on"
         )
-    for thread in each.threads:
-        for cause, pattern in _CAUSES:
-            for frame in thread:
+    main, others = each.threads[:1], each.threads[1:]
+    for threads, causes in ((each.threads, _ANYWHERE), (main, _IN_MAIN_THREAD), (others, (_FILES,))):
+        for cause, pattern in causes:
+            for frame in (frame for thread in threads for frame in thread if frame.name != _JOINS):
                 if re.search(pattern, f"{frame.file} {frame.name} {frame.source}"):
                     return cause, f"{cause}: {who} is at {frame.text}"
     if each.threads and each.threads[0]:

@@ -32,7 +32,7 @@ from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
 from lockstep.processes.child import Child, describe_status, end
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
-from lockstep.ranks.hang import HangReport
+from lockstep.ranks.hang import OUT_OF_STEP, HangReport
 from lockstep.ranks.watchdog import Watchdog
 
 ENDED_KEY = "lockstep/ended/{rank}"
@@ -387,7 +387,8 @@ class _Launch:
         lines += [f"  | {line}" for line in self._last_words(first)]
         lines += [f"rank {end.rank} {end.how()}{end.where()}" for end in others]
         waited = (first.error or {}).get("type") in _WAITED
-        self._print(lines + self._hang_lines() if waited else lines)
+        out_of_step = self._hang is not None and self._hang.cause in OUT_OF_STEP
+        self._print(lines + self._hang_lines() if waited or out_of_step else lines)
         return first.status if first.status > 0 else 128 - first.status
 
     def _explain_hang(self, seconds: float) -> int:
