@@ -67,13 +67,13 @@ EXPECTED: dict[str, tuple[tuple[str, ...], int | None]] = {
     "engine-dead": (("Unreachable", "Connection refused", "nothing listens"), 1),
     "engine-silent": (("engine does not answer",), 1),
     "producer": (("queue without a producer",), 1),
-    "disk": (("No space left",), 0),
+    "disk": (("No space left", "free some space"), None),
     "stopped": (("stopped process",), 1),
     "data": (("ended early",), 1),
     "lock": (("lock that nobody frees",), 1),
     "writes": (("slow or stuck file",), 0),
 }
-"""Kind -> any of these words is the cause; the rank to blame."""
+"""Kind -> any of these words is the cause; the rank to blame, None: all have the same disk."""
 
 # --- the faults, in the rank --------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ def inject(kind: str, rank: int) -> None:
     if kind.startswith("engine"):
         once_at(HFEngine, "generate", lambda: ask_engine(dead=kind == "engine-dead"))
     if kind == "writes":
-        once_at(os, "fsync", lambda: time.sleep(3600), call=3)
+        once_at(FSDP2Backend, "optimizer_step", slow_writes)
 
 
 def skip_next_all_reduce() -> None:
@@ -140,6 +140,11 @@ def skip_next_all_reduce() -> None:
         dist.all_reduce = original
 
     dist.all_reduce = skip
+
+
+def slow_writes() -> None:
+    """As of a file system that has gone: the next checkpoint never reaches it."""
+    os.fsync = lambda _: time.sleep(3600)
 
 
 def deadlock() -> None:
@@ -267,7 +272,7 @@ def judge(
     if named is not None:
         right = named in words and report["culprits"] == [rank]
     else:
-        right = any(word in text for word in words) and f"rank {rank}" in text
+        right = any(word in text for word in words) and (rank is None or f"rank {rank}" in text)
     beats = [each["heartbeat"].get("time", 0.0) for each in report.get("ranks", [])]
     return {
         "kind": kind,

@@ -162,7 +162,6 @@ class Session:
         if flight.current() is None:
             self._logging.callback(flight.stop)
             record(self.dir.logs / "flight", rank=self.ranks.rank, world_size=self.ranks.world_size)
-        flight.note(phase="start", run_dir=str(self.dir.path))
         self._logging.enter_context(self._log.records())
         self._log.line(_log_header(self.ranks, resumed=self._resumed))
         self._interrupt.__enter__()

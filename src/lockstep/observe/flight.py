@@ -246,6 +246,7 @@ def start(folder: Path, *, rank: int, world_size: int) -> FlightRecorder:
     if recorder is None:
         recorder = FlightRecorder(folder, rank=rank, world_size=world_size)
         _current.recorder, _current.pid = recorder, os.getpid()
+        recorder.note(phase="start")
     return recorder
 
 
