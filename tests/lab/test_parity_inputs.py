@@ -116,6 +116,22 @@ def test_ppo_has_inputs_of_both_models(tmp_path: Path) -> None:
         assert float(whole.std()) == pytest.approx(1.0, abs=1e-2)
 
 
+def test_a_reward_model_scores_last_tokens(tmp_path: Path) -> None:
+    report = make_inputs(spec(tmp_path, algorithm="rm", max_samples=12, batch_size=8, steps=2))
+    recording = Recording.open(tmp_path / "inputs")
+    loss = token_loss(recording.header, "recorded")
+    assert recording.header.has_scores
+    for step in report.steps:
+        batches = [recording[index].batch for index in step]
+        for batch in batches:
+            assert all(mask[-1] and mask.sum() == 1 for mask in batch.split(batch.loss_mask))
+        zero = [torch.zeros(batch.num_slots) for batch in batches]
+        shares = [
+            loss(z, z, b, slice(0, b.num_slots)).loss.item() for z, b in zip(zero, batches, strict=True)
+        ]
+        assert sum(shares) == pytest.approx(math.log(2.0), abs=1e-6)
+
+
 def test_recorded_inputs_without_advantages_are_left_out(tmp_path: Path) -> None:
     from lockstep.lab.train_parity.inputs import _recorded, model_sizes
 

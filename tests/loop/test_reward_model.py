@@ -13,6 +13,8 @@ from transformers import AutoModelForSequenceClassification
 
 from lockstep.config.batch import RewardModelConfig
 from lockstep.models.reward import RewardModel
+from lockstep.recording import Recording
+from lockstep.schema.batch import PreferenceBatch
 
 # Two-digit answers are preferred; the words are those of the tokenizer.
 PAIRS = [
@@ -74,10 +76,24 @@ def test_it_learns_exports_what_scores_the_same_and_goes_on_exactly_after_a_kill
     assert everything(broken) == everything(straight)
 
 
+def test_its_inputs_are_recorded_and_replayed(lockstep: Commands, rm_toml: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--record", "--steps", "2", "--eval-every", "0", "--run-dir", run]
+    ended = lockstep("train", rm_toml, *options, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    recording = Recording.open(run / "recordings")
+    batch = recording[0].batch
+    assert isinstance(batch, PreferenceBatch) and batch.margins is not None
+    assert set(batch.margins.tolist()) > {0.25, 0.5} and recording.header.has_scores
+    out = tmp_path / "replay"
+    ended = lockstep("replay", run / "recordings", "--out", out, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    assert lockstep("recording", "validate", run / "recordings", cwd=tmp_path).code == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--record"], "a recording has no place for scores yet"),
         (["--train.batch-invariant", "true"], "no such form"),
         (["--algorithm.center-coef", "-1"], "greater than or equal to 0"),
     ],

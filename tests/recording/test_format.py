@@ -19,6 +19,7 @@ from lockstep.packing import Bucket, pack
 from lockstep.recording import Recording
 from lockstep.recording.storage.entries import InputEntry, checked
 from lockstep.recording.storage.format import decode, encode
+from lockstep.schema.batch import ScoredSample
 
 
 def through(one: Any, vocab_size: int = recordings.VOCAB) -> Any:
@@ -38,6 +39,22 @@ def through(one: Any, vocab_size: int = recordings.VOCAB) -> Any:
 def test_batches_come_back_to_the_bit(policy: bool, capacity: int | None) -> None:
     one = recorded(3, 1, content=batch(policy=policy, capacity=capacity))
     assert_same(one, through(one))
+
+
+@pytest.mark.parametrize("bucket", [None, Bucket(tokens=24, documents=8, max_seqlen=8)])
+def test_a_reward_models_pairs_may_score_their_last_tokens(bucket: Bucket | None) -> None:
+    samples = []
+    for number, (length, margin) in enumerate(((5, 0.25), (4, 0.25), (3, 0.0), (6, 0.0))):
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[-1 if number else -2] = True
+        ids = torch.arange(1, length + 1)
+        samples.append(ScoredSample(token_ids=ids, loss_mask=mask, sample_id=number, margin=margin))
+    content = pack(samples, [torch.full((len(s),), 0.5) for s in samples], bucket=bucket)
+    one = recorded(0, content=content)
+    assert_same(one, through(one))
+    plain = dataclasses.replace(one, batch=dataclasses.replace(content, margins=None))
+    with pytest.raises(RecordingError, match="at every document's last token where no score is read"):
+        encode(plain, vocab_size=recordings.VOCAB)
 
 
 def test_the_worked_example_of_the_batch_module() -> None:

@@ -114,7 +114,7 @@ def _stack_flags(group: Any) -> None:
 
 def _work_flags(group: Any) -> None:
     group.add_argument(
-        "--algorithm", choices=["sft", "grpo", "ppo", *PREFERENCES], default="sft", help="(sft)"
+        "--algorithm", choices=["sft", "grpo", "ppo", "rm", *PREFERENCES], default="sft", help="(sft)"
     )
     group.add_argument("--model", metavar="NAME", help="(bundled:smollm2-135m)")
     group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")

@@ -405,11 +405,6 @@ class RewardModelRun(PairRun):
 
     @model_validator(mode="after")
     def _check_reward_model(self) -> RewardModelRun:
-        if self.record.enabled:
-            raise ValueError(
-                "record.enabled = true with kind = 'rm': a recording has no place for scores yet; leave it "
-                "out"
-            )
         if self.train.batch_invariant:
             raise ValueError(
                 "train.batch_invariant = true with kind = 'rm': the head that gives scores has no such form; "

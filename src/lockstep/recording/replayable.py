@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
-from lockstep.config.algorithm import PREFERENCES, PUBLISHED, DPOConfig, GRPOConfig
+from lockstep.config.algorithm import PREFERENCES, PUBLISHED, DPOConfig, GRPOConfig, RewardModelLossConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPOConfig, ValueConfig
 from lockstep.config.support import TABLE
 from lockstep.errors import RecordingError, unknown_name
 from lockstep.observe.text import printable
 from lockstep.recording.storage.weights import find_weights, verified
-from lockstep.schema.recording import VALUE, InputMeta, RecordingHeader
+from lockstep.schema.recording import REWARD, VALUE, InputMeta, RecordingHeader
 
 if TYPE_CHECKING:
     from lockstep.recording.reader import Recording
@@ -28,6 +28,8 @@ KERNELS = tuple(
 )
 """Attention kernels that a recording may name. A user's own flag may name any other: transformers loads
 native code from a hub repository by its name, so a file must not choose it."""
+
+RecordedAlgorithm = GRPOConfig | DPOConfig | ValueConfig | RewardModelLossConfig
 
 VALUE_LOSS = ("loss", "huber_delta", "clip", "aggregation")
 """The options of ValueConfig in the header of a value model's inputs: its loss is made of them."""
@@ -108,7 +110,7 @@ def recorded_model(header: RecordingHeader) -> ModelConfig:
     return config.model_copy(update={"trust_remote_code": False})
 
 
-def recorded_algorithm(header: RecordingHeader) -> GRPOConfig | DPOConfig | ValueConfig | None:
+def recorded_algorithm(header: RecordingHeader) -> RecordedAlgorithm | None:
     """The options of the recorded loss; None: SFT's, or a surrogate, which have none.
 
     Raises:
@@ -117,8 +119,8 @@ def recorded_algorithm(header: RecordingHeader) -> GRPOConfig | DPOConfig | Valu
     name: Any = header.algorithm.get("name")
     if name in ("sft", "surrogate"):
         return None
-    if not isinstance(name, str) or name not in (*PUBLISHED, *PREFERENCES, "ppo", VALUE):
-        known = (*PUBLISHED, *PREFERENCES, "ppo", VALUE, "sft", "surrogate")
+    if not isinstance(name, str) or name not in (*PUBLISHED, *PREFERENCES, "ppo", VALUE, REWARD):
+        known = (*PUBLISHED, *PREFERENCES, "ppo", VALUE, REWARD, "sft", "surrogate")
         raise _refused("algorithm.name", unknown_name("algorithm", str(name)[:80], known), _LOSS_FLAG)
     for field in ("advantage", "objective"):  # a recording may not name code to import
         if ":" in str(value := header.algorithm.get(field)):
@@ -128,6 +130,8 @@ def recorded_algorithm(header: RecordingHeader) -> GRPOConfig | DPOConfig | Valu
     try:
         if name in PREFERENCES:
             return DPOConfig.model_validate(dict(header.algorithm))
+        if name == REWARD:
+            return RewardModelLossConfig.model_validate(dict(header.algorithm))
         if name == VALUE:
             return ValueConfig.model_validate(
                 {key: value for key, value in header.algorithm.items() if key in VALUE_LOSS}

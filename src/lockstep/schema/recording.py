@@ -25,6 +25,8 @@ FORMAT = "lockstep-recording"
 VERSION = 1
 VALUE = "value"
 """The name of the algorithm in the header of a value model's inputs, which is its role, too."""
+REWARD = "bradley_terry"
+"""The name of the algorithm in the header of a reward model's inputs."""
 
 Outcome = Literal["finished", "pending", "failed"]
 
@@ -129,7 +131,8 @@ class RecordingHeader:
     vocab_size: int
     algorithm: Mapping[str, Any]
     """GRPOConfig or SFTConfig as a dict, resolved; its "name" says which algorithm
-    (SFT: {"name": "sft", ...}; a value model: {"name": "value"} and the options of its loss). {"name":
+    (SFT: {"name": "sft", ...}; a value model: {"name": "value"} and the options of its loss; a reward model:
+    RewardModelLossConfig's). {"name":
     "surrogate"}: loss_weights hold -dL/dlogprob of a foreign loss, so that SFT's sum -loss_weights * logprobs
     has its gradients."""
     temperature: float
@@ -154,3 +157,8 @@ class RecordingHeader:
     def role(self) -> str:
         """Whose inputs these are: of the policy, or of the value model, which has a scalar head."""
         return VALUE if self.algorithm.get("name") == VALUE else "policy"
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the model gives one number per slot, as value and reward models do, and no logprobs."""
+        return self.algorithm.get("name") in (VALUE, REWARD)

@@ -11,9 +11,10 @@ from torch import Tensor
 from lockstep.algorithms.dpo import DPOLoss
 from lockstep.algorithms.kto import KTOLoss
 from lockstep.algorithms.policy_loss import PolicyLoss
+from lockstep.algorithms.reward_model import RewardModelLoss
 from lockstep.algorithms.sft import SFTLoss
 from lockstep.algorithms.value_loss import ValueLoss
-from lockstep.config.algorithm import DPOConfig
+from lockstep.config.algorithm import DPOConfig, RewardModelLossConfig
 from lockstep.config.ppo import ValueConfig
 from lockstep.protocols.train import LossOutput, StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_algorithm
@@ -75,6 +76,8 @@ def token_loss(header: RecordingHeader, name: LossName) -> TokenLoss:
         return SFTLoss()
     if isinstance(options, ValueConfig):
         return ValueLoss(options)
+    if isinstance(options, RewardModelLossConfig):
+        return RewardModelLoss(options)
     if isinstance(options, DPOConfig):
         return DPOLoss(options) if options.paired else KTOLoss(options)
     return PolicyLoss(options.resolved())

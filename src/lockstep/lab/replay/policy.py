@@ -30,7 +30,7 @@ from lockstep.protocols.train import StepStats, TokenLoss
 from lockstep.recording.replayable import recorded_axes, recorded_model
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.contract import KernelContract
-from lockstep.schema.recording import VALUE, InputMeta, RecordingHeader
+from lockstep.schema.recording import InputMeta, RecordingHeader
 
 if TYPE_CHECKING:
     from lockstep.lab.replay.options import ReplayOptions
@@ -118,7 +118,7 @@ def model_config(header: RecordingHeader, options: ReplayOptions) -> ModelConfig
 
 def model_head(header: RecordingHeader) -> HeadKind:
     """The head of the model whose inputs were recorded."""
-    return "scalar" if header.role == VALUE else "logits"
+    return "scalar" if header.has_scores else "logits"
 
 
 def model_size(config: ModelConfig, *, dtype: torch.dtype, head: HeadKind = "logits") -> ModelSize:

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from lockstep.algorithms.dpo import DPO
 from lockstep.algorithms.kto import KTO
+from lockstep.algorithms.reward_model import RewardModel
 from lockstep.algorithms.sft import SFT
-from lockstep.config.algorithm import DPOConfig, GRPOConfig, SFTConfig
+from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.base import Record
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
@@ -38,7 +39,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.replay.losses import token_loss
 from lockstep.lab.suite.machine import versions
 from lockstep.lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec
-from lockstep.lab.train_parity.pairs import read_pairs, spoiled, unpaired, with_reference
+from lockstep.lab.train_parity.pairs import read_pairs, scored, spoiled, unpaired, with_reference
 from lockstep.lab.train_parity.values import value_algorithm, with_values
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import load_model, load_tokenizer, meta_module
@@ -181,25 +182,35 @@ def _pairs(spec: InputsSpec, sizes: Sizes) -> InputsReport:
         documents, source, notes = _documents(half, sizes)
         every = [documents[i] for i in range(len(documents))]
         pairs = spoiled(every, vocab_size=sizes.vocab_size, seed=spec.seed)
+        if spec.algorithm == "rm":
+            pairs = scored(pairs)
         notes += ("each document is preferred to itself with random ids in its second half",)
     size = max(1, min(spec.batch_size // 2, len(pairs)))
     steps = spec.steps or -(-len(pairs) // size)
-    options = DPOConfig.model_validate({"name": spec.algorithm}).resolved()
-    algorithm, limits = DPO(options) if options.paired else KTO(options), _limits(spec, documents=2 * size)
+    algorithm, needs_ref = _preference(spec.algorithm)
+    limits = _limits(spec, documents=2 * size)
     limits = dataclasses.replace(limits, min_packs=min(spec.min_packs, size))
     plan = []
     for step in range(steps):
         samples = pairs.batch(step, size, spec.seed)
-        answers = samples if options.paired else unpaired(samples)
+        answers: Sequence[TrainSample] = unpaired(samples) if isinstance(algorithm, KTO) else samples
         plan.append(plan_micro_batches(answers, algorithm.loss_weights(answers), limits))
-    if options.needs_ref:
+    if needs_ref:
         plan = with_reference(plan, spec)
         notes += ("the reference is the policy before the first step, by `local`",)
-    header = inputs_header(spec, sizes, algorithm=options.model_dump(mode="json"))
+    header = inputs_header(spec, sizes, algorithm=algorithm.config.model_dump(mode="json"))
     indices = write_inputs(spec.out / INPUTS, header, plan)
     return InputsReport(
         steps=indices, source=source, notes=notes, documents=2 * len(pairs), **_sums(plan), **_kept(sizes)
     )
+
+
+def _preference(name: str) -> tuple[DPO | KTO | RewardModel, bool]:
+    """The algorithm with its published values, and whether its loss has a reference."""
+    if name == "rm":
+        return RewardModel(RewardModelLossConfig()), False
+    options = DPOConfig.model_validate({"name": name}).resolved()
+    return (DPO if options.paired else KTO)(options), options.needs_ref
 
 
 # --- GRPO and PPO -------------------------------------------------------------------------------------------

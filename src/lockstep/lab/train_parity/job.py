@@ -31,7 +31,7 @@ VALUE_INPUTS = "inputs-value"
 """PPO: the recording of the value model's inputs."""
 
 
-ParityAlgorithm = Literal["sft", "grpo", "ppo"] | PreferenceName
+ParityAlgorithm = Literal["sft", "grpo", "ppo", "rm"] | PreferenceName
 Role = Literal["policy", "value"]
 
 

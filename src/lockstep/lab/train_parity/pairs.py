@@ -1,4 +1,4 @@
-"""Preference pairs for a parity run of DPO: read, or made of documents."""
+"""Preference pairs for a parity run of a preference loss or a reward model: read, or made of documents."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 
 from lockstep.algorithms.kto import with_baseline
 from lockstep.config.data import DataConfig
-from lockstep.data.preferences import Pair, PreferenceSet, load_preferences
+from lockstep.data.preferences import Pair, PreferenceSet, load_preferences, load_scored_pairs
 from lockstep.lab.train_parity.job import InputsSpec
-from lockstep.models.load import load_model, load_tokenizer
+from lockstep.models.causal_lm import text_config
+from lockstep.models.load import load_model, load_tokenizer, meta_module
 from lockstep.schema.batch import (
     PackedBatch,
     PreferenceBatch,
     PreferenceSample,
+    StateSample,
     TrainSample,
     UnpairedBatch,
     UnpairedSample,
@@ -27,7 +29,11 @@ def read_pairs(spec: InputsSpec, data: DataConfig, *, longest: int) -> Preferenc
     """Load at most max_samples / 2 pairs of `data`. Raises ConfigError, DataError."""
     size = min(max(1, spec.max_samples // 2), data.size or spec.max_samples)
     config = data.model_copy(update={"size": size, "max_length": min(longest, data.max_length)})
-    return load_preferences(config, tokenizer=load_tokenizer(spec.model))
+    tokenizer = load_tokenizer(spec.model)
+    if spec.algorithm != "rm":
+        return load_preferences(config, tokenizer=tokenizer)
+    pad_id = text_config(meta_module(spec.model, dtype=torch.bfloat16)).pad_token_id
+    return load_scored_pairs(config, tokenizer=tokenizer, pad_id=pad_id)
 
 
 def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> PreferenceSet:
@@ -41,6 +47,18 @@ def spoiled(samples: Sequence[TrainSample], *, vocab_size: int, seed: int) -> Pr
         if not ids.equal(sample.token_ids):
             pairs.append((sample, dataclasses.replace(sample, token_ids=ids)))
     return PreferenceSet(pairs, shuffle=True, report={})
+
+
+def scored(pairs: PreferenceSet) -> PreferenceSet:
+    """Return the pairs for a reward model, which scores the last token; without a margin."""
+    of_states: list[Pair] = [(_last_state(pairs[i][0]), _last_state(pairs[i][1])) for i in range(len(pairs))]
+    return PreferenceSet(of_states, shuffle=True, report={}, margins=[0.0] * len(pairs))
+
+
+def _last_state(sample: TrainSample) -> StateSample:
+    mask = torch.zeros_like(sample.loss_mask)
+    mask[-1] = True
+    return StateSample(token_ids=sample.token_ids, loss_mask=mask, sample_id=sample.sample_id)
 
 
 def unpaired(samples: Sequence[PreferenceSample]) -> list[UnpairedSample]:

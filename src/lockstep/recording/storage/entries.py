@@ -24,7 +24,8 @@ from lockstep.schema.recording import InputKey, InputMeta, RecordingHeader
 _POLICY_FLOATS = ("loss_weights", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs")
 _VALUE_FLOATS = ("loss_weights", "returns", "old_values")
 _UNPAIRED_FLOATS = ("loss_weights", "ref_logprobs", "desirability", "kl_baseline")
-BATCH_FLOATS = (*_POLICY_FLOATS, *_VALUE_FLOATS[1:], *_UNPAIRED_FLOATS[2:])
+_SCORED_FLOATS = ("loss_weights", "margins")
+BATCH_FLOATS = (*_POLICY_FLOATS, *_VALUE_FLOATS[1:], *_UNPAIRED_FLOATS[2:], *_SCORED_FLOATS[1:])
 OUTPUT_FLOATS = ("logprobs", "entropy")
 FLOATS = BATCH_FLOATS + OUTPUT_FLOATS
 
@@ -102,7 +103,7 @@ class InputEntry(_Checked):
     """One input without its tensors."""
 
     meta: MetaEntry
-    kind: Literal["policy", "packed", "preference", "value", "unpaired"]
+    kind: Literal["policy", "packed", "preference", "value", "unpaired", "scored"]
     lengths: Annotated[list[Positive], Field(min_length=1)]
     tail: list[Positive]
     max_seqlen: Positive
@@ -144,7 +145,7 @@ class InputEntry(_Checked):
             if values and len(values) != len(self.lengths):
                 return f"{len(values)} {name} for {len(self.lengths)} lengths"
         more = {"policy": {"rollout_logprobs", "advantages"}, "value": {"returns", "old_values"}}
-        more |= {"unpaired": {"desirability"}}
+        more |= {"unpaired": {"desirability"}, "scored": {"margins"}}
         needed = {"loss_weights"} | more.get(self.kind, set())
         allowed = {
             "policy": set(_POLICY_FLOATS),
@@ -152,6 +153,7 @@ class InputEntry(_Checked):
             "packed": {"loss_weights"},
             "preference": {"loss_weights", "ref_logprobs"},
             "unpaired": set(_UNPAIRED_FLOATS),
+            "scored": set(_SCORED_FLOATS),
         }[self.kind]
         if self.outputs is not None:
             allowed |= set(OUTPUT_FLOATS)

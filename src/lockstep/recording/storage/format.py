@@ -39,6 +39,8 @@ from lockstep.schema.recording import FORMAT, VERSION, InputMeta, RecordedInput,
 
 Array = np.ndarray[Any, Any]
 
+SCORED = "scored"
+"""The kind of a reward model's pairs: trained where a document's score is read, which may be its end."""
 META_FIELDS = tuple(field.name for field in dataclasses.fields(InputMeta))
 MAX_PAD_SLOTS = 2**22
 """Largest padded tail of one input: no byte of the file stands behind it, so it must be bounded."""
@@ -244,9 +246,10 @@ def _check_derived(batch: PackedBatch, layout: _Layout, arrays: tuple[Array, Arr
         raise RecordingError(f"{where}: lengths sum to {layout.slots}, but token_ids has {slots} slots")
     if ids[used:].any():
         raise RecordingError(f"{where}: token_ids must be 0 in the padded tail")
-    if mask[used:].any() or mask[layout.ends()].any():
+    if mask[used:].any() or (_kind(batch) != SCORED and mask[layout.ends()].any()):
         raise RecordingError(
-            f"{where}: loss_mask must be False in the padded tail and at every document's last token"
+            f"{where}: loss_mask must be False in the padded tail, and at every document's last token where "
+            "no score is read"
         )
     for name, tensor, derived in (
         ("positions", batch.positions, layout.positions()),
@@ -309,7 +312,9 @@ def _kind(batch: PackedBatch) -> str:
         return "value"
     if isinstance(batch, UnpairedBatch):
         return "unpaired"
-    return "preference" if isinstance(batch, PreferenceBatch) else "packed"
+    if isinstance(batch, PreferenceBatch):
+        return "preference" if batch.margins is None else SCORED
+    return "packed"
 
 
 def _entry(
@@ -383,11 +388,11 @@ def decode(
     mask = np.zeros(slots, dtype=np.bool_)
     mask[:used] = bits[:used]
     counts = layout.trained(mask)
-    if bits[used:].any() or mask[layout.ends()].any() or int(counts.sum()) != entry.trained:
+    wrong_end = entry.kind != SCORED and mask[layout.ends()].any()
+    if bits[used:].any() or wrong_end or int(counts.sum()) != entry.trained:
         raise RecordingError(
             f"loss_mask: {int(counts.sum())} tokens are trained on, the field trained says {entry.trained}; "
-            "a "
-            "document's last token never is"
+            f"a document's last token never is, but in inputs of kind {SCORED}"
         )
     floats = {
         name: torch.from_numpy(_widen(np.frombuffer(columns[name], dtype="<f4"), spread, mask, counts))
@@ -409,7 +414,7 @@ def decode(
         batch = PolicyBatch(**fields, policy_versions=tuple(entry.policy_versions))
     else:
         plain: dict[str, type[PackedBatch]] = {"preference": PreferenceBatch, "value": ValueBatch}
-        plain |= {"unpaired": UnpairedBatch}
+        plain |= {"unpaired": UnpairedBatch, SCORED: PreferenceBatch}
         batch = plain.get(entry.kind, PackedBatch)(**fields)
     outputs = None
     if entry.outputs is not None:
