@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -70,8 +71,10 @@ OFF_POLICY: dict[str, tuple[list[float], list[float]]] = {
 }
 
 
-def gradients(ratios: Any = None, **options: Any) -> list[list[float]]:
-    """d loss / d logprob per token of each rollout."""
+def gradients(
+    ratios: Any = None, *, token_advantages: Sequence[float] | None = None, **options: Any
+) -> list[list[float]]:
+    """d loss / d logprob per token of each rollout; token_advantages: of all ten tokens, in their place."""
     algorithm = PolicyAlgorithm(GRPOConfig(**options), max_tokens=10)
     completions = [
         Completion(
@@ -96,6 +99,10 @@ def gradients(ratios: Any = None, **options: Any) -> list[list[float]]:
     _, advantages = algorithm.advantages([group], rollouts)
     samples = policy_samples(rollouts, advantages)
     batch = pack(samples, algorithm.loss_weights(samples))
+    if token_advantages is not None:
+        spread = batch.advantages.clone()
+        spread[batch.loss_mask] = torch.tensor(token_advantages)
+        batch = dataclasses.replace(batch, advantages=spread)
     logprobs = torch.where(batch.loss_mask, -1.0, 0.0)
     if ratios is not None:
         old = logprobs.clone()
@@ -152,12 +159,14 @@ OTHER_FRAMEWORKS: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
     "verl grpo, seq-mean-token-mean": ({"aggregation": "sequence_mean"}, (-A / 4, A / 16)),
     "verl grpo without std": (TOKEN_MEAN | {"advantage": "group_mean"}, (-0.5 / 10, 0.5 / 10)),
     "verl rloo, token-mean": (TOKEN_MEAN | {"advantage": "leave_one_out", "dual_clip": 3.0}, (-0.1, 0.1)),
-    "verl gspo": ({"ratio": "sequence", "aggregation": "sequence_mean"}, (-A / 4, A / 16)),
+    "verl gspo": ({"ratio": "sequence_token", "aggregation": "sequence_mean"}, (-A / 4, A / 16)),
     "verl cispo": (TOKEN_MEAN | {"objective": "cispo"}, (-A / 10, A / 10)),
     # OpenRLHF's aggregate_loss with the tokens of the whole batch
     "OpenRLHF group_norm": (TOKEN_MEAN, (-A / 10, A / 10)),
     "OpenRLHF dr_grpo": (TOKEN_MEAN | {"advantage": "group_mean"}, (-0.5 / 10, 0.5 / 10)),
     "OpenRLHF rloo": (TOKEN_MEAN | {"advantage": "leave_one_out"}, (-0.1, 0.1)),
+    # rewards 1 and 0 of one prompt: the std of the step is the group's
+    "TRL scale_rewards batch": (TOKEN_MEAN | {"advantage": "group_mean_step_std"}, (-A / 10, A / 10)),
 }
 
 
@@ -170,3 +179,32 @@ def test_rows_of_coming_from_by_hand(row: str) -> None:
         ratios = ([1.0, 1.0], [4.0, 2.0] + [1.0] * 6)
         clipped = gradients(ratios, **options)[1]
         assert clipped == pytest.approx([0.0, 2 * expected[1]] + [expected[1]] * 6, rel=1e-5)
+
+
+def gspo_of_verl(ratios: Any, advantages: Sequence[float], *, clip: float) -> list[list[float]]:
+    """`compute_policy_loss_gspo` of verl/trainer/ppo/core_algos.py, seq-mean-token-mean."""
+    logprobs = [torch.full((length,), -1.0, requires_grad=True) for length in LENGTHS]
+    losses = []
+    for row, logprob, advantage in zip(
+        ratios, logprobs, torch.tensor(advantages).split(LENGTHS), strict=True
+    ):
+        old = logprob.detach() - torch.tensor(row).log()
+        of_sequence = (logprob - old).mean()
+        ratio = (logprob - logprob.detach() + of_sequence.detach()).clamp(max=10.0).exp()
+        clipped = ratio.clamp(1 - clip, 1 + clip)
+        losses.append(torch.maximum(-advantage * ratio, -advantage * clipped).mean())
+    torch.stack(losses).mean().backward()
+    return [logprob.grad.tolist() for logprob in logprobs if logprob.grad is not None]
+
+
+def test_gspo_of_verl_is_that_of_tokens() -> None:
+    """Advantages that differ within a completion tell the two apart: with the ratio of the sequence every
+    token has the gradient of their mean."""
+    advantages = [1.0, 0.2, -0.3, -0.5, 0.4, -0.1, 0.7, 0.1, -0.6, 0.3]
+    options: dict[str, Any] = {"aggregation": "sequence_mean", "clip_low": 0.2, "clip_high": 0.2}
+    verl = gspo_of_verl(RATIOS, advantages, clip=0.2)
+    found = gradients(RATIOS, token_advantages=advantages, ratio="sequence_token", **options)
+    for ours, theirs in zip(found, verl, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    of_sequence = gradients(RATIOS, token_advantages=advantages, ratio="sequence", **options)
+    assert of_sequence[0][0] == of_sequence[0][1] and of_sequence[0] != pytest.approx(verl[0], rel=0.1)

@@ -11,6 +11,7 @@ from lockstep.ops.advantages import (
     gae,
     group_mean,
     group_mean_std,
+    group_mean_step_std,
     leave_one_out,
     reward_to_go,
 )
@@ -28,13 +29,28 @@ def test_group_advantages_by_hand() -> None:
     torch.testing.assert_close(group_mean_std(REWARDS), expected)
 
 
-@pytest.mark.parametrize("function", [group_mean, group_mean_std, leave_one_out])
+@pytest.mark.parametrize("function", [group_mean, group_mean_std, group_mean_step_std, leave_one_out])
 def test_equal_rewards_have_no_advantage_at_all(function: object) -> None:
     """(0.1 + 0.1 + 0.1) / 3 is not 0.1; a lost rollout does not make a group unequal."""
     rewards = torch.tensor([[0.1, 0.1, 0.1, NAN], [0.1, 0.1, 0.4, NAN]], dtype=torch.float64)
     assert (rewards[0, :3].sum() / 3 != 0.1).item()
     found = function(rewards, ~rewards.isnan())
     assert found[0].tolist() == [0.0] * 4 and bool((found[1, :3] != 0).all())
+
+
+def test_group_mean_step_std_by_hand() -> None:
+    """Over the std of all six rewards, sqrt(26 / 5), of which the lost one is none; TRL takes torch.std of
+    them."""
+    expected = torch.tensor([[0.0, -1.0, 1.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    expected /= math.sqrt(26 / 5) + 1e-4
+    torch.testing.assert_close(group_mean_step_std(REWARDS), expected)
+    wider = torch.cat([REWARDS, torch.tensor([[NAN], [NAN]])], 1)
+    found = group_mean_step_std(wider, ~wider.isnan())
+    torch.testing.assert_close(found[:, :3], expected)
+    assert found[:, 3].tolist() == [0.0, 0.0]
+    of_trl = (REWARDS - REWARDS.mean(1, keepdim=True)) / (REWARDS.std() + 1e-4)
+    torch.testing.assert_close(group_mean_step_std(REWARDS), of_trl)
+    assert group_mean_step_std(torch.tensor([[2.0]])).tolist() == [[0.0]]
 
 
 def test_batch_mean_std_by_hand() -> None:

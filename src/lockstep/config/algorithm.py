@@ -16,8 +16,8 @@ ALGORITHM_NAMES = (
     *("grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline"),
     *("gspo", "gspo_token", "cispo", "sapo"),
 )
-PER_GROUP = ("group_mean_std", "group_mean", "leave_one_out")
-"""Advantage estimators that see the rewards of a group."""
+PER_GROUP = ("group_mean_std", "group_mean", "group_mean_step_std", "leave_one_out")
+"""Advantage estimators of rewards [G, n]: one advantage per rollout."""
 PER_STEP = ("batch_mean_std", "group_mean_batch_std")
 """Those that whiten over the trained tokens of a step."""
 OBJECTIVES = ("ppo_clip", "cispo", "sapo")
@@ -135,10 +135,11 @@ class GRPOConfig(Config):
     """Name of a published algorithm: options below that are left out take its published values. A
     `module:Class` takes grpo's."""
     advantage: Advantage | None = None
-    """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. leave_one_out: r - mean of the
-    others. batch_mean_std: whitened over the trained tokens of the step. group_mean_batch_std: r - group
-    mean, whitened likewise. Under these two, kl.place = 'reward' charges a token with its KL and what
-    follows. `module:function`: of rewards and mask, [G, n] each, to advantages [G, n]."""
+    """group_mean_std: (r - mean) / std of the group. group_mean: r - mean. group_mean_step_std: (r - mean of
+    the group) / std of all rewards of the step. leave_one_out: r - mean of the others. batch_mean_std:
+    whitened over the trained tokens of the step. group_mean_batch_std: r - group mean, whitened likewise.
+    Under these two, kl.place = 'reward' charges a token with its KL and what follows. `module:function`: of
+    rewards and mask, [G, n] each, to advantages [G, n]."""
     aggregation: Aggregation | None = None
     """sequence_mean: tokens are averaged per sequence, then sequences. sequence_sum: tokens are added up per
     sequence, then sequences averaged. token_mean: over all tokens of the step. constant: divided by

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import field_validator, model_validator
 
-from lockstep.config.algorithm import DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
+from lockstep.config.algorithm import PER_GROUP, DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed
 from lockstep.config.data import DataConfig
@@ -202,9 +202,7 @@ class GRPORun(RunConfig):
     @model_validator(mode="after")
     def _check(self) -> GRPORun:
         if self.rollout.group_size == 1 and self.algorithm.resolved().advantage in (
-            "group_mean_std",
-            "group_mean",
-            "leave_one_out",
+            *PER_GROUP,
             "group_mean_batch_std",
         ):
             raise ValueError(

@@ -37,6 +37,21 @@ def group_mean_std(rewards: Tensor, mask: Tensor | None = None, *, eps: float = 
     return centred / (std + eps)
 
 
+def group_mean_step_std(rewards: Tensor, mask: Tensor | None = None, *, eps: float = EPS) -> Tensor:
+    """[G, n]: (r - mean of the group) / (std + eps), with the std of all rewards of the step (TRL's
+    scale_rewards = "batch", after arXiv 2508.08221).
+
+    std is of the rewards themselves, with N - 1 for N of them. A group of one rollout, or of equal rewards,
+    gets 0.
+    """
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    count = mask.sum()
+    mean = torch.where(mask, rewards, 0.0).sum() / count.clamp(min=1)
+    off = torch.where(mask, rewards - mean, 0.0)
+    std = (off.square().sum() / (count - 1).clamp(min=1)).sqrt()
+    return group_mean(rewards, mask) / (std + eps)
+
+
 def leave_one_out(rewards: Tensor, mask: Tensor | None = None) -> Tensor:
     """[G, n]: r - mean of the group's other rollouts (RLOO, arXiv 2402.14740, section 3.3).
 
