@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         pairs.append(
             pair_of_saves(checkpoints, backend, step, waits) | end_of_run(checkpoints, backend, folder)
         )
-    latest = checkpoints.latest()
+    latest = checkpoints.find()
     assert latest is not None
     return {
         "median": {name: round(statistics.median(pair[name] for pair in pairs[1:]), 4) for name in pairs[0]},

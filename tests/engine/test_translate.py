@@ -33,9 +33,6 @@ WAYS = {
     "vllm, processed": lambda p: vllm.vllm_sampling(
         p, seed=1, eos_token_ids=(2,), logprobs_mode="processed_logprobs"
     ),
-    "vllm, http": lambda p: vllm.vllm_completion_body(
-        (7,), p, seed=1, eos_token_ids=(2,), logprobs_mode="raw_logprobs"
-    ),
     "sglang, seeded": lambda p: sglang.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=True),
     "sglang, unseeded": lambda p: sglang.sglang_sampling(p, seed=1, eos_token_ids=(2,), seeded=False),
 }

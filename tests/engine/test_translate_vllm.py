@@ -7,7 +7,6 @@ import pytest
 from lockstep.config.engine import EngineConfig
 from lockstep.engine.spec import EngineSpec
 from lockstep.engine.vllm.translate import (
-    vllm_completion_body,
     vllm_constructor,
     vllm_environment,
     vllm_logprobs_mode,
@@ -260,11 +259,3 @@ def test_truncation_without_an_effect_is_no_reason_to_refuse():
     found = sampling("processed_logprobs", temperature=0.0, top_p=0.9, top_k=5)
     assert (found["temperature"], found["top_k"]) == (0.0, 5)
     assert sampling(eos=(), ignore_eos=True, min_tokens=3)["min_tokens"] == 3
-
-
-def test_the_http_body_says_every_field_that_the_server_would_fill_in():
-    body = vllm_completion_body((4, 5), NONE, seed=5, eos_token_ids=(2,), logprobs_mode="raw_logprobs")
-    assert body["prompt"] == [4, 5] and body["return_token_ids"] is True
-    assert body["add_special_tokens"] is False and "detokenize" not in body
-    filled = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-    assert all(body[name] is not None for name in (*filled, "frequency_penalty", "max_tokens", "seed"))

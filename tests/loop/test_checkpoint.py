@@ -60,14 +60,14 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     state = {"tokens": 123, "evaluations": {"before": {"mean_reward": 0.25}}, "config_hash": "abc"}
     path = checkpoints.save(10, Backend(1.5), state)
-    assert path == tmp_path / "checkpoints" / "step-000010" == checkpoints.latest() == checkpoints.find(10)
+    assert path == tmp_path / "checkpoints" / "step-000010" == checkpoints.find() == checkpoints.find(10)
     other = Backend()
     assert manager(tmp_path).load(path, other) == {**state, "step": 10}
     assert other.weight.tolist() == [1.5] * 50 and other.moment.tolist() == [0.75] * 50
 
 
 def test_a_run_without_checkpoints(tmp_path: Path) -> None:
-    assert manager(tmp_path).latest() is None
+    assert manager(tmp_path).find() is None
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 5 .* there are none"):
         manager(tmp_path).find(5)
     manager(tmp_path).save(3, Backend(), {})
@@ -97,7 +97,7 @@ def test_going_back_makes_the_new_branch_the_latest(tmp_path: Path) -> None:
     checkpoints.save(10, Backend(10), {})
     assert checkpoints.find(5) is not None
     checkpoints.save(6, Backend(6), {})
-    assert manager(tmp_path).latest() == tmp_path / "checkpoints" / "step-000006"
+    assert manager(tmp_path).find() == tmp_path / "checkpoints" / "step-000006"
     checkpoints.save(7, Backend(7), {})
     assert steps(tmp_path) == [6, 7]
 
@@ -139,7 +139,7 @@ def test_a_missing_file_is_named_and_nothing_older_is_taken_silently(tmp_path: P
     checkpoints.save(1, Backend(1), {})
     checkpoints.save(2, Backend(2), {})
     (tmp_path / "checkpoints" / "step-000002" / file).unlink()
-    for ask in (checkpoints.latest, lambda: checkpoints.find(2)):
+    for ask in (checkpoints.find, lambda: checkpoints.find(2)):
         with pytest.raises(CheckpointError, match=rf"step-000002 is damaged: .*{file}.*--checkpoint 1$"):
             ask()
 
@@ -274,7 +274,7 @@ try:
     checkpoints.save(2, Backend(2, 100_000), {{}})
 except CheckpointError as error:
     print(error)
-checkpoints.load(checkpoints.latest(), Backend(0, 100_000))
+checkpoints.load(checkpoints.find(), Backend(0, 100_000))
 print([p.name for p in (run / "checkpoints").iterdir()])
 """
 
@@ -290,7 +290,7 @@ generator = random.Random(5)
 def work(pipe):
     checkpoints = manager(run, keep_last=2, background={background})
     backend = Backend(0, 400_000)
-    path = checkpoints.latest()
+    path = checkpoints.find()
     state = checkpoints.load(path, backend) if path else {{"step": 0, "value": 0}}
     step, value = state["step"], state["value"]
     while True:
@@ -327,7 +327,7 @@ for _ in range(rounds):
     unfinished += any(p.name.startswith(".") for p in (run / "checkpoints").iterdir())
     checkpoints = manager(run)
     backend = Backend(0, 400_000)
-    state = checkpoints.load(checkpoints.latest(), backend)
+    state = checkpoints.load(checkpoints.find(), backend)
     # reported as saved, or one more: killed between the rename and the report
     assert state["step"] in (saved, saved + 1), (state, saved)
     assert (backend.weight == state["value"]).all() and (backend.moment == 2 * state["value"]).all()
@@ -399,7 +399,7 @@ for point in range(1, 500):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     checkpoints = manager(run, keep_last=1)
     backend = Backend()
-    value = checkpoints.load(checkpoints.latest(), backend)["value"]
+    value = checkpoints.load(checkpoints.find(), backend)["value"]
     assert (backend.weight == value).all() and value in (1, 2)
     if code == 0:
         assert value == 2

@@ -78,7 +78,7 @@ def stubborn(ranks: RankContext, guard: Guard) -> None:
 def in_vain(ranks: RankContext, guard: Guard) -> None:
     """Rank 0 has waited for rank 1, which hangs."""
     guard.at(3, "forward and backward of input 7")
-    ranks.barrier(what="both are there")
+    ranks.gather(None, None, what="both are there")
     if ranks.rank == 1:
         time.sleep(300)
     raise RankError("rank 0 of 2, at gradients: a rank did not come within 2 s")

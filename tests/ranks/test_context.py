@@ -25,7 +25,6 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert ranks.each(lambda: 5, what="x") == [5]
     assert ranks.from_first(lambda: 6, what="x") == 6
     ranks.require_same({"a": 1}, what="x")
-    ranks.barrier(what="x")
     ranks.at("here", step=3)
     with pytest.raises(RewardError, match=r"^as it was$"), ranks.together("x"):
         raise RewardError("as it was")

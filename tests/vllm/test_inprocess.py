@@ -193,7 +193,6 @@ def test_samples_of_a_group_share_their_prompt(started):
     stats = engine.stats()
     assert stats.cached_tokens == 3 * 7 * 256 and stats.prompt_tokens == 24 * LONG
     assert stats.kv_cache_bytes > 0 and stats.kv_cache_use == 0.0
-    assert 0 < engine.vllm_seconds() <= stats.generate_seconds
     again = engine.generate([request(prompt(LONG), range(2), max_tokens=2)])
     assert {c.cached_tokens for c in again[0]} == {256}
 

@@ -225,24 +225,16 @@ class CheckpointManager:
                 )
         return self._commit(saving)
 
-    def latest(self) -> Path | None:
-        """The checkpoint that was saved last; None when there is none.
-
-        Raises:
-            CheckpointError: it is damaged (names and sizes; `load` checks the contents). Names the newest
-                undamaged one, which is used only when the user asks for it.
-        """
-        return self.find()
-
     def steps(self) -> list[int]:
         """Steps of the undamaged checkpoints (names and sizes), in the order in which they were saved."""
         return [entry.step for entry in self._entries() if entry.damage is None]
 
     def find(self, step: int | None = None) -> Path | None:
-        """The checkpoint of `step`; None: `latest()`.
+        """Return the checkpoint of `step`; None: the one saved last, or None where there is none.
 
         Raises:
-            CheckpointError: there is no checkpoint of that step, or it is damaged.
+            CheckpointError: there is no checkpoint of that step, or it is damaged (names and sizes; `load`
+                checks the contents). Names the newest undamaged one, which is used only when asked for.
         """
         path, damage = self._ranks.from_first(
             lambda: self._select(step), tuple[Path | None, str | None], what="finding a checkpoint"

@@ -35,11 +35,6 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
-def masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Scalar: the largest x where mask (bool, same shape) is True; -inf where nothing is."""
-    return torch.where(mask, x, -torch.inf).amax()
-
-
 def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
     """[T] int64: the document of every slot.
 

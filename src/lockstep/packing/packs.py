@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
+from lockstep.packing.boundaries import cu_seqlens
 from lockstep.packing.groups import balanced_groups, prompt_groups
 from lockstep.packing.shared import count_all, share, share_in_few_shapes
 from lockstep.schema.batch import (
@@ -101,7 +101,7 @@ def pack(
     fields: dict[str, Any] = {
         "token_ids": _fill([sample.token_ids for sample in samples], capacity, 0),
         "positions": torch.cat([torch.arange(length) for length in lengths]),
-        "cu_seqlens": _cu_seqlens(lengths, bucket.documents),
+        "cu_seqlens": cu_seqlens(lengths, bucket.documents),
         "max_seqlen": bucket.max_seqlen,
         "labels": _fill(
             [torch.cat([sample.token_ids[1:], no_label]) for sample in samples], capacity, IGNORE_LABEL
@@ -160,7 +160,7 @@ def repack(batch: PackedBatch, bucket: Bucket | None) -> PackedBatch:
     fields: dict[str, Any] = {
         "token_ids": _fill([batch.token_ids[:used]], bucket.tokens, 0),
         "positions": torch.cat([batch.positions[:used], *tails]),
-        "cu_seqlens": _cu_seqlens(lengths + tail, bucket.documents),
+        "cu_seqlens": cu_seqlens(lengths + tail, bucket.documents),
         "max_seqlen": bucket.max_seqlen,
         "labels": _fill([batch.labels[:used]], bucket.tokens, IGNORE_LABEL),
         "loss_mask": _fill([batch.loss_mask[:used]], bucket.tokens, False),
@@ -382,11 +382,6 @@ def _tail(lengths: Sequence[int], bucket: Bucket) -> list[int]:
             f"{len(lengths)} documents and {len(tail)} for the padded tail exceed the capacity of {bucket}"
         )
     return tail
-
-
-def _cu_seqlens(lengths: Sequence[int], documents: int) -> Tensor:
-    ends = [0, *accumulate(lengths)]
-    return torch.tensor(ends + [ends[-1]] * (documents + 1 - len(ends)), dtype=torch.int32)
 
 
 def _fill(parts: Sequence[Tensor], capacity: int, value: float | int | bool) -> Tensor:

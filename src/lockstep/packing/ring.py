@@ -27,6 +27,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from lockstep.packing.boundaries import cu_seqlens
 from lockstep.schema.ring import RingShard, RingStep
 
 _WHOLE_SHARE = 32
@@ -197,13 +198,7 @@ def _other(chunks: Sequence[Sequence[range]], rank: int, source: int) -> RingSte
 
 
 def _step(q: Sequence[int], k: Sequence[int]) -> RingStep:
-    return RingStep(
-        cu_q=_cu_seqlens(q), cu_k=_cu_seqlens(k), max_q=max(q, default=0), max_k=max(k, default=0)
-    )
-
-
-def _cu_seqlens(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return RingStep(cu_q=cu_seqlens(q), cu_k=cu_seqlens(k), max_q=max(q, default=0), max_k=max(k, default=0))
 
 
 def _index(parts: Sequence[range]) -> Tensor:

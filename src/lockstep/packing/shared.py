@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.errors import DataError
+from lockstep.packing.boundaries import cu_seqlens
 from lockstep.schema.batch import PackedBatch, SharedRows, TrainSample
 
 Ids = NDArray[np.int64]
@@ -233,8 +234,8 @@ def _laid_out(
         keys=row_of_key,
         order=row_of_key.argsort(stable=True),
         ends=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-        cu_rows=_cu(row_lengths, capacity.segments),
-        cu_keys=_cu(key_lengths, capacity.segments),
+        cu_rows=cu_seqlens(row_lengths, capacity.segments),
+        cu_keys=cu_seqlens(key_lengths, capacity.segments),
         row_lengths=tuple(row_lengths),
         key_lengths=tuple(key_lengths),
         max_rows=max_rows,
@@ -281,8 +282,3 @@ def _padding(
 def _filled(ranges: Sequence[range], size: int, value: int) -> Tensor:
     parts = [torch.arange(part.start, part.stop) for part in ranges]
     return torch.cat([*parts, torch.full((size - sum(map(len, ranges)),), value)])
-
-
-def _cu(lengths: Sequence[int], segments: int) -> Tensor:
-    ends = [0, *accumulate(lengths)]
-    return torch.tensor(ends + [ends[-1]] * (segments + 1 - len(ends)), dtype=torch.int32)

@@ -156,10 +156,6 @@ class RankContext:
         """Return whether the flag is True on any rank. Raises RankError."""
         return any(self.gather(flag, bool, what=what))
 
-    def barrier(self, *, what: str) -> None:
-        """Wait until every rank is here. Raises RankError."""
-        self.gather(None, None, what=what)
-
     def each(self, make: Callable[[], T], kind: Any = JsonValue, *, what: str) -> list[T]:
         """Call `make`, which has no collectives, on every rank, and return the results by rank.
 

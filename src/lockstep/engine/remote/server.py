@@ -220,10 +220,6 @@ class ServerProcess:
         if child is not None:
             child.end()
 
-    def log_lines(self, count: int = _TAIL_LINES) -> list[str]:
-        """The last lines since the last start."""
-        return self._read_log()[-count:]
-
     def log_text(self) -> str:
         """Text for an error message: the first error in the log, and its last lines."""
         lines = self._read_log()

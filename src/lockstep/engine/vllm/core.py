@@ -31,8 +31,6 @@ class Core:
     def __init__(self, config: EngineConfig, spec: EngineSpec) -> None:
         self.last_progress = time.monotonic()
         """time.monotonic() of the last new token, updated now and then."""
-        self.seconds = 0.0
-        """Seconds inside add_request and step."""
         self._had_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._count = 0
         self._keys: dict[str, _Key] = {}
@@ -64,7 +62,6 @@ class Core:
     def submit(self, samples: Sequence[tuple[_Key, dict[str, Any]]]) -> None:
         """Hand samples, with the keyword arguments of vllm.SamplingParams, to the scheduler, siblings in a
         row: they share the blocks of their prompt."""
-        started = time.perf_counter()
         for key, sampling in samples:
             self._count += 1
             name = f"lockstep-{self._count}"
@@ -74,23 +71,19 @@ class Core:
             self._engine.add_request(
                 name, {"prompt_token_ids": list(key[0].request.prompt_token_ids)}, params
             )
-        self.seconds += time.perf_counter() - started
 
     def advance(self, abort: threading.Event, more: Sized) -> list[tuple[_Key, Any]]:
         """Step until at least one sample has finished. Returns nothing when there is `more` to submit, or
         none is left."""
-        engine, started = self._engine, time.perf_counter()
-        try:
-            while engine.has_unfinished_requests() and not more:
-                if abort.is_set():
-                    return self.abort_all()
-                finished = [o for o in engine.step() if o.finished]
-                self._note_progress(bool(finished))
-                if finished:
-                    return [(self._keys.pop(output.request_id), output) for output in finished]
-            return []
-        finally:
-            self.seconds += time.perf_counter() - started
+        engine = self._engine
+        while engine.has_unfinished_requests() and not more:
+            if abort.is_set():
+                return self.abort_all()
+            finished = [o for o in engine.step() if o.finished]
+            self._note_progress(bool(finished))
+            if finished:
+                return [(self._keys.pop(output.request_id), output) for output in finished]
+        return []
 
     def abort_all(self) -> list[tuple[_Key, Any]]:
         """End every sample now, with the tokens that it has."""

@@ -297,11 +297,6 @@ class VLLMEngine(Streaming):
                 self._in_thread(self._core.wake, what="wake", until=until)
             self._state = "awake"
 
-    def vllm_seconds(self) -> float:
-        """Seconds of `generate` inside vLLM itself; the rest of EngineStats.generate_seconds is ours and the
-        callbacks'."""
-        return self._core.seconds
-
     def stats(self) -> EngineStats:
         open_now = self._state in ("awake", "asleep")
         return EngineStats(

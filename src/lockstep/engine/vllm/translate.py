@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from lockstep.config.engine import EngineConfig
@@ -170,30 +170,6 @@ def vllm_sampling(
         "logprobs": 0,  # of the sampled token alone
         "detokenize": bool(params.stop),
         "skip_special_tokens": True,
-    }
-
-
-def vllm_completion_body(
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    seed: int,
-    eos_token_ids: tuple[int, ...],
-    logprobs_mode: LogprobsMode,
-) -> dict[str, Any]:
-    """The body of POST /v1/completions for one sample; the caller adds `model` and `stream`.
-
-    Raises:
-        EngineError: as vllm_sampling.
-    """
-    sampling = vllm_sampling(params, seed=seed, eos_token_ids=eos_token_ids, logprobs_mode=logprobs_mode)
-    del sampling["detokenize"]  # not a field of the API: its server always detokenizes
-    return sampling | {
-        "prompt": list(prompt_token_ids),
-        "add_special_tokens": False,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "echo": False,
     }
 
 

@@ -142,11 +142,6 @@ class SeedMatch:
         """
         return self.shared_nats <= self.pairs + 6.0 * math.sqrt(self.pairs) + 6.0
 
-    @property
-    def says_nothing(self) -> bool:
-        """Whether the samples are so probable that any two would be equal."""
-        return self.all_equal and self.by_chance
-
 
 def seed_match(pairs: Iterable[tuple[Row, Row]]) -> SeedMatch | None:
     """Compare the samples of each pair; None: there are no pairs."""
