@@ -111,11 +111,10 @@ class Renderer:
             process = self._process = self._process or self._start()
             try:
                 return process.exchange(dict(job), seconds=self._seconds)
-            except (TimeoutError, ProcessEnded) as error:
-                raise DataError(
-                    f"{where}: the chat template does not end within its budget of time and memory; set "
-                    "data.chat_template to another one"
-                ) from error
+            except TimeoutError as error:
+                raise _stopped(f"no reply came within {self._seconds:g} s", where) from error
+            except ProcessEnded as error:
+                raise _stopped(str(error), where) from error
             finally:
                 if process.closed:
                     self._process = None
@@ -131,6 +130,16 @@ class Renderer:
     def _start(self) -> JobProcess:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         return JobProcess("lockstep.observe.template_child", env=environment)
+
+
+def _stopped(why: str, where: str) -> DataError:
+    from lockstep.observe.template_child import CPU_SECONDS, MEMORY_BYTES
+
+    return DataError(
+        f"{where}: rendering with the chat template was stopped: {why}. It may take {CPU_SECONDS:g} s of "
+        f"processor time and {MEMORY_BYTES // 2**20} MiB, and a usual template takes a millisecond; look for "
+        "a loop in it that does not end, or set data.chat_template to another one"
+    )
 
 
 _renderer = Renderer()
