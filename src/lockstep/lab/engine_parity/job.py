@@ -28,16 +28,16 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from lockstep.config.base import PositiveInt, Record, Seconds, Seed
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_lines
+from lockstep.lab.suite.job_files import Job, WorkerOutcome, read_if_whole, read_job_file, read_lines
 
-JOB, ROWS, PASSES, RESULT = "job.json", "rows.jsonl", "passes.jsonl", "result.json"
+ROWS, PASSES, RESULT = "rows.jsonl", "passes.jsonl", "result.json"
 
 Phase = Literal["before", "after"]
 Kind = Literal["greedy", "stop", "sampled", "again", "alone", "other"]
 Weights = Literal["pushed", "folder"]
 
 
-class EnginesJob(Record):
+class EnginesJob(Job):
     """One engine, its model and its prompts."""
 
     name: str
@@ -64,17 +64,9 @@ class EnginesJob(Record):
     """Noise that is added to each weight, in units of its matrix's root mean square."""
     token_budget: PositiveInt = 4096
     """Token budget of the trainer's micro-batches; a longer document gets one of its own."""
-    out: Path
-    """An existing folder."""
     timeout: Seconds
     """Time limit of the whole job, seconds."""
     threads: PositiveInt | None = None
-
-    def write(self) -> Path:
-        """Write OUT/job.json."""
-        path = self.out / JOB
-        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        return path
 
 
 class _Record(Record):
@@ -129,12 +121,11 @@ class Pass(_Record):
     cached_tokens: int
 
 
-class Outcome(_Record):
-    """result.json."""
+class Outcome(WorkerOutcome):
+    """result.json; it may hold numbers that are not finite."""
 
-    status: Literal["ok", "refused", "failed", "oom"]
-    """refused: the settings cannot work, or something is not installed."""
-    reason: str = ""
+    model_config = ConfigDict(allow_inf_nan=True)
+
     start_seconds: float | None = None
     """Seconds to make the engine."""
     push_seconds: tuple[float, ...] = ()
@@ -146,10 +137,8 @@ class Outcome(_Record):
     vocab_size: int = 0
     dtype: str = ""
     attention: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
     engine: dict[str, str] = Field(default_factory=dict)
     """What the engine reports about itself, such as its version and command."""
-    peak_memory_bytes: int = 0
 
 
 def read_job(path: Path) -> EnginesJob:

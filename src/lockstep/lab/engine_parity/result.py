@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from lockstep.lab.engine_parity.job import Outcome, Phase
 from lockstep.lab.engine_parity.judge import Problem
 from lockstep.lab.engine_parity.phase import PhaseReport
-
-Status = Literal["ok", "refused", "failed", "oom", "hung"]
+from lockstep.lab.suite.result import SuiteResult
+from lockstep.lab.suite.run import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,20 +62,13 @@ class EngineResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EnginesResult:
+class EnginesResult(SuiteResult):
     """The whole run."""
 
     engines: tuple[EngineResult, ...]
     reference: str
     threshold: float
     """Largest mean gap, nats."""
-    settings: Mapping[str, Any]
-    """The settings of the comparison, in the order in which reports show them."""
-    notes: tuple[str, ...] = ()
-    command: str = ""
-    complete: bool = True
-    """False: interrupted."""
-    machine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -103,16 +96,9 @@ class EnginesResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
+        return self.facts() | {
             "reference": self.reference,
             "threshold": self.threshold,
-            "complete": self.complete,
-            "command": self.command,
-            "settings": dict(self.settings),
-            "notes": list(self.notes),
-            "machine": dict(self.machine),
             "engines": [_as_dict(engine) for engine in self.engines],
         }
 

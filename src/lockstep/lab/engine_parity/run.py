@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.errors import ConfigError
 from lockstep.lab.engine_parity.job import (
     EnginesJob,
     Outcome,
@@ -30,18 +29,11 @@ from lockstep.lab.engine_parity.job import (
 from lockstep.lab.engine_parity.judge import Limits, Problem, judge
 from lockstep.lab.engine_parity.phase import PhaseReport, report
 from lockstep.lab.engine_parity.prompts import Prompts
-from lockstep.lab.engine_parity.result import EngineResult, EnginesResult, Status
+from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
 from lockstep.lab.suite.job_files import check_seconds
-from lockstep.lab.suite.process import (
-    ExitStatus,
-    ProcessRunner,
-    line_that_matters,
-    looks_out_of_memory,
-    read_tail,
-    stalled_in,
-)
+from lockstep.lab.suite.process import ExitStatus, ProcessRunner
+from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
 from lockstep.observe.files import write_json
-from lockstep.ranks.launch import in_launcher
 
 WORKER = ("-m", "lockstep.lab.engine_parity.worker")
 """Arguments of the interpreter that run a job file."""
@@ -148,7 +140,7 @@ class _Suite:
             for phase in PHASES
         ]
         phases = tuple(phase for phase in reports if phase is not None)
-        status, reason = self._status(exit_status, outcome, log)
+        status, reason = how_it_ended(exit_status, outcome, log=log, timeout=self.options.timeout)
         return EngineResult(
             name=choice.name,
             engine=choice.config.name,
@@ -163,20 +155,6 @@ class _Suite:
             log=str(log.relative_to(self.out)),
             settings=choice.config.model_dump(mode="json", exclude_defaults=True),
         )
-
-    def _status(self, exit_status: ExitStatus, outcome: Outcome | None, log: Path) -> tuple[Status, str]:
-        tail = read_tail(log)
-        if exit_status.timed_out:
-            where = stalled_in(tail)
-            return "hung", f"no end after {self.options.timeout:g} s (--timeout)" + (
-                f", in {where}" if where else ""
-            )
-        if outcome is not None and outcome.status != "ok":
-            return outcome.status, outcome.reason
-        if outcome is None or exit_status.returncode != 0:
-            line = line_that_matters(tail) or exit_status.describe()
-            return ("oom" if looks_out_of_memory(tail) else "failed"), line
-        return "ok", ""
 
     def _problems(
         self,
@@ -281,17 +259,8 @@ def run_engines(
     Raises:
         ConfigError: OUT holds something, or this process is a rank of a launcher.
     """
-    if in_launcher():
-        raise ConfigError(
-            "lockstep parity engines starts processes itself; run it without torchrun or deepspeed (RANK and "
-            "WORLD_SIZE are set in the environment)"
-        )
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ConfigError(f"--out {options.out} is there already and not an empty folder; name a new one")
-    try:
-        (options.out / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: cannot be made ({error.strerror}); name another") from error
+    check_folder(options.out, "parity engines")
+    make_folder(options.out / "logs")
     return _Suite(options, progress).run_all()
 
 

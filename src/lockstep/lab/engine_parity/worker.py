@@ -10,15 +10,12 @@ Exit status 0: done; 2: refused; 1: anything else. What was seen is in the folde
 from __future__ import annotations
 
 import faulthandler
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import ConfigError, LockstepError, ModelError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.lab.engine_parity.job import (
     PASSES,
     RESULT,
@@ -31,7 +28,8 @@ from lockstep.lab.engine_parity.job import (
     Row,
     read_job,
 )
-from lockstep.observe.files import jsonable, write_json
+from lockstep.lab.suite.worker import REFUSED, append_rows, failure, job_path, leave_with, run_job, watch
+from lockstep.observe.files import write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -40,39 +38,17 @@ if TYPE_CHECKING:
     from lockstep.protocols import InferenceEngine, WeightTransfer
     from lockstep.schema.rollout import Completion
 
-REFUSED = 2
-_TRACEBACK_SECONDS = 15.0
-"""Seconds before the deadline at which the process writes where it is, but not in the first half."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; return the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) != 1:
-        echo("usage: python -m lockstep.lab.engine_parity.worker JOB.json", file=sys.stderr)
+    path = job_path(argv, "lockstep.lab.engine_parity.worker")
+    if path is None:
         return REFUSED
-    job = read_job(Path(arguments[0]).resolve())
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(max(job.timeout / 2, job.timeout - _TRACEBACK_SECONDS), exit=False)
-    return _work(_Run(job))
-
-
-def _work(run: _Run) -> int:
+    run = _Run(read_job(path))
+    watch(run.job.timeout)
     try:
-        run.load()
-        run.generate_all("before")
-        if run.job.update:
-            run.update()
-            run.generate_all("after")
-        run.end("ok")
-        return 0
-    except LockstepError as error:
-        refused = isinstance(error, (ConfigError, ModelError)) and not run.has_generated
-        run.give_up("refused" if refused else "failed", error)
-        return REFUSED if refused else 1
-    except Exception as error:
-        run.give_up("failed", error)
-        raise
+        refuses = (ConfigError, ModelError)
+        return run_job(run.work, give_up=run.give_up, refuses=lambda: () if run.has_generated else refuses)
     finally:
         faulthandler.cancel_dump_traceback_later()
         run.close()
@@ -89,6 +65,15 @@ class _Run:
     """Fields of the Outcome."""
     greedy: list[tuple[PromptRequest, Completion]] = field(default_factory=list)
     """Greedy completions of the first phase."""
+
+    def work(self) -> None:
+        """Load, generate, update the weights, generate again."""
+        self.load()
+        self.generate_all("before")
+        if self.job.update:
+            self.update()
+            self.generate_all("after")
+        self.end("ok")
 
     # --- loading --------------------------------------------------------------------------------------------
 
@@ -181,7 +166,7 @@ class _Run:
             prompt_tokens=sum(len(c.prompt_token_ids) for _, c in completions),
             cached_tokens=sum(c.cached_tokens for _, c in completions),
         )
-        _append(self.job.out / PASSES, [summary])
+        append_rows(self.job.out / PASSES, [summary])
         self.say(f"{phase}, {kind}: {summary.samples} completions, {summary.tokens} tokens, {seconds:.2f} s")
         return completions
 
@@ -220,7 +205,7 @@ class _Run:
                     cached_tokens=completion.cached_tokens,
                 )
             )
-        _append(self.job.out / ROWS, rows)
+        append_rows(self.job.out / ROWS, rows)
 
     # --- the end --------------------------------------------------------------------------------------------
 
@@ -246,12 +231,8 @@ class _Run:
 
     def give_up(self, status: str, error: Exception) -> None:
         """Write the results so far and why there are no more."""
-        from lockstep.lab.suite.failure import error_line, is_out_of_memory
-
-        status = "oom" if is_out_of_memory(error) else status
-        prefix = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
         self.say(f"{status}: {error}")
-        self.end(status, prefix + error_line(error))
+        self.end(**failure(status, error))
 
     def close(self) -> None:
         """Stop a server that was started."""
@@ -259,15 +240,5 @@ class _Run:
             self.engine.close()
 
 
-def _append(path: Path, rows: Sequence[Row] | Sequence[Pass]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(jsonable(row.model_dump()), ensure_ascii=False, allow_nan=False) + "\n")
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except LockstepError as error:
-        echo(f"engines worker: {error}", file=sys.stderr)
-        sys.exit(REFUSED if isinstance(error, ConfigError) else 1)
+    leave_with(main, "engines")

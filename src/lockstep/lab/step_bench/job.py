@@ -21,7 +21,7 @@ from pydantic import Field
 from lockstep.config.base import PositiveInt, Record, Seconds
 from lockstep.config.run import GRPORun
 from lockstep.lab.step_bench.work import BenchWork
-from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_lines
+from lockstep.lab.suite.job_files import Job, WorkerOutcome, read_if_whole, read_job_file, read_lines
 from lockstep.observe.files import write_atomic
 
 TURN, READY, ROWS, RESULT, RANK_LOGS = "turn", "ready.json", "rows.jsonl", "result.json", "ranks"
@@ -30,7 +30,7 @@ PHASES = ("generate", "forward", "backward", "optimizer", "weights")
 """Of one step. weights: how the engine gets the new ones."""
 
 
-class BenchJob(Record):
+class BenchJob(Job):
     """One cell."""
 
     cell: str
@@ -42,19 +42,11 @@ class BenchJob(Record):
     work: BenchWork = BenchWork()
     warmup: PositiveInt = 2
     """Whole steps before anything is measured; the first one compiles."""
-    out: Path
-    """An existing folder."""
     timeout: Seconds = 600.0
     """Seconds of the start and of one turn, after which the suite ends it; as long waits one rank for
     another."""
     patience: Seconds = 600.0
     """Seconds without a turn, while other cells take theirs, after which it gives up."""
-
-    def write(self) -> Path:
-        """Write OUT/job.json."""
-        path = self.out / "job.json"
-        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        return path
 
 
 class StepTimes(Record):
@@ -85,16 +77,12 @@ class Ready(Record):
     graphs: int
 
 
-class BenchOutcome(Record):
+class BenchOutcome(WorkerOutcome):
     """result.json, by rank 0, or by the rank that failed first."""
 
-    status: Literal["ok", "refused", "failed", "oom"]
-    reason: str = ""
     recompiles: int = 0
     """Graphs that were compiled after the warm-up."""
     graph_breaks: int = 0
-    peak_memory_bytes: int = 0
-    """Peak of the rank that needed most: allocated on a GPU, resident on a CPU, since the warm-up."""
     memory_kind: str = ""
     micro_batches: tuple[int, ...] = ()
     """Token slots of each."""
@@ -111,7 +99,6 @@ class BenchOutcome(Record):
     axes: dict[str, Any] = Field(default_factory=dict)
     """What each "auto" resolved to."""
     statement: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
 
 
 def read_job(path: Path) -> BenchJob:

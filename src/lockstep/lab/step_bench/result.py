@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from lockstep.lab.step_bench.job import BenchOutcome, Ready, StepTimes
+from lockstep.lab.suite.result import SuiteResult
+from lockstep.lab.suite.run import Status
 
-Status = Literal["ok", "refused", "failed", "oom", "hung", "interrupted"]
 TIMED = ("step", "generate", "train", "forward", "backward", "optimizer", "weights")
 """Fields of StepTimes."""
 
@@ -93,17 +93,11 @@ class CellResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BenchResult:
+class BenchResult(SuiteResult):
     """The whole measurement; the first cell is what the others are compared with."""
 
     cells: tuple[CellResult, ...]
     """All requested cells, in the order in which they were named."""
-    settings: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-    command: str = ""
-    complete: bool = True
-    """False: interrupted."""
-    machine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def reference(self) -> CellResult:
@@ -139,15 +133,8 @@ class BenchResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as JSON values, with every measured step."""
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
+        return self.facts() | {
             "reference": self.reference.name if self.cells else None,
-            "complete": self.complete,
-            "command": self.command,
-            "settings": dict(self.settings),
-            "notes": list(self.notes),
-            "machine": dict(self.machine),
             "cells": [self._cell(cell) for cell in self.cells],
         }
 

@@ -35,15 +35,9 @@ from lockstep.lab.step_bench.job import (
 from lockstep.lab.step_bench.result import BenchResult, CellResult
 from lockstep.lab.step_bench.work import BenchWork
 from lockstep.lab.suite.job_files import check_seconds
-from lockstep.lab.suite.process import (
-    ExitStatus,
-    ProcessRunner,
-    line_that_matters,
-    looks_out_of_memory,
-    read_tail,
-)
+from lockstep.lab.suite.process import ExitStatus, ProcessRunner, read_tail
+from lockstep.lab.suite.run import Status, broken, check_folder, make_folder
 from lockstep.observe.files import write_json
-from lockstep.ranks.launch import in_launcher
 
 WORKER = ("-m", "lockstep.lab.step_bench.worker")
 """Arguments of the interpreter that run a job file."""
@@ -250,7 +244,7 @@ class _Suite:
 
     def _status(
         self, running: _Running, outcome: BenchOutcome | None, times: Sequence[StepTimes]
-    ) -> tuple[Any, str]:
+    ) -> tuple[Status, str]:
         if running.timed_out:
             return "hung", running.timed_out
         if outcome is not None and outcome.status != "ok":
@@ -261,10 +255,9 @@ class _Suite:
             warm = read_ready(running.job.out) is not None
             progress = f"after {len(times)} of {self.options.repeats} steps" if warm else "before it was warm"
             return "interrupted", progress
-        tail, exit_status = read_tail(running.log), running.exit_status
-        status = "oom" if looks_out_of_memory(tail) else "failed"
-        how = "it was killed" if exit_status is None else exit_status.describe()
-        return status, (line_that_matters(tail) or how) + _advice(status, self.options)
+        ended = "it was killed" if running.exit_status is None else running.exit_status.describe()
+        status, reason = broken(read_tail(running.log), ended)
+        return status, reason + _advice(status, self.options)
 
     # --- the result -----------------------------------------------------------------------------------------
 
@@ -316,21 +309,12 @@ def run_bench(options: BenchOptions, *, progress: Callable[[str], None] = lambda
         ConfigError: OUT holds something, this process is a rank itself, or every cell is refused by its
             settings; nothing was made or started then.
     """
-    if in_launcher():
-        raise ConfigError(
-            "lockstep bench starts ranks itself; run it without torchrun or deepspeed (RANK and WORLD_SIZE "
-            "are set in the environment)"
-        )
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ConfigError(f"--out {options.out} is there already and not an empty folder; name a new one")
+    check_folder(options.out, "bench")
     jobs = {cell.name: _job(cell, options) for cell in options.cells}
     refused = {cell: reason for cell, reason in jobs.items() if isinstance(reason, str)}
     if len(refused) == len(jobs):
         raise ConfigError(_all_refused(refused))
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {options.out}: cannot be made ({error.strerror}); name another") from error
+    make_folder(options.out)
     progress(f"bench: {options.out}")
     for note in options.notes:
         progress(note)

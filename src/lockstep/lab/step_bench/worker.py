@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, EngineError, LockstepError, ModelError
@@ -31,9 +29,18 @@ from lockstep.lab.step_bench.job import (
     read_turn,
 )
 from lockstep.lab.step_bench.work import peak_flops, requests, samples, training_flops
-from lockstep.observe.files import jsonable, write_json
+from lockstep.lab.suite.worker import (
+    REFUSED,
+    append_rows,
+    failure,
+    job_path,
+    leave_with,
+    run_job,
+    says_it_already,
+)
+from lockstep.observe.files import write_json
 from lockstep.observe.text import echo
-from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
+from lockstep.ranks.launch import in_launcher, launch_command
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
     from lockstep.schema.batch import PackedBatch
     from lockstep.schema.rollout import Completion
 
-REFUSED = 2
+MODULE = "lockstep.lab.step_bench.worker"
 _POLL_SECONDS = 0.01
 
 
@@ -89,14 +96,12 @@ class PhaseClock:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; return the exit status."""
-    arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
-    if len(arguments) != 1:
-        echo("usage: python -m lockstep.lab.step_bench.worker JOB.json", file=sys.stderr)
+    path = job_path(argv, MODULE)
+    if path is None:
         return REFUSED
-    path = Path(arguments[0]).resolve()
     job = read_job(path)
     if job.ranks > 1 and not in_launcher():
-        command = [sys.executable, "-u", "-m", "lockstep.lab.step_bench.worker", str(path)]
+        command = [sys.executable, "-u", "-m", MODULE, str(path)]
         return launch_command(command, ranks=job.ranks, timeout=None, log_dir=job.out / RANK_LOGS)
     return run_rank(job)
 
@@ -105,7 +110,8 @@ def run_rank(job: BenchJob) -> int:
     """Run this rank's part of the job."""
     faulthandler.enable()
     cell = _Cell(job)
-    try:
+
+    def work() -> None:
         with contextlib.ExitStack() as stack:
             with cell.watched():  # once: the suite has one timeout for all of it
                 cell.ranks = stack.enter_context(_join(job))
@@ -116,15 +122,10 @@ def run_rank(job: BenchJob) -> int:
             cell.take_turns()
             with cell.watched():
                 cell.say("the end")
-                cell.tell("ok")
-            return 0
-    except LockstepError as error:
-        refused = isinstance(error, (ConfigError, ModelError, EngineError)) and not cell.loaded
-        cell.tell("refused" if refused else "failed", error)
-        return REFUSED if refused else 1
-    except Exception as error:
-        cell.tell("failed", error)
-        raise
+                cell.end()
+
+    refuses = (ConfigError, ModelError, EngineError)
+    return run_job(work, give_up=cell.give_up, refuses=lambda: () if cell.loaded else refuses)
 
 
 def _join(job: BenchJob) -> RankContext:
@@ -218,8 +219,7 @@ class _Cell:
                     times = self.step()
                 self.steps_taken += 1
                 if self.ranks.is_first:
-                    with (self.job.out / ROWS).open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(jsonable(times.model_dump())) + "\n")
+                    append_rows(self.job.out / ROWS, [times])
                 self.say(f"step {self.steps_taken}: " + ", ".join(f"{k} {v:.4f}" for k, v in times))
 
     def step(self) -> StepTimes:
@@ -319,26 +319,19 @@ class _Cell:
         if self.ranks.is_first:
             echo(text, flush=True)
 
-    def tell(self, status: Any, error: Exception | None = None) -> None:
-        """result.json. After an error any rank: the first one to fail may not be rank 0, and what the others
-        then say of a lost peer explains nothing."""
-        from lockstep.lab.suite.failure import error_line, is_out_of_memory
-        from lockstep.ranks.context import lost_peer
+    def end(self) -> None:
+        """Write result.json. Collective."""
+        outcome = self._outcome()
+        if self.ranks.is_first:
+            write_json(self.job.out / RESULT, outcome.model_dump())
 
-        if error is None:
-            outcome = self._outcome()
-            if self.ranks.is_first:
-                write_json(self.job.out / RESULT, outcome.model_dump())
-            return
+    def give_up(self, status: str, error: Exception) -> None:
+        """Write why there is no more into result.json. Called on any rank."""
         echo(f"{self.job.cell}: {status}: {error}", flush=True)
         first = hasattr(self, "ranks") and self.ranks.is_first
-        if (self.job.out / RESULT).exists() and (lost_peer(error) or not first):
-            return
-        prefix = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
-        outcome = BenchOutcome(
-            status="oom" if is_out_of_memory(error) else status, reason=prefix + error_line(error)
-        )
-        write_json(self.job.out / RESULT, outcome.model_dump())
+        if not says_it_already(self.job.out / RESULT, error, first=first):
+            outcome = BenchOutcome.model_validate(failure(status, error))
+            write_json(self.job.out / RESULT, outcome.model_dump())
 
     def _outcome(self) -> BenchOutcome:
         """Collective. Counters first: the gap has a forward of its own to compile."""
@@ -382,10 +375,4 @@ def _entries(parameter: torch.Tensor) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except LockstepError as error:
-        echo(f"bench worker: {error}", file=sys.stderr)
-        status = REFUSED if isinstance(error, ConfigError) else 1
-    leave(status)
-    sys.exit(status)
+    leave_with(main, "bench")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from lockstep.config.base import Record, Seconds
 from lockstep.errors import ConfigError
@@ -14,6 +14,30 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 
 _SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
+
+
+class Job(Record):
+    """What a worker is told to do."""
+
+    out: Path
+    """An existing folder."""
+
+    def write(self) -> Path:
+        """Write OUT/job.json."""
+        path = self.out / "job.json"
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+class WorkerOutcome(Record):
+    """result.json: how a worker ended."""
+
+    status: Literal["ok", "refused", "failed", "oom"]
+    """refused: the settings cannot work or something is not installed, and nothing was run."""
+    reason: str = ""
+    peak_memory_bytes: int = 0
+    """Of the rank that needed most: allocated on a GPU, resident on a CPU."""
+    versions: dict[str, str] = Field(default_factory=dict)
 
 
 def check_seconds(value: float, setting: str) -> None:

@@ -22,7 +22,7 @@ from lockstep.config.base import PositiveInt, Record, Seconds, Seed
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.lab.suite.job_files import read_if_whole, read_job_file, read_lines
+from lockstep.lab.suite.job_files import Job, WorkerOutcome, read_if_whole, read_job_file, read_lines
 
 METRICS, LOGPROBS, RESULT = "metrics.jsonl", "logprobs.safetensors", "result.json"
 RANK_LOGS = "ranks"
@@ -82,7 +82,7 @@ class InputsReport(Record):
     vocab_size: int
 
 
-class ParityJob(Record):
+class ParityJob(Job):
     """One stack, its model and the optimizer steps that it takes."""
 
     stack: str
@@ -96,8 +96,6 @@ class ParityJob(Record):
     """A recording; the loss is its algorithm's."""
     steps: tuple[tuple[int, ...], ...]
     """The recording's inputs for each optimizer step, on every rank."""
-    out: Path
-    """An existing folder."""
     timeout: Seconds = 600.0
     """Time limit of the whole job, seconds."""
     wait: Seconds = 120.0
@@ -123,12 +121,6 @@ class ParityJob(Record):
             raise ValueError(f"gradients_at names step {wrong[0]}; there are {len(self.steps)}, from 0")
         return self
 
-    def write(self) -> Path:
-        """Write OUT/job.json."""
-        path = self.out / "job.json"
-        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        return path
-
 
 class StepRow(Record):
     """One line of metrics.jsonl."""
@@ -148,23 +140,18 @@ class StepRow(Record):
     """Largest of any rank so far: allocated on a GPU, resident on a CPU."""
 
 
-class Outcome(Record):
+class Outcome(WorkerOutcome):
     """result.json, by rank 0."""
 
-    status: Literal["ok", "refused", "failed", "oom"]
-    """refused: the settings cannot work, and nothing was run."""
-    reason: str = ""
     steps: int = 0
     """Done."""
     seconds: float = 0.0
     """Duration of all steps, without loading."""
     load_seconds: float = 0.0
-    peak_memory_bytes: int = 0
     statement: str = ""
     """Ranks and devices in words."""
     attention: str = ""
     dtype: str = ""
-    versions: dict[str, str] = Field(default_factory=dict)
     spans: dict[str, float] = Field(default_factory=dict)
     """Seconds in forward and backward, of rank 0, where the backend times them."""
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.lab.loss_curves.differences import WINDOW, Falls, ratio
+from lockstep.lab.suite.result import SuiteResult
+from lockstep.lab.suite.run import Status
 from lockstep.lab.train_parity.compare import Comparison
 from lockstep.lab.train_parity.job import Role, StepRow
 
 ENOUGH_STEPS = 2 * WINDOW
 """Steps that are enough to show whether a loss falls; in fewer, a loss that does not fall proves nothing."""
 Learning = Literal["falls", "does not fall", "not shown"]
-Status = Literal["ok", "refused", "failed", "oom", "hung", "skipped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,22 +99,15 @@ class StackResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParityResult:
+class ParityResult(SuiteResult):
     """The whole run."""
 
     stacks: tuple[StackResult, ...]
     reference: str
     threshold: float
     algorithm: str
-    settings: Mapping[str, Any]
-    """What was trained, and on what, in the order in which reports show it."""
-    notes: tuple[str, ...] = ()
-    command: str = ""
     must_fall: bool = True
     """False (--allow-flat): learning is reported, but does not count."""
-    complete: bool = True
-    """False: interrupted."""
-    machine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def judged(self) -> list[StackResult]:
@@ -175,19 +169,12 @@ class ParityResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as JSON values, with the curves."""
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
+        return self.facts() | {
             "agreement": {"ok": self.agrees, "verdict": self.agreement},
             "learning": {"ok": self.learns, "verdict": self.learning, "counts": self.must_fall},
             "reference": self.reference,
             "threshold": self.threshold,
             "algorithm": self.algorithm,
-            "complete": self.complete,
-            "command": self.command,
-            "settings": dict(self.settings),
-            "notes": list(self.notes),
-            "machine": dict(self.machine),
             "stacks": [_as_dict(stack) for stack in self.stacks],
         }
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from lockstep.config.backends import check_backend
 from lockstep.config.data import DataConfig
@@ -22,13 +22,8 @@ from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
 from lockstep.lab.suite.job_files import check_seconds
-from lockstep.lab.suite.process import (
-    ExitStatus,
-    ProcessRunner,
-    line_that_matters,
-    looks_out_of_memory,
-    read_tail,
-)
+from lockstep.lab.suite.process import ExitStatus, ProcessRunner, line_that_matters, read_tail
+from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
 from lockstep.lab.train_parity.compare import compare
 from lockstep.lab.train_parity.job import (
     INPUTS,
@@ -43,10 +38,9 @@ from lockstep.lab.train_parity.job import (
     read_outcome,
     read_rows,
 )
-from lockstep.lab.train_parity.result import ParityResult, StackResult, Status, judge, learning, row_name
+from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning, row_name
 from lockstep.lab.train_parity.stacks import Stack, skipped
 from lockstep.observe.files import write_json
-from lockstep.ranks.launch import TIMED_OUT, in_launcher
 
 WORKER = ("-m", "lockstep.lab.train_parity.worker")
 """Arguments of the interpreter that run a job file."""
@@ -175,11 +169,14 @@ class _Suite:
         base |= {"rows": rows, "seconds": exit_status.seconds}
         if outcome is not None:
             base |= {name: getattr(outcome, name) for name in ("attention", "dtype", "statement")}
-        if outcome is not None and outcome.status == "ok" and exit_status.returncode == 0:
-            return StackResult(status="ok", falls=falls(self._gains(rows, role)), **base)
-        status, reason = self._why(exit_status, log, folder)
-        if outcome is not None and outcome.reason and status != "hung":
-            status, reason = cast(Status, outcome.status), outcome.reason
+        status, reason = how_it_ended(
+            exit_status,
+            outcome,
+            log=log,
+            timeout=self.options.timeout,
+            where=lambda: where_it_was(folder / RANK_LOGS),
+        )
+        base["falls"] = falls(self._gains(rows, role)) if status == "ok" else None
         return StackResult(status=status, reason=reason, **base)
 
     def _job(self, stack: Stack, role: Role, folder: Path) -> ParityJob:
@@ -214,14 +211,6 @@ class _Suite:
         log.unlink(missing_ok=True)
         argv = [sys.executable, "-u", *WORKER, str(job.out / "job.json")]
         return self.runner.run(argv, log=log, timeout=job.timeout + _BEHIND_LAUNCHER)
-
-    def _why(self, exit_status: ExitStatus, log: Path, folder: Path) -> tuple[Status, str]:
-        tail = read_tail(log)
-        if exit_status.timed_out or exit_status.returncode == TIMED_OUT:
-            where = where_it_was(folder / RANK_LOGS)
-            return "hung", f"no end after {self.options.timeout:g} s (--timeout){where}"
-        line = line_that_matters(tail) or exit_status.describe()
-        return ("oom" if looks_out_of_memory(tail) else "failed"), line
 
     def _gains(self, rows: Sequence[Any], role: Role) -> list[float]:
         """Losses that are comparable over steps: GRPO's and PPO's, of different rollouts, less their starting
@@ -309,20 +298,9 @@ def run_parity(
     Raises:
         ConfigError: the inputs cannot be made, OUT holds something, or this process is a rank itself.
     """
-    if in_launcher():
-        raise ConfigError(
-            "lockstep parity starts ranks itself; run it without torchrun or deepspeed (RANK and WORLD_SIZE "
-            "are set in the environment)"
-        )
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise ConfigError(
-            f"--out {options.out} (OUTPUT_DIR) is there already and not an empty folder; name a new one"
-        )
-    for folder in (options.out, options.log_dir or options.out / "logs"):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
+    check_folder(options.out, "parity", name="--out (OUTPUT_DIR)")
+    make_folder(options.out, "--out (OUTPUT_DIR)")
+    make_folder(options.log_dir or options.out / "logs", "--log-dir (LOG_DIR)")
     return _Suite(options, progress).run_all()
 
 

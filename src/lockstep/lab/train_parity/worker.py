@@ -12,10 +12,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lockstep.errors import ConfigError, LockstepError, ModelError
+from lockstep.errors import ConfigError, ModelError
+from lockstep.lab.suite.worker import (
+    REFUSED,
+    failure,
+    job_path,
+    leave_with,
+    run_job,
+    says_it_already,
+    watch,
+)
 from lockstep.lab.train_parity.job import (
     LOGPROBS,
     METRICS,
@@ -28,7 +36,7 @@ from lockstep.lab.train_parity.job import (
 )
 from lockstep.observe.files import jsonable, write_json
 from lockstep.observe.text import echo
-from lockstep.ranks.launch import in_launcher, launch_command, leave, without_local_rank
+from lockstep.ranks.launch import in_launcher, launch_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,21 +48,17 @@ if TYPE_CHECKING:
     from lockstep.ranks.context import RankContext
     from lockstep.schema.batch import PackedBatch
 
-REFUSED = 2
-_TRACEBACK_SECONDS = 15.0
-"""Seconds before the deadline at which every rank writes where it is, but not in the first half."""
+MODULE = "lockstep.lab.train_parity.worker"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; return the exit status."""
-    arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
-    if len(arguments) != 1:
-        echo("usage: python -m lockstep.lab.train_parity.worker JOB.json", file=sys.stderr)
+    path = job_path(argv, MODULE)
+    if path is None:
         return REFUSED
-    path = Path(arguments[0]).resolve()
     job = read_job(path)
     if not in_launcher():
-        command = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.worker", str(path)]
+        command = [sys.executable, "-u", "-m", MODULE, str(path)]
         return launch_command(command, ranks=job.ranks, timeout=job.timeout, log_dir=job.out / RANK_LOGS)
     return run_rank(job)
 
@@ -63,23 +67,19 @@ def run_rank(job: ParityJob) -> int:
     """Run this rank's part of the job."""
     from lockstep.ranks.context import init_ranks
 
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(max(job.timeout / 2, job.timeout - _TRACEBACK_SECONDS), exit=False)
     run = _Run(job)
-    try:
+
+    def work() -> None:
         with init_ranks(device=job.device, seconds=job.wait) as ranks:
             run.ranks = ranks
             run.load()
             run.train()
             run.close()
-            return 0
-    except LockstepError as error:
-        refused = isinstance(error, (ConfigError, ModelError)) and not run.rows
-        run.give_up("refused" if refused else "failed", error)
-        return REFUSED if refused else 1
-    except Exception as error:
-        run.give_up("failed", error)
-        raise
+
+    watch(job.timeout)
+    try:
+        refuses = (ConfigError, ModelError)
+        return run_job(work, give_up=run.give_up, refuses=lambda: () if run.rows else refuses)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -240,17 +240,11 @@ class _Run:
             write_json(self.job.out / RESULT, self._outcome("ok").model_dump())
 
     def give_up(self, status: str, error: Exception) -> None:
-        """What there is, and why it is not more. Any rank: the first one to fail may not be rank 0, and
-        what the others then say of a lost peer explains nothing."""
-        from lockstep.lab.suite.failure import error_line, is_out_of_memory
-        from lockstep.ranks.context import lost_peer
-
+        """Write what there is, and why it is not more. Called on any rank."""
         self.say(f"{self.job.stack}: {status}: {error}")
-        if (self.job.out / RESULT).exists() and (lost_peer(error) or not self._first):
+        if says_it_already(self.job.out / RESULT, error, first=self._first):
             return
-        status = "oom" if is_out_of_memory(error) else status
-        prefix = "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
-        outcome = self._outcome(status).model_copy(update={"reason": prefix + error_line(error)})
+        outcome = self._outcome(status).model_copy(update=failure(status, error))
         if self._first:
             self._write_logprobs()
         write_json(self.job.out / RESULT, outcome.model_dump())
@@ -290,10 +284,4 @@ def trained_logprobs(batches: Sequence[PackedBatch], stats: StepStats) -> Tensor
 
 
 if __name__ == "__main__":
-    try:
-        status = main()
-    except LockstepError as error:
-        echo(f"parity worker: {error}", file=sys.stderr)
-        status = REFUSED if isinstance(error, ConfigError) else 1
-    leave(status)
-    sys.exit(status)
+    leave_with(main, "parity")
