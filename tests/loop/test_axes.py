@@ -52,7 +52,7 @@ def test_the_layout_of_auto_is_shared_where_documents_have_a_prompt_in_common() 
         ({"accumulate": "sample"}, {}),
         ({"attention": "hf:sdpa"}, {}),
         ({"backend": "fsdp2", "ring": 2}, {}),
-        ({"backend": "fsdp2"}, {}),
+        ({"backend": "fsdp2", "attention": "varlen"}, {}),
         ({}, {"lora": {"dropout": 0.1}}),
     ],
 )

@@ -154,8 +154,7 @@ def test_ranks_with_other_settings_are_refused_on_every_rank(
 def test_two_ranks_train_as_one_process_does_and_stop_and_go_on_exactly(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # as fsdp2 has it: by itself the local backend shares prompts, and its packs have fewer slots
-    here(folder, monkeypatch, *RL, "--run-dir", "alone", "--train.layout", "packed")
+    here(folder, monkeypatch, *RL, "--run-dir", "alone")
     spread = ("--train.backend", "fsdp2", "--ranks", "2", "--record")
     straight = lockstep(folder, *RL, "--run-dir", "straight", *spread, "--json", "summary.json")
     assert straight.code == 0, straight.out + straight.err

@@ -32,18 +32,26 @@ BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16")
 PADDED = Run(algorithm="sft", optimizer="sgd", layout="padded", steps=5)
 PADDED_BF16 = Run(algorithm="sft", optimizer="adamw", layout="padded", dtype="bfloat16", steps=5)
 SHARED = Run(algorithm="grpo", optimizer="sgd", layout="shared", steps=5)
+SHARED_BF16 = Run(algorithm="grpo", optimizer="adamw", layout="shared", dtype="bfloat16", steps=5)
+SHARED_COMPILED = Run(algorithm="grpo", optimizer="sgd", layout="shared", execution="compile", steps=5)
+SHARED_JOINT = Run(algorithm="grpo", optimizer="sgd", layout="shared", execution="joint", steps=5)
+SHARED_JOINT_BF16 = Run(
+    algorithm="grpo", optimizer="adamw", layout="shared", dtype="bfloat16", execution="joint", steps=5
+)
 COMPILED = Run(algorithm="sft", optimizer="sgd", execution="compile", steps=5)
 JOINT = Run(algorithm="sft", optimizer="sgd", execution="joint", steps=5)
 JOINT_BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16", execution="joint", steps=5)
 LORA = Run(algorithm="grpo", optimizer="sgd", lora=True, steps=5)
 EVERY = (*FLOAT32, BF16)
+SHARED_ALL = (SHARED, SHARED_BF16, SHARED_JOINT, SHARED_JOINT_BF16)
+COMPILED_ALL = (COMPILED, SHARED_COMPILED)
 BOTH = (SFT_SGD, GRPO_ADAMW, BF16)
 """Each loss and each optimizer once, where another stack of the launch is trained on every pair."""
 LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
     "fsdp2 on 2": (
         2,
         [
-            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, SHARED, COMPILED, JOINT, JOINT_BF16, LORA)),
+            ("fsdp2", (*EVERY, PADDED, PADDED_BF16, *SHARED_ALL, *COMPILED_ALL, JOINT, JOINT_BF16, LORA)),
             ("fsdp2:tp2", (*BOTH, JOINT, LORA)),
             ("fsdp2:ring2", (*BOTH, LORA)),
         ],
@@ -60,7 +68,7 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
         2,
         [
             ("deepspeed:zero1", (*BOTH, JOINT)),
-            ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16, SHARED, JOINT, JOINT_BF16)),
+            ("deepspeed:zero2", (*EVERY, PADDED, PADDED_BF16, *SHARED_ALL, JOINT, JOINT_BF16)),
             ("deepspeed:zero3", (*BOTH, LORA)),
         ],
     ),

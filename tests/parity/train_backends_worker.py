@@ -27,7 +27,7 @@ from lockstep.lab.train_parity.inputs import make_inputs
 from lockstep.lab.train_parity.job import InputsSpec
 from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.models.load import load_model
-from lockstep.packing import share
+from lockstep.packing import RowCapacity, share
 from lockstep.packing.packs import Bucket, repack
 from lockstep.ranks.context import init_ranks
 from lockstep.recording import Recording
@@ -37,6 +37,8 @@ from lockstep.train import BACKENDS
 STEPS = 20
 MODEL = "shape:tiny-llama"
 BUCKET = Bucket(tokens=192, documents=16, max_seqlen=96)
+ROWS = RowCapacity(rows=192, keys=768, segments=32, longest=96)
+"""BUCKET's, of layout shared."""
 RATES = {("sft", "sgd"): 0.2, ("sft", "adamw"): 2e-3, ("grpo", "sgd"): 0.2, ("grpo", "adamw"): 1e-3}
 
 
@@ -91,8 +93,9 @@ def inputs(run: Run, folder: Path) -> tuple[Any, list[list[PackedBatch]]]:
     bucket = None if run.execution == "eager" else BUCKET
     batches = [[repack(recording[index].batch, bucket) for index in step] for step in steps]
     if run.layout == "shared":
-        batches = [[share(batch) for batch in step] for step in batches]
-        assert any(b.num_rows < b.num_slots for step in batches for b in step), "nothing is shared"
+        batches = [[share(batch, None if bucket is None else ROWS) for batch in step] for step in batches]
+        shared = [(b.shared.num_rows, b.num_tokens) for step in batches for b in step if b.shared]
+        assert any(rows < tokens for rows, tokens in shared), "nothing is shared"
     return token_loss(recording.header, "recorded"), batches
 
 
