@@ -83,6 +83,30 @@ class RewardModelConfig(Config):
     """Times the logit, in the total."""
 
 
+class RewardRoleConfig(RewardModelConfig):
+    """A reward model of an RL run, or several: it scores every rollout, as `lockstep score` does, beside
+    `rewards`. `rewards = []` leaves it alone."""
+
+    others: tuple[Name, ...] = ()
+    """Further models, folders or hub names, with the same settings: an ensemble. Each has its own tokenizer
+    and chat template."""
+    aggregation: Literal["mean", "min"] = "mean"
+    """others: what the models' scores of a rollout become; min is the most careful one (arXiv 2310.02743)."""
+
+    @model_validator(mode="after")
+    def _check_ensemble(self) -> RewardRoleConfig:
+        names = [self.name, *self.others]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"others: {twice!r} is named twice; each model of an ensemble is another one")
+        if self.aggregation != "mean" and not self.others:
+            raise ValueError(
+                f"aggregation = {self.aggregation!r} has no effect with one model; name others, or leave it "
+                "out"
+            )
+        return self
+
+
 class ScoreConfig(Config):
     """Rewards of samples in a file."""
 

@@ -9,6 +9,7 @@ from pydantic import field_validator, model_validator
 from lockstep.config.algorithm import PER_GROUP, DPOConfig, GRPOConfig, RewardModelLossConfig, SFTConfig
 from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed
+from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
 from lockstep.config.engine import EngineConfig
@@ -171,6 +172,8 @@ class GRPORun(RunConfig):
     (eval.before, eval.every, eval.after) nothing is held out."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...] = (RewardConfig(),)
+    reward_model: RewardRoleConfig | None = None
+    """None: functions and verifiers alone."""
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -263,8 +266,11 @@ class GRPORun(RunConfig):
                 "promises that its logprobs are the trainer's; leave it out, or set engine.name = 'native' "
                 "and train.batch_invariant = true"
             )
-        if not self.rewards:
-            raise ValueError("rewards is empty; name at least one, such as rewards = [{name = 'verifier'}]")
+        if not self.rewards and self.reward_model is None:
+            raise ValueError(
+                "rewards is empty; name at least one, such as rewards = [{name = 'verifier'}], or a "
+                "reward_model"
+            )
         return self
 
 

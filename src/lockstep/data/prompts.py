@@ -97,8 +97,10 @@ class PromptMaker:
         if self.chat is None:
             ids = [int(i) for i in row["token_ids"]]
             problem = text = " ".join(map(str, ids))
+            talk = None
         else:
-            problem, text = self._render(self.chat, row, where)
+            problem, talk = self.conversation(row, where)
+            text = talk if isinstance(talk, str) else self.chat.render(talk, generate=True, where=where)
             ids = self.chat.encode(text)
         if self.exclude and (_normal(problem) in self.exclude or _normal(text) in self.exclude):
             self._left_out[key] = "excluded"
@@ -113,13 +115,9 @@ class PromptMaker:
             raise DataError(
                 f"{where}: the prompt is empty (no tokens); fill column {self.config.prompt_column!r}"
             )
-        return Prompt(index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem})
-
-    def _render(self, chat: ChatFormat, row: Mapping[str, Any], where: str) -> tuple[str, str]:
-        """(problem text, rendered text)."""
-        problem, talk = self.conversation(row, where)
-        text = talk if isinstance(talk, str) else chat.render(talk, generate=True, where=where)
-        return problem, text
+        return Prompt(
+            index=index, token_ids=tuple(ids), text=text, row={**row, "problem": problem}, conversation=talk
+        )
 
     def conversation(self, row: Mapping[str, Any], where: str) -> tuple[str, str | list[Message]]:
         """Return (problem text, input of the chat template): messages with the system prompt, or plain text

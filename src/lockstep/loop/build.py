@@ -37,6 +37,7 @@ from lockstep.loop.bitwise_check import BitwiseCheck, shared_contract
 from lockstep.loop.distributed import mesh_coordinates
 from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.loop.positions import check_positions
+from lockstep.loop.reward_role import build_reward_models
 from lockstep.loop.roles import Roles
 from lockstep.loop.value_role import ValueRole, build_value, policy_steps
 from lockstep.models.causal_lm import text_config
@@ -56,6 +57,7 @@ from lockstep.protocols import (
 from lockstep.ranks.context import RankContext
 from lockstep.recording.recorder import Recorder
 from lockstep.registry import require_members
+from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet
 from lockstep.schema.contract import KernelContract
 from lockstep.schema.recording import RecordingHeader
@@ -88,6 +90,8 @@ class OnlineParts:
     eval_prompts: PromptSet
     rewards: RewardSet
     plan: Planner
+    reward_models: RewardModels | None = None
+    """Score each rollout beside `rewards`."""
     batch_invariance: BatchInvariance | None = None
     """The parts that were made batch-invariant; None: none was asked for."""
     bitwise_check: BitwiseCheck | None = None
@@ -162,6 +166,7 @@ def build_online(
         temperature=run.rollout.sampling.temperature,
         ref=algorithm.needs_ref,
     )
+    reward_models = build_reward_models(run, axes, model, ranks=ranks)
     plan = _planner(run, axes, ranks)
     value = None if not isinstance(run, PPORun) else build_value(run, axes, model, plan=plan, ranks=ranks)
     # Last: what can be wrong with the run is known before a server is started.
@@ -180,6 +185,7 @@ def build_online(
         prompts=prompts,
         eval_prompts=eval_prompts,
         rewards=reward_set,
+        reward_models=reward_models,
         plan=plan,
         value=value,
         batch_invariance=policy.batch_invariance,

@@ -63,7 +63,11 @@ def evaluate(parts: OnlineParts, *, max_tokens_factor: int = 1) -> Evaluation | 
         run.rollout.sampling.model_dump() | {"max_tokens": limit, "temperature": run.eval.temperature}
     )
     sampler = GroupSampler(
-        engine=parts.engine, rewards=parts.rewards, on_progress=parts.on_progress, ranks=parts.ranks
+        engine=parts.engine,
+        rewards=parts.rewards,
+        on_progress=parts.on_progress,
+        ranks=parts.ranks,
+        reward_models=parts.reward_models,
     )
     sampled = sampler.groups(
         eval_prompts(parts),

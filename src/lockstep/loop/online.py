@@ -29,6 +29,7 @@ from lockstep.loop.engine_report import engine_report, report_lines
 from lockstep.loop.evaluate import Evaluation, evaluate
 from lockstep.loop.metrics import combine, engine_metrics, rollout_metrics, shape_metrics, split_samples
 from lockstep.loop.preflight import preflight
+from lockstep.loop.reward_role import describe_reward_models
 from lockstep.loop.scored import scored_indices, scored_metrics, scores_all, with_signal
 from lockstep.loop.session import Session, rollout_rows
 from lockstep.observe.spans import Spans
@@ -85,7 +86,10 @@ def train_online(
         )
         session.dir.update_manifest({"held_out": hold_out})
         _describe_engine(session, parts)
-        for note in parts.rewards.notes():
+        of_models = describe_reward_models(
+            parts.reward_models, session, policy_tokenizer=parts.model.tokenizer, ranks=ranks
+        )
+        for note in [*parts.rewards.notes(), *of_models]:
             session.display.note(note)
         compiled = CompileMeter(parts.backend, ranks=ranks)
         first_step = session.restore(parts.roles)
@@ -239,6 +243,7 @@ class OnlineTrainer:
             spans=self.spans,
             cancelled=cancelled,
             ranks=parts.ranks,
+            reward_models=parts.reward_models,
         )
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends
 from lockstep.config.ppo import POLICY, PPORun
@@ -69,6 +70,8 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
         for field in ("name", "advantage", "objective"):
             if ":" in (name := getattr(run.algorithm, field) or ""):
                 load_object(name, what=f"algorithm.{field} = {name!r}")
+    if isinstance(run, GRPORun) and run.reward_model is not None:
+        _check_reward_models(run, run.reward_model)
     for reward in run.rewards if isinstance(run, GRPORun) else ():
         if ":" not in reward.name and reward.name not in BUILTIN_REWARDS:
             raise ConfigError(unknown_name("reward", reward.name, [*BUILTIN_REWARDS, "module:attribute"]))
@@ -133,6 +136,22 @@ def _check_model(name: str, *, setting: str = "model.name") -> None:
     if (folder.is_absolute() or name.startswith((".", "~"))) and not (folder / "config.json").is_file():
         what = "holds no config.json" if folder.is_dir() else "does not exist"
         raise ModelError(f"{setting} = {name!r}: this folder {what}; set a folder that holds a saved model")
+
+
+def _check_reward_models(run: GRPORun, config: RewardRoleConfig) -> None:
+    for number, name in enumerate((config.name, *config.others)):
+        setting = "reward_model.others" if number else "reward_model.name"
+        _check_model(name, setting=setting)
+        if name.startswith(PREFIX):
+            raise ModelError(
+                f"{setting} = {name!r}: a shape has no weights that score; name a folder or a hub model, "
+                "such as RUN_DIR/export of `lockstep train rm`"
+            )
+    if run.data.source == "ids":
+        raise ConfigError(
+            f"reward_model.name = {config.name!r} with data.source = 'ids': a reward model reads text, and "
+            "these prompts have none; give prompts as text, or leave reward_model out"
+        )
 
 
 def _check_data(section: str, config: DataConfig, run: RunConfig) -> None:

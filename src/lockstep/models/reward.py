@@ -9,6 +9,7 @@ document of the batch has.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,11 @@ class RewardModel:
         exact = next(self._module.parameters()).dtype == torch.float32
         allowed = (1e-3 if exact else 5e-2) * max(1.0, *map(abs, alone))
         for row, one, other in zip(rows, alone, batched, strict=True):
+            if not math.isfinite(one):
+                raise ModelError(
+                    f"reward model {self.config.name!r}: a document of {len(row)} tokens scores {one} in "
+                    f"{self.config.dtype}; set dtype = 'float32' where it overflows, or choose another model"
+                )
             if not abs(one - other) <= allowed:
                 raise ModelError(
                     f"reward model {self.config.name!r}: a document of {len(row)} tokens scores {one:.6f} "

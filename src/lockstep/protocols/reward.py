@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ class RewardInput:
     finish_reason: FinishReason
     index: int | None = None
     """Prompt.index, by which an error names the row."""
+    conversation: str | Sequence[Mapping[str, Any]] | None = None
+    """Prompt.conversation: the prompt before its chat template; None where the caller has none."""
 
 
 class RewardFunction(Protocol):

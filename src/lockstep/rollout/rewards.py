@@ -14,7 +14,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,8 @@ class Scored:
     """Sum of weight * reward."""
     by_name: Mapping[str, float]
     """Before weights. A name that occurs twice is numbered: format, format#2."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """By the same names."""
 
 
 class Scorer(Protocol):
@@ -84,6 +86,7 @@ class RewardSet:
         else:
             self._configs = tuple(configs)
         self._names = _numbered([config.name for config in self._configs])
+        self._weights = dict(zip(self._names, (config.weight for config in self._configs), strict=True))
         values: list[Any] = list(functions) or [None] * len(self._configs)
         try:
             self._scorers = [
@@ -113,14 +116,15 @@ class RewardSet:
                     ]
                 )
         scored: list[Scored | None] = []
-        for values in zip(*columns, strict=True):
+        for values in zip(*columns, strict=True) if columns else [()] * len(inputs):
             present = [value for value in values if value is not None]
             if len(present) < len(values):
                 self.counts["dropped"] += 1
                 scored.append(None)
                 continue
             total = math.fsum(c.weight * value for c, value in zip(self._configs, present, strict=True))
-            scored.append(Scored(total=total, by_name=dict(zip(self._names, present, strict=True))))
+            by_name = dict(zip(self._names, present, strict=True))
+            scored.append(Scored(total=total, by_name=by_name, weights=self._weights))
         return scored
 
     def strict(self, row: Mapping[str, Any], completion: str) -> bool | None:

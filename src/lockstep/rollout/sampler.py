@@ -17,6 +17,7 @@ from lockstep.observe.spans import Spans
 from lockstep.protocols.engine import InferenceEngine
 from lockstep.protocols.reward import RewardInput
 from lockstep.ranks.context import RankContext
+from lockstep.rollout.reward_models import RewardModels
 from lockstep.rollout.rewards import RewardSet, Scored
 from lockstep.schema.rollout import (
     Completion,
@@ -190,6 +191,8 @@ class GroupSampler:
     """Called before every generation: True counts as aborted. An engine's `abort` ends only what is running,
     so it alone would have no effect while rewards are computed between the rounds of dynamic sampling."""
     ranks: RankContext = field(default_factory=RankContext.alone)
+    reward_models: RewardModels | None = None
+    """Score beside `rewards`, once all samples of a call are there; each rank those of its own share."""
 
     def groups(
         self, prompts: Sequence[Prompt], key: SampleKey, *, sampling: SamplingConfig, group_size: int
@@ -268,7 +271,12 @@ class GroupSampler:
             scores.add(request, _reward_inputs(prompts[request], completions[request]))
         with self.spans("reward") if self.spans is not None else contextlib.nullcontext():
             by_group = scores.results()
-        return _scored(completions, by_group, self.rewards)
+            if self.reward_models is not None:
+                by_group = _add_models(self.reward_models, prompts, completions, by_group)
+        share = _scored(completions, by_group, self.rewards)
+        if self.reward_models is not None:
+            share.counts.update(_named(self.reward_models.take_counts()))
+        return share
 
     def step(
         self,
@@ -362,6 +370,7 @@ def _reward_inputs(prompt: Prompt, completions: Sequence[Completion]) -> list[Re
             completion_token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
             index=prompt.index,
+            conversation=prompt.conversation,
         )
         for completion in completions
     ]
@@ -377,7 +386,12 @@ def _scored(
     dropped_rollouts = dropped_groups = cached = 0
     for number, group in enumerate(completions):
         rollouts = tuple(
-            Rollout(trajectory=Trajectory.of(completion), reward=score.total, rewards=score.by_name)
+            Rollout(
+                trajectory=Trajectory.of(completion),
+                reward=score.total,
+                rewards=score.by_name,
+                weights=score.weights,
+            )
             for completion, score in zip(group, scores[number], strict=True)
             if score is not None
         )
@@ -393,5 +407,28 @@ def _scored(
         "rollout/dropped_groups": float(dropped_groups),
         "rollout/cached_tokens": float(cached),
     }
-    counts |= {f"reward/{name}": float(value) for name, value in rewards.take_counts().items()}
-    return _Share(rollouts=tuple(kept), counts=counts)
+    return _Share(rollouts=tuple(kept), counts=counts | _named(rewards.take_counts()))
+
+
+def _named(counts: Mapping[str, int]) -> dict[str, float]:
+    return {f"reward/{name}": float(value) for name, value in counts.items()}
+
+
+def _add_models(
+    models: RewardModels,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[Completion]],
+    scores: Mapping[int, Sequence[Scored | None]],
+) -> dict[int, list[Scored | None]]:
+    """The scores with those of the models. A rollout that another reward dropped is not scored again."""
+    inputs = [
+        sample
+        for number, group in enumerate(completions)
+        for sample, score in zip(_reward_inputs(prompts[number], group), scores[number], strict=True)
+        if score is not None
+    ]
+    by_model = iter(models.score(inputs))
+    return {
+        number: [None if one is None else models.added(one, next(by_model)) for one in scores[number]]
+        for number in range(len(completions))
+    }

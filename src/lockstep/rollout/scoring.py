@@ -18,13 +18,12 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.reward import RewardModel
 from lockstep.protocols.reward import RewardInput
 from lockstep.rollout.batch import Hooks
+from lockstep.rollout.reward_models import MODEL
 from lockstep.rollout.rewards import RewardSet
 from lockstep.rollout.row_values import decoded
 from lockstep.rollout.rows import RowFile
 from lockstep.schema.rollout import FinishReason
 
-MODEL = "model"
-"""The reward model's name in `rewards`."""
 _KEY = ("index", "sample")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -87,6 +87,9 @@ class Prompt:
     """The rendered prompt, chat template applied; for id-level sources a readable form of the ids."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The dataset row, for reward functions (answer, metadata, ...)."""
+    conversation: str | Sequence[Mapping[str, Any]] | None = None
+    """The prompt before its chat template, which a reward model renders again in its own: text, or messages;
+    None for id-level sources."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +196,8 @@ class Rollout:
     """The total that the algorithm sees."""
     rewards: Mapping[str, float]
     """By reward name, before weights; shaping terms (overlong, kl) are listed too."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """By reward name, what it was multiplied by in the total; 1 where a name is missing (shaping terms)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,246 @@
+"""Reward models in RL runs: they score as `lockstep score` and transformers do, on any number of ranks and after
+a kill, and what is none is refused before the first step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_runs import Commands, everything, metrics_of
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+from lockstep.observe.run_history import read_lines
+
+QUESTIONS = [f"{i} + {i + 3} = ?" for i in range(12)]
+TOML = """
+kind = "grpo"
+steps = 3
+rewards = []
+[model]
+name = "{policy}"
+dtype = "float32"
+[data]
+source = "{data}"
+max_prompt_tokens = 64
+[rollout]
+prompts_per_step = 4
+group_size = 2
+[rollout.sampling]
+max_tokens = 12
+[reward_model]
+name = "{reward}"
+dtype = "float32"
+weight = 0.5
+overlong = "truncate_left"
+[train]
+lr = 1e-3
+token_budget = 256
+[eval]
+num_prompts = 2
+before = false
+[checkpoint]
+every = 1
+background = false
+[log]
+tensorboard = false
+"""
+
+
+def classifier(folder: Path, tokenizer: Any, *, seed: int = 0, labels: int = 1) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        num_labels=labels,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy, two reward models, one of which has another tokenizer, and prompts."""
+    folder = tmp_path_factory.mktemp("reward-role")
+    path = Path(__file__).resolve().parents[2] / "examples" / "tiny_text_model.py"
+    spec = importlib.util.spec_from_file_location("tiny_text", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.save(folder / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    classifier(folder / "reward", tokenizer)
+    classifier(folder / "two-labels", tokenizer, labels=2)
+    other = AutoTokenizer.from_pretrained(folder / "policy")
+    other.add_tokens(["+ ", "= ?"])
+    other.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    classifier(folder / "other", other, seed=1)
+    rows = [{"prompt": question} for question in QUESTIONS]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.toml").write_text(
+        TOML.format(policy=folder / "policy", data=folder / "data.jsonl", reward=folder / "reward")
+    )
+    return folder
+
+
+def rollouts(run: Path) -> list[dict[str, Any]]:
+    return [row for file in sorted((run / "rollouts").glob("*.jsonl")) for row in read_lines(file)]
+
+
+def directly(folder: Path, rows: list[dict[str, Any]]) -> list[float]:
+    """By transformers alone, one conversation at a time."""
+    module = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for row in rows:
+        question = next(q for q in QUESTIONS if f"<|user|>{q}<" in row["prompt"])
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": row["completion"]},
+        ]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            scores.append(module(input_ids=ids).logits.item())
+    return scores
+
+
+@pytest.fixture(scope="module")
+def straight(lockstep: Commands, place: Path) -> Path:
+    """An ensemble of both models, in one process."""
+    run = place / "straight"
+    ended = lockstep(
+        *("train", place / "run.toml", "--run-dir", run, "--reward-model.others", place / "other"), cwd=place
+    )
+    assert ended.code == 0, ended.out + ended.err
+    assert (ended.out + ended.err).count("its tokenizer is not the policy's") == 1
+    return run
+
+
+def test_its_scores_are_those_of_transformers_and_its_weight_counts(straight: Path, place: Path) -> None:
+    rows = rollouts(straight)
+    assert len(rows) >= 3 * 8
+    first, second = directly(place / "reward", rows), directly(place / "other", rows)
+    assert [row["rewards"]["model#1"] for row in rows] == pytest.approx(first, abs=1e-5)
+    assert [row["rewards"]["model#2"] for row in rows] == pytest.approx(second, abs=1e-5)
+    mean = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    assert [row["rewards"]["model"] for row in rows] == pytest.approx(mean, abs=1e-5)
+    assert [row["reward"] for row in rows] == pytest.approx([score / 2 for score in mean], abs=1e-5)
+    assert len({round(score, 3) for score in mean}) > 8
+    steps = [row for row in metrics_of(straight) if "reward/model" in row]
+    assert len(steps) == 3
+    of_first = [row["rewards"]["model"] for row in rows if row["step"] == 0]
+    assert steps[0]["reward/model"] == pytest.approx(sum(of_first) / 8)
+
+
+def test_lockstep_score_gives_the_same_scores(straight: Path, lockstep: Commands, place: Path) -> None:
+    rows = rollouts(straight)[:6]
+    samples = place / "samples.jsonl"
+    questions = [next(q for q in QUESTIONS if f"<|user|>{q}<" in row["prompt"]) for row in rows]
+    lines = [
+        {"prompt": q, "completion": row["completion"]} for q, row in zip(questions, rows, strict=True)
+    ]
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = place / "scored.jsonl"
+    options = ("--reward-model", place / "reward", "--reward-model.dtype", "float32")
+    ended = lockstep("score", "--data", samples, *options, "--out", out, cwd=place)
+    assert ended.code == 0, ended.out + ended.err
+    scored = [row["reward"] for row in read_lines(out)]
+    assert [row["rewards"]["model#1"] for row in rows] == pytest.approx(scored, abs=1e-5)
+
+
+def test_a_killed_run_goes_on_exactly_and_refuses_other_weights(
+    straight: Path, lockstep: Commands, place: Path
+) -> None:
+    run, other = place / "broken", place / "other"
+    kill = {
+        "target": "lockstep.rollout.reward_models:RewardModels.score",
+        "send": "SIGKILL",
+        "step": 1,
+        "call": 1,
+    }
+    flags = ("--reward-model.others", other)
+    ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=place, signals=[kill])
+    assert ended.code == -9, ended.out + ended.err
+
+    file = other / "model.safetensors"
+    before = file.read_bytes()
+    weights = {name: tensor * 2 for name, tensor in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    ended = lockstep("train", "--resume", run, cwd=place)
+    assert ended.code != 0 and "has other weights than when" in ended.err
+    file.write_bytes(before)
+
+    ended = lockstep("train", "--resume", run, cwd=place)
+    assert ended.code == 0, ended.out + ended.err
+    assert everything(run) == everything(straight)
+
+
+def test_two_ranks_score_a_share_each_as_one_process_does(
+    straight: Path, lockstep: Commands, place: Path
+) -> None:
+    run = place / "ranks"
+    spread = ("--ranks", "2", "--train.backend", "fsdp2", "--steps", "1")
+    flags = ("--reward-model.others", place / "other", *spread)
+    ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=place)
+    assert ended.code == 0, ended.out + ended.err
+    ours, theirs = (
+        [row for row in rollouts(each) if row["step"] == 0]
+        for each in (run, straight)
+    )
+    assert [row["token_ids"] for row in ours] == [row["token_ids"] for row in theirs]
+    for name in ("model", "model#1", "model#2"):
+        found = [row["rewards"][name] for row in ours]
+        assert found == pytest.approx([row["rewards"][name] for row in theirs], abs=1e-5)
+
+
+def test_what_is_no_reward_model_is_refused_before_the_first_step(
+    lockstep: Commands, place: Path, tmp_path: Path
+) -> None:
+    def broken(name: str, change: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in (place / "reward").iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        weights = load_file(folder / "model.safetensors")
+        weights["score.weight"] = change(weights["score.weight"])
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    wide = broken("wide", lambda weight: torch.zeros(1, 2 * weight.shape[1]))
+    nan = broken("nan", lambda weight: torch.full_like(weight, torch.nan))
+    cases: dict[tuple[str | Path, ...], str] = {
+        ("--reward-model.name", place / "two-labels"): "has 2 labels, expected 1",
+        ("--reward-model.name", place / "policy"): "2 labels, expected 1",  # a causal LM
+        ("--reward-model.name", wide): "score.weight",
+        ("--reward-model.name", nan): "scores nan in float32",
+        ("--reward-model.name", "shape:tiny-llama"): "a shape has no weights that score",
+        ("--reward-model.name", tmp_path / "none"): "this folder does not exist",
+        ("--reward-model.others", place / "reward"): "is named twice",
+        ("--reward-model.aggregation", "min"): "has no effect with one model",
+        ("--data.source", "ids"): "reads text",
+    }
+    for number, (flags, message) in enumerate(cases.items()):
+        run = tmp_path / f"run-{number}"
+        ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=tmp_path)
+        assert ended.code != 0 and message in ended.err, (flags, ended.out, ended.err)
+        assert not (run / "metrics.jsonl").exists() or not metrics_of(run)
