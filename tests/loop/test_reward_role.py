@@ -1,5 +1,5 @@
-"""Reward models in RL runs: they score as `lockstep score` and transformers do, on any number of ranks and after
-a kill, and what is none is refused before the first step."""
+"""Reward models in RL runs: they score as `lockstep score` and transformers do, on any number of ranks and
+after a kill, and what is none is refused before the first step."""
 
 from __future__ import annotations
 
@@ -156,9 +156,7 @@ def test_lockstep_score_gives_the_same_scores(straight: Path, lockstep: Commands
     rows = rollouts(straight)[:6]
     samples = place / "samples.jsonl"
     questions = [next(q for q in QUESTIONS if f"<|user|>{q}<" in row["prompt"]) for row in rows]
-    lines = [
-        {"prompt": q, "completion": row["completion"]} for q, row in zip(questions, rows, strict=True)
-    ]
+    lines = [{"prompt": q, "completion": row["completion"]} for q, row in zip(questions, rows, strict=True)]
     samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = place / "scored.jsonl"
     options = ("--reward-model", place / "reward", "--reward-model.dtype", "float32")
@@ -203,10 +201,7 @@ def test_two_ranks_score_a_share_each_as_one_process_does(
     flags = ("--reward-model.others", place / "other", *spread)
     ended = lockstep("train", place / "run.toml", "--run-dir", run, *flags, cwd=place)
     assert ended.code == 0, ended.out + ended.err
-    ours, theirs = (
-        [row for row in rollouts(each) if row["step"] == 0]
-        for each in (run, straight)
-    )
+    ours, theirs = ([row for row in rollouts(each) if row["step"] == 0] for each in (run, straight))
     assert [row["token_ids"] for row in ours] == [row["token_ids"] for row in theirs]
     for name in ("model", "model#1", "model#2"):
         found = [row["rewards"][name] for row in ours]

@@ -160,6 +160,7 @@ def test_simple_rewards_and_weights() -> None:
     assert scored == Scored(
         total=pytest.approx(2 * 2 / 3 - 0.25 + 1.0),
         by_name={"ids": 2 / 3, "length": -0.25, "format": 1.0, "format#2": 0.0},
+        weights={"ids": 2.0, "length": 1.0, "format": 1.0, "format#2": -1.0},
     )
     assert rewards.strict({}, "x") is None
 

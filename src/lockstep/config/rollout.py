@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -61,7 +63,7 @@ class RolloutConfig(Config):
     """Keep every rollout as JSONL under rollouts/."""
 
 
-BUILTIN_REWARDS = ("format", "ids", "length", "math", "verifier")
+BUILTIN_REWARDS = ("format", "http", "ids", "length", "math", "verifier")
 """What `rewards.name` may be besides `module:attribute`."""
 
 
@@ -71,10 +73,10 @@ class RewardConfig(Config):
     name: Name = "verifier"
     """verifier: the task's own, in [0, 1]. math: math-verify against the row's answer, 0 or 1. ids: share of
     even completion ids (models without a tokenizer). length: -|tokens - target| / target, kwargs {target}.
-    format: 1 where the regular expression kwargs {pattern} is found, else 0. Or `module:attribute`: a
-    function, sync or async, called with keyword arguments prompt, completion, row and kwargs; or a class,
-    made with kwargs, whose instances take one RewardInput. The module may lie in the working directory; it
-    is imported in a process of its own."""
+    format: 1 where the regular expression kwargs {pattern} is found, else 0. http: a service at `url`. Or
+    `module:attribute`: a function, sync or async, called with keyword arguments prompt, completion, row and
+    kwargs; or a class, made with kwargs, whose instances take one RewardInput. The module may lie in the
+    working directory; it is imported in a process of its own."""
     weight: float = 1.0
     """Weight of this reward in the total."""
     on_error: Literal["fail", "drop"] = "fail"
@@ -82,10 +84,19 @@ class RewardConfig(Config):
     the row and the exception. drop: the rollout leaves the step and is counted. An answer that a verifier
     cannot parse is no such error: it scores 0 and is counted as junk."""
     timeout_seconds: Seconds = 60.0
-    """Deadline of one call. A verifier that misses it is killed and the answer scores 0; any other reward's
-    process is killed, and on_error says what follows."""
+    """Deadline of one call; http: of one attempt. A verifier that misses it is killed and the answer scores
+    0; any other reward's process is killed, and on_error says what follows."""
     max_concurrency: PositiveInt = 64
-    """Async functions: calls that may run at the same time."""
+    """Async functions, http: calls that may run at the same time."""
+    url: Name | None = None
+    """http: the address that samples are sent to, http://... or https://...; the protocol is in
+    docs/how-to/own-reward.md."""
+    token_env: Name | None = None
+    """http: the environment variable with the token that is sent as `Authorization: Bearer TOKEN`."""
+    batch_size: PositiveInt = 64
+    """http: samples of one request, at most."""
+    retries: int = Field(2, ge=0, le=20)
+    """http: how often a request is sent again that was not answered in time, or with a status such as 503."""
     answer: Literal["text", "first_number", "last_number", "last_line", "boxed", "tags"] = "text"
     """verifier, math: which part of the completion is the answer; tags is the last <answer>...</answer>. A
     completion without that part scores 0 and is counted."""
@@ -94,3 +105,30 @@ class RewardConfig(Config):
     kernel gives no sandbox (`lockstep doctor` says). Elsewhere they are sandboxed all the same."""
     kwargs: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments of length, format and `module:attribute`."""
+
+    @model_validator(mode="after")
+    def _check_service(self) -> RewardConfig:
+        if self.name != "http":
+            for option in ("url", "token_env"):
+                if getattr(self, option) is not None:
+                    raise ValueError(
+                        f"{option} = {getattr(self, option)!r} has no effect with name = {self.name!r}; set "
+                        "name = 'http', or leave it out"
+                    )
+            return self
+        if self.url is None or not re.fullmatch(r"https?://[!-~]+", self.url):
+            raise ValueError(
+                f"url = {self.url!r} with name = 'http'; set the service's address, such as "
+                "url = 'http://127.0.0.1:8000/score'"
+            )
+        parts = urlsplit(self.url)
+        try:
+            usable = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable or parts.username is not None or parts.fragment:
+            raise ValueError(
+                "url is not of the form http://HOST:PORT/PATH, without a user's name and without #; a token "
+                "goes into the variable that token_env names"
+            )
+        return self

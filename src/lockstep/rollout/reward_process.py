@@ -88,7 +88,7 @@ class RewardWorker:
 
     def _scores(self, samples: Sequence[RewardInput], *, seconds: float, **more: Any) -> list[Any]:
         # One seed for each sample from the run's generator: the same in every run, and after a resume.
-        job = {"samples": [_sent(s) for s in samples], "seeds": [random.getrandbits(63) for _ in samples]}
+        job = {"samples": [sent(s) for s in samples], "seeds": [random.getrandbits(63) for _ in samples]}
         with self._lock:
             process = self._running()
             try:
@@ -152,7 +152,8 @@ def close_all(workers: Sequence[RewardWorker]) -> None:
             worker._ended(max(0.0, deadline - time.monotonic()))
 
 
-def _sent(sample: RewardInput) -> Message:
+def sent(sample: RewardInput) -> Message:
+    """Return the sample as JSON's types. Raises DataError for a row with a value that JSON cannot say."""
     return {
         "prompt": sample.prompt,
         "completion": sample.completion,

@@ -26,6 +26,7 @@ from lockstep.rollout.calls import CallThread, LoopThread
 from lockstep.rollout.extract import EXTRACTORS, answer_number, first_number, last_number
 from lockstep.rollout.reward_functions import MATCHES, bind, is_async, own_row, raised, score_of
 from lockstep.rollout.reward_process import RewardFailure, RewardWorker, close_all
+from lockstep.rollout.reward_service import RewardService
 from lockstep.rollout.sandbox import probe
 from lockstep.rollout.verifiers import VerifierProcess, require_package
 
@@ -81,6 +82,7 @@ class RewardSet:
         """Held by `score`: a call that was left behind by an abort may still run."""
         self._process = VerifierProcess()
         self._workers: list[RewardWorker] = []
+        self._services: list[RewardService] = []
         if functions:
             self._configs = tuple(RewardConfig(name=_function_name(f)) for f in functions)
         else:
@@ -141,8 +143,8 @@ class RewardSet:
         return None
 
     def take_counts(self) -> dict[str, int]:
-        """Return and reset the counts: NAME/no_answer, NAME/junk, NAME/timeout (of the junk), NAME/failed and
-        dropped (rollouts)."""
+        """Return and reset the counts: NAME/no_answer, NAME/junk, NAME/timeout (of the junk), NAME/failed,
+        NAME/retried (requests) and dropped (rollouts)."""
         counts = dict(+self.counts)
         self.counts.clear()
         return counts
@@ -159,6 +161,8 @@ class RewardSet:
     def close(self) -> None:
         """End the processes of verifiers and rewards. The set stays usable: it starts new ones when
         needed."""
+        for service in self._services:
+            service.close()
         self._process.close()
         close_all(self._workers)
 
@@ -194,11 +198,21 @@ class RewardSet:
         if config.name == "format":
             _check_pattern(config)
             return self._started(config, MATCHES)
+        if config.name == "http":
+            _no_kwargs(config)
+            self._services.append(RewardService(config))
+            return partial(self._serve, self._services[-1], name)
         builtin = {"ids": _ids, "length": _length}
         if config.name not in builtin:
-            known = [*builtin, "format", "verifier", "math", "module:attribute"]
+            known = [*builtin, "format", "http", "verifier", "math", "module:attribute"]
             raise ConfigError(unknown_name("reward", config.name, known))
         return partial(_each, builtin[config.name](config), config.on_error == "fail")
+
+    def _serve(self, service: RewardService, name: str, inputs: Sequence[RewardInput]) -> list[Any]:
+        outcomes, retried = service.score(inputs)
+        if retried:
+            self.counts[f"{name}/retried"] += retried
+        return outcomes
 
     def _started(self, config: RewardConfig, target: str, search_paths: Sequence[Path] = ()) -> Scorer:
         self._workers.append(RewardWorker(config, target, search_paths))
