@@ -11,6 +11,7 @@ from lockstep.algorithms import ALGORITHMS
 from lockstep.algorithms.grpo import PolicyAlgorithm
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.config.algorithm import GRPOConfig
+from lockstep.config.ppo import PPOConfig
 from lockstep.errors import ConfigError, TrainError
 from lockstep.packing import pack
 from lockstep.protocols import Algorithm, StepStats
@@ -434,3 +435,73 @@ def test_metrics_by_hand() -> None:
 def test_an_unresolved_config_is_refused() -> None:
     with pytest.raises(ConfigError, match="resolved"):
         PolicyLoss(GRPOConfig())
+
+
+def two_rewards(values: list[list[tuple[float, float]]], weights: tuple[float, float]) -> list[RolloutGroup]:
+    """Groups of rollouts with rewards small and large, in this order, and one that has no weight."""
+    made = []
+    for g, group in enumerate(values):
+        rollouts = tuple(
+            dataclasses.replace(
+                rollout((1, 2), 2, weights[0] * small + weights[1] * large),
+                rewards={"small": small, "large": large, "shown": float(i)},
+                weights={"small": weights[0], "large": weights[1], "shown": 0.0},
+            )
+            for i, (small, large) in enumerate(group)
+        )
+        made.append(RolloutGroup(prompt=Prompt(index=g, token_ids=(1, 2), text=""), rollouts=rollouts))
+    return made
+
+
+BY_THEMSELVES = {"multi_objective_aggregation": "normalize_then_sum"}
+
+
+def test_rewards_normalised_by_themselves_by_hand() -> None:
+    """Group 0: only the small reward differs, by 0.1; group 1: both do, in opposite ways; group 2: neither.
+    Under group_mean the two rewards' advantages are +-.05 and +-50, and the weights are 2 and 1."""
+    sampled = two_rewards(
+        [[(0.1, 5.0), (0.0, 5.0)], [(0.1, 0.0), (0.0, 100.0)], [(1.0, 7.0), (1.0, 7.0)]], (2.0, 1.0)
+    )
+    plain = algorithm("dr_grpo", **BY_THEMSELVES)
+    sums = [0.1, -0.1, 0.1 - 50, 50 - 0.1, 0.0, 0.0]
+    std = math.sqrt((2 * 0.1**2 + 2 * 49.9**2) / 5) + 1e-4
+    _, advantages = plain.advantages(sampled, documents(sampled))
+    found = [float(a[s.loss_mask].unique()) for a, s in zip(advantages, documents(sampled), strict=True)]
+    assert found == pytest.approx([value / std for value in sums], rel=1e-6)
+    assert found[4:] == [0.0, 0.0]
+
+    # group_mean_std: +-sqrt(1/2) for each reward that differs, but for eps
+    grpo = algorithm("grpo", **BY_THEMSELVES)
+    small, large = 0.05 / (0.1 / math.sqrt(2) + 1e-4), 50 / (100 / math.sqrt(2) + 1e-4)
+    sums = [2 * small, -2 * small, 2 * small - large, large - 2 * small, 0.0, 0.0]
+    std = math.sqrt(sum(value**2 for value in sums) / 5) + 1e-4
+    _, advantages = grpo.advantages(sampled, documents(sampled))
+    found = [float(a[s.loss_mask].unique()) for a, s in zip(advantages, documents(sampled), strict=True)]
+    assert found == pytest.approx([value / std for value in sums], rel=1e-6)
+    # In their sum the small reward is not seen where the large one differs: there the second is the better.
+    _, summed = algorithm("grpo").advantages(sampled, documents(sampled))
+    assert float(summed[2].max()) == 0.0 and found[2] > 0 > found[3]
+
+
+def test_rewards_normalised_by_themselves_keep_groups_whose_totals_are_equal() -> None:
+    (opposite,) = two_rewards([[(1.0, 0.0), (0.0, 2.0)]], (2.0, 1.0))
+    (equal,) = two_rewards([[(1.0, 2.0), (1.0, 2.0)]], (2.0, 1.0))
+    options = {**BY_THEMSELVES, "overlong": {"penalty": 0.0}}
+    assert [algorithm("dapo", **options).keep(group) for group in (opposite, equal)] == [True, False]
+    assert [algorithm("dapo").keep(group) for group in (opposite, equal)] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "reinforce++"}, "is no estimator of a group's rewards"),
+        ({"name": "dapo"}, "overlong.penalty = 1.0"),
+        ({"overlong": {"buffer_tokens": 2}}, "overlong.penalty = 1.0"),
+        ({"kl": {"coef": 0.1, "place": "reward"}}, "set kl.place = 'loss'"),
+    ],
+)
+def test_what_rewards_cannot_be_normalised_with_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(**BY_THEMSELVES, **options)
+    with pytest.raises(ValueError, match="advantage = 'gae'"):
+        PPOConfig(**BY_THEMSELVES)

@@ -13,7 +13,7 @@ from lockstep.algorithms import ADVANTAGES
 from lockstep.algorithms.policy_loss import PolicyLoss
 from lockstep.config.algorithm import PER_STEP, GRPOConfig
 from lockstep.errors import ConfigError, TrainError
-from lockstep.ops.advantages import batch_mean_std, group_mean, reward_to_go
+from lockstep.ops.advantages import batch_mean_std, group_mean, normalize_then_sum, reward_to_go
 from lockstep.ops.kl import kl_k1
 from lockstep.ops.losses import loss_weights, overlong_penalty
 from lockstep.schema.batch import RolloutSample, TrainSample
@@ -43,6 +43,7 @@ class PolicyAlgorithm:
         self._per_group: Callable[[Tensor, Tensor], Tensor] | None = None
         if self.config.advantage not in (*PER_STEP, "gae"):
             self._per_group = ADVANTAGES.load(self.config.advantage)
+        self._each_by_itself = self.config.multi_objective_aggregation == "normalize_then_sum"
         self._overlong_penalty = self.config.overlong.penalty or 0.0
         self._buffer_tokens = self.config.overlong.buffer_tokens or max(1, max_tokens // 5)
         if self._overlong_penalty > 0 and self._buffer_tokens > max_tokens:
@@ -54,8 +55,15 @@ class PolicyAlgorithm:
 
     def keep(self, group: RolloutGroup) -> bool:
         """Return whether to keep the group: under dynamic sampling only if its rewards, before shaping, are
-        not all equal."""
-        return not self.config.dynamic_sampling or len({rollout.reward for rollout in group.rollouts}) > 1
+        not all equal: their total, or any of them that counts, where each is normalised by itself."""
+        if not self.config.dynamic_sampling:
+            return True
+        if self._each_by_itself:
+            return any(
+                len({rollout.rewards.get(name) for rollout in group.rollouts}) > 1
+                for name in _reward_weights([group])
+            )
+        return len({rollout.reward for rollout in group.rollouts}) > 1
 
     def advantages(
         self,
@@ -78,14 +86,30 @@ class PolicyAlgorithm:
                 rewards = group_mean(rewards, present)
             per_token = _whitened_returns(rewards[present], penalties)
         else:
-            values = self._per_group(rewards, present)
-            self._check_advantages(values, present)
+            values = self._group_advantages(groups, rewards, present)
             per_token = list(values[present])
         advantages = []
         for value, sample in zip(per_token, samples, strict=True):
             advantages.append(torch.zeros(len(sample)))
             advantages[-1][sample.loss_mask] = value.float()
         return groups, advantages
+
+    def _group_advantages(self, groups: Sequence[RolloutGroup], rewards: Tensor, present: Tensor) -> Tensor:
+        """[G, n] of an estimator that sees the rewards of a group; where `present` is False anything."""
+        assert self._per_group is not None
+        if not self._each_by_itself:
+            values = self._per_group(rewards, present)
+            self._check_advantages(values, present)
+            return values
+        weights, each = _reward_weights(groups), []
+        for name in weights:
+            values = self._per_group(*_reward_matrix(groups, name))
+            self._check_advantages(values, present)
+            each.append(values)
+        if not each:
+            return torch.zeros_like(rewards)
+        factors = torch.tensor(list(weights.values()), dtype=rewards.dtype)
+        return normalize_then_sum(torch.stack(each), factors, present)
 
     def shaped(
         self,
@@ -167,13 +191,26 @@ class PolicyAlgorithm:
         return self._loss
 
 
-def _reward_matrix(groups: Sequence[RolloutGroup]) -> tuple[Tensor, Tensor]:
-    """Rewards [G, n] float64, and [G, n] bool, True where there is a rollout: some may be missing."""
+def _reward_weights(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """The weight of every reward that counts, by name, in the order of their names."""
+    weights: dict[str, float] = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        for name in rollout.rewards:
+            weights.setdefault(name, rollout.weights.get(name, 1.0))
+    return {name: weights[name] for name in sorted(weights) if weights[name] != 0.0}
+
+
+def _reward_matrix(groups: Sequence[RolloutGroup], name: str | None = None) -> tuple[Tensor, Tensor]:
+    """Rewards [G, n] float64, and [G, n] bool, True where there is a rollout: some may be missing.
+
+    Args:
+        name: of one reward, which every rollout has; None: the total.
+    """
     width = max((len(group.rollouts) for group in groups), default=0)
     rewards = torch.zeros(len(groups), width, dtype=torch.float64)
     mask = torch.zeros(len(groups), width, dtype=torch.bool)
     for row, group in enumerate(groups):
-        values = [rollout.reward for rollout in group.rollouts]
+        values = [r.reward if name is None else r.rewards[name] for r in group.rollouts]
         rewards[row, : len(values)] = torch.tensor(values, dtype=torch.float64)
         mask[row, : len(values)] = True
     return rewards, mask

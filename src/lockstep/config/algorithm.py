@@ -140,6 +140,11 @@ class GRPOConfig(Config):
     whitened over the trained tokens of the step. group_mean_batch_std: r - group mean, whitened likewise.
     Under these two, kl.place = 'reward' charges a token with its KL and what follows. `module:function`: of
     rewards and mask, [G, n] each, to advantages [G, n]."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """With several rewards: sum_then_normalize makes advantages of their weighted sum. normalize_then_sum
+    (GDPO, arXiv 2601.05242) makes them of each reward by itself, adds them with the rewards' weights and
+    whitens them over the rollouts of the step, so that no reward counts more for its range. TRL's name and
+    values."""
     aggregation: Aggregation | None = None
     """sequence_mean: tokens are averaged per sequence, then sequences. sequence_sum: tokens are added up per
     sequence, then sequences averaged. token_mean: over all tokens of the step. constant: divided by
@@ -201,6 +206,34 @@ class GRPOConfig(Config):
             raise ValueError(
                 "ratio = 'sequence_token' has no effect of its own under objective = 'cispo', whose ratio "
                 "has no gradient; set ratio = 'sequence'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rewards_by_themselves(self) -> GRPOConfig:
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            return self
+        own, published = "multi_objective_aggregation = 'normalize_then_sum'", published_values(self.name)
+        advantage = self.advantage or published["advantage"]
+        if advantage in (*PER_STEP, "gae"):
+            raise ValueError(
+                f"{own} with advantage = {advantage!r}, which is no estimator of a group's rewards; set "
+                f"advantage = {PER_GROUP[0]!r}, or leave multi_objective_aggregation out"
+            )
+        if self.kl.coef > 0 and self.kl.place == "reward":
+            raise ValueError(
+                f"{own} with kl.place = 'reward': normalised like a reward, KL would count whatever kl.coef "
+                "is; set kl.place = 'loss'"
+            )
+        penalty = self.overlong.penalty
+        if penalty is None:
+            penalty = published["overlong"].get(
+                "penalty", 0.0 if self.overlong.buffer_tokens is None else 1.0
+            )
+        if penalty:
+            raise ValueError(
+                f"{own} with overlong.penalty = {penalty}: normalised like a reward, it would count whatever "
+                "its size is; set overlong.penalty = 0, or give the length a reward of its own"
             )
         return self
 

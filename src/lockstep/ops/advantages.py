@@ -79,6 +79,18 @@ def batch_mean_std(values: Tensor, mask: Tensor | None = None, *, eps: float = E
     return centred / (std + eps)
 
 
+def normalize_then_sum(advantages: Tensor, weights: Tensor, mask: Tensor, *, eps: float = EPS) -> Tensor:
+    """[G, n]: the advantages of K rewards, each made by itself, added with their weights and whitened over
+    the step (GDPO, arXiv 2601.05242; TRL's multi_objective_aggregation). A group in which no reward has an
+    advantage gets exactly 0.
+
+    Args:
+        advantages: [K, G, n]. weights: [K]. mask: [G, n] bool, True where there is a rollout.
+    """
+    total = (weights[:, None, None] * torch.where(mask, advantages, 0.0)).sum(0)
+    return torch.where(total.any(1, keepdim=True), batch_mean_std(total, mask, eps=eps), 0.0)
+
+
 def reward_to_go(token_rewards: Tensor, cu_seqlens: Tensor, *, gamma: float = 1.0) -> Tensor:
     """[T]: sum over the rest of the document of gamma^(k - t) r_k, r_t included.
 
