@@ -117,7 +117,7 @@ def test_settings_that_pages_name_exist() -> None:
 
 
 DOCUMENTED = re.compile(r"`([a-z_0-9]+(?:/[A-Za-z_0-9]+)*)`")
-SELDOM = {  # they need a failure, a reward model, a GPU, or a check between steps that this test does not make
+SELDOM = {  # they need a failure, a reward model, a GPU, or a check between steps: not made here
     "reward/http/retried",
     "reward/model",
     "reward/model/truncated",
