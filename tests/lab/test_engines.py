@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
@@ -19,10 +21,11 @@ from lockstep.errors import ConfigError
 from lockstep.lab.engine_parity import run as lab
 from lockstep.lab.engine_parity import worker as engines_worker
 from lockstep.lab.engine_parity.prompts import make_prompts, read_data
-from lockstep.lab.engine_parity.report import write_reports
+from lockstep.lab.engine_parity.report import report, write_reports
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
 from lockstep.lab.engine_parity.run import EngineChoice, EnginesOptions, run_engines
 from lockstep.lab.suite.process import ExitStatus, ProcessRunner
+from lockstep.lab.suite.report import show
 
 MODEL = "shape:tiny-llama"
 HERE = Path(__file__).parent
@@ -136,6 +139,10 @@ def test_temperature_one_needs_no_second_scale(tmp_path: Path, one_process: None
 
 def test_reports_escape_what_engines_write(tmp_path: Path, one_process: None):
     result = run_engines(options(tmp_path / "out", "Writes", "hf", update=False))
+    console = Console(width=110, file=io.StringIO(), record=True)
+    show(report(result), console)
+    rows = console.export_text().splitlines()[2:4]
+    assert [row.split()[:3] for row in rows] == [["Writes", "before", "reference"], ["hf", "before", "4/4"]]
     write_reports(result, tmp_path / "out")
     page = (tmp_path / "out/engines.html").read_text()
     assert "<script" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;" in page

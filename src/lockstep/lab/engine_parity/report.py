@@ -91,7 +91,7 @@ def _part(result: EnginesResult, part: str) -> Table:
     return Table(
         heads=[
             Head("engine", kind="name"),
-            Head("verdict", kind="tone"),
+            Head("verdict", kind="tone", terminal=False),
             Head("phase", kind=""),
             *(Head(c.head, c.short, "" if part == "samples" else "n") for c in columns),
         ],

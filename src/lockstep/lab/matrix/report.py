@@ -82,7 +82,7 @@ def _part(result: MatrixResult, part: str) -> Table:
         heads=[
             *(Head("cell", kind="name"), Head(head, kind="tone")),
             *(Head(column.head, column.short) for column in columns),
-            Head("log", kind="link"),
+            Head("log", kind="", terminal=False),
         ],
         lines=[
             Line(
@@ -112,7 +112,7 @@ def _whole(result: MatrixResult) -> Table:
     heads = [*(Head(axis, kind="") for axis in axes), Head("result", kind="")]
     return Table(
         on=("markdown",),
-        heads=[*heads, *(Head(c.head) for c in COLUMNS), Head("log", kind="link")],
+        heads=[*heads, *(Head(c.head) for c in COLUMNS), Head("log", kind="", terminal=False)],
         lines=lines,
     )
 

@@ -27,7 +27,7 @@ GIB = 1024**3
 WIDTH = 110
 """Columns of the terminal's tables where the terminal does not say."""
 Tone = Literal["", "good", "warn", "bad"]
-Kind = Literal["n", "name", "tone", "", "ids", "answer", "link"]
+Kind = Literal["n", "name", "tone", "", "ids", "answer"]
 Place = Literal["terminal", "markdown", "page"]
 EVERYWHERE: tuple[Place, ...] = ("terminal", "markdown", "page")
 _NAME_WIDTH = 32
@@ -42,8 +42,9 @@ class Head:
     short: str = ""
     """In the terminal; empty: `text`."""
     kind: Kind = "n"
-    """n: numbers. name: the first column. tone: a word in the colour of its row. ids, answer: long text.
-    link: not in the terminal."""
+    """n: numbers. name: the first column. tone: a word in the colour of its row. ids, answer: long text."""
+    terminal: bool = True
+    """Whether the terminal has the column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def print_table(table: Table, console: Console) -> None:
     from rich.text import Text
 
     grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    shown = [index for index, head in enumerate(table.heads) if head.kind != "link"]
+    shown = [index for index, head in enumerate(table.heads) if head.terminal]
     for index in shown:
         head = table.heads[index]
         width = 9 if head.kind == "tone" else None
