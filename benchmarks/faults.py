@@ -2,11 +2,15 @@
 
     python benchmarks/faults.py hangs --n 2 --resume benchmarks/results/hangs.json
     python benchmarks/faults.py hangs --kind stopped --show
+    python benchmarks/faults.py overhead --resume benchmarks/results/hangs.json
 
 Each case is a run of `tiny.toml` (random weights, fsdp2, two ranks, gloo on the CPU) in which one rank has
 one fault, at one place of a step, under a watchdog of SECONDS. Judged are the rank and the cause that the run
 ends with; the seconds from the last sign of progress to the report are noted. --resume adds to what the file
 holds. The exit status is 0 when every case that was run is right.
+
+`overhead` runs a few steps of the recipe `demo` on two ranks, and counts the CPU seconds of each rank inside
+its flight record.
 """
 
 from __future__ import annotations
@@ -217,6 +221,73 @@ def rank_main(kind: str, toml: str, run: str) -> int:
     return main(["train", toml, "--run-dir", run, "--rank-timeout", str(SECONDS)])
 
 
+# --- what the record costs ----------------------------------------------------------------------------------
+
+OVERHEAD_STEPS = 3
+MOST_OVERHEAD = 0.001
+"""Share of a step."""
+
+
+def overhead_main(recipe: str, run: str) -> int:
+    """`lockstep train` of one rank, with a clock around every call of its recorder."""
+    from lockstep.cli.main import main
+    from lockstep.observe.flight import FlightRecorder
+
+    spent = {"note": [0.0, 0], "enter": [0.0, 0], "leave": [0.0, 0]}
+
+    def timed(name: str) -> None:
+        original = getattr(FlightRecorder, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[name][0] += time.thread_time() - began
+                spent[name][1] += 1
+
+        setattr(FlightRecorder, name, method)
+
+    for name in spent:
+        timed(name)
+    flags = ["--steps", str(OVERHEAD_STEPS), "--train.backend", "fsdp2", "--train.device", "cpu"]
+    flags += ["--eval.no-before", "--eval.no-after", "--eval.every", "0", "--checkpoint.no-save-at-end"]
+    status = main(["train", "grpo", "--recipe", recipe, "--run-dir", run, *flags])
+    Path(f"overhead-{os.environ['RANK']}.json").write_text(json.dumps(spent))
+    return status
+
+
+def overhead(recipe: str = "demo") -> dict[str, Any]:
+    """CPU seconds in the recorders of both ranks over the seconds of the steps."""
+    from lockstep.ranks.launch import launch_command
+
+    folder = Path(tempfile.mkdtemp(prefix="overhead-"))
+    before = Path.cwd()
+    try:
+        os.chdir(folder)
+        words = [sys.executable, str(Path(__file__).resolve()), "overhead-rank", recipe, "run"]
+        status = launch_command(words, ranks=2, timeout=500, watch=1800, log_dir=folder / "logs")
+        if status != 0:
+            raise RuntimeError(f"the run ended with status {status}")
+        lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+        steps = [row["time/step"] for row in map(json.loads, lines) if "time/step" in row]
+        ranks = [json.loads((folder / f"overhead-{rank}.json").read_text()) for rank in range(2)]
+    finally:
+        os.chdir(before)
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = max(sum(total for total, _ in each.values()) for each in ranks)
+    return {
+        "recipe": recipe,
+        "ranks": 2,
+        "steps": len(steps),
+        "step_seconds": round(sum(steps), 2),
+        "cpu_seconds_of_a_rank": round(seconds, 5),
+        "share": seconds / sum(steps),
+        "microseconds": {name: round(1e6 * s / max(1, n), 1) for name, (s, n) in ranks[0].items()},
+        "calls": {name: n for name, (_, n) in ranks[0].items()},
+    }
+
+
 # --- the cases ----------------------------------------------------------------------------------------------
 
 
@@ -290,8 +361,10 @@ def main(argv: Sequence[str]) -> int:
     """Exit status 0 when every case was right."""
     if argv[:1] == ["rank"]:
         return rank_main(*argv[1:])
+    if argv[:1] == ["overhead-rank"]:
+        return overhead_main(*argv[1:])
     parser = argparse.ArgumentParser(description="Runs with one fault each; see the top of this file.")
-    parser.add_argument("what", choices=["hangs"])
+    parser.add_argument("what", choices=["hangs", "overhead"])
     parser.add_argument("--n", type=int, default=1, help="cases of each kind, those in --resume included")
     parser.add_argument("--kind", choices=sorted(EXPECTED), help="only this kind")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="add to this result")
@@ -299,6 +372,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     known = arguments.resume is not None and arguments.resume.exists()
     result = json.loads(arguments.resume.read_text()) if known else {"deadline_seconds": SECONDS, "cases": []}
+    if arguments.what == "overhead":
+        result["overhead"] = overhead()
+        print(
+            f"faults: {result['overhead']['share']:.4%} of a step in the flight record: {result['overhead']}"
+        )
+        if arguments.resume is not None:
+            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+        return 0 if result["overhead"]["share"] <= MOST_OVERHEAD else 1
     right = True
     for kind in [arguments.kind] if arguments.kind else EXPECTED:
         for number in range(sum(each["kind"] == kind for each in result["cases"]), arguments.n):

@@ -90,6 +90,19 @@ def test_the_ring_keeps_the_newest_and_long_texts_are_cut(tmp_path: Path) -> Non
     assert not flight.read(recorder.path).answers
 
 
+def test_a_collective_that_nobody_waits_for_is_not_waited_in(tmp_path: Path) -> None:
+    """Or a rank that computes after it would seem to wait."""
+    recorder = FlightRecorder(tmp_path, rank=0, world_size=1)
+    recorder.enter("broadcast", group="1", shapes="")
+    recorder.leave(recorder.enter("allreduce", group="0", shapes=""))
+    assert flight.read(recorder.path).waiting is None
+    first = recorder.enter("allreduce", group="0", shapes="")
+    recorder.enter("allreduce", group="0", shapes="")
+    waiting = flight.read(recorder.path).waiting
+    recorder.close()
+    assert waiting is not None and waiting.number == first
+
+
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank-0.flight").write_bytes(b"x" * 10)
     with pytest.raises(DataError, match="no flight record"):

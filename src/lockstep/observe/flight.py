@@ -116,10 +116,14 @@ class Flight:
 
     @property
     def waiting(self) -> Collective | None:
-        """The oldest collective that it has entered last in a group and not left."""
-        newest = {collective.group: collective for collective in self.collectives}
-        open_ones = [collective for collective in newest.values() if collective.ended is None]
-        return min(open_ones, key=lambda collective: collective.number, default=None)
+        """The first of the collectives that it has entered since it last left one; None: it is in none. What
+        was started and never waited for is none, once it has left a later one."""
+        inside = None
+        for collective in reversed(self.collectives):
+            if collective.ended is not None:
+                break
+            inside = collective
+        return inside
 
 
 class FlightRecorder:
