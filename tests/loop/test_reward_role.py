@@ -208,6 +208,27 @@ def test_two_ranks_score_a_share_each_as_one_process_does(
         assert found == pytest.approx([row["rewards"][name] for row in theirs], abs=1e-5)
 
 
+def test_ppo_and_rewards_normalised_by_themselves_take_its_scores(
+    lockstep: Commands, place: Path, tmp_path: Path
+) -> None:
+    text = (place / "run.toml").read_text()
+    (tmp_path / "ppo.toml").write_text(text.replace('kind = "grpo"', 'kind = "ppo"'))
+    rewards = 'rewards = [{name = "length", weight = 0.01, kwargs = {target = 4}}]'
+    text = text.replace("rewards = []", rewards)
+    text += '[algorithm]\nmulti_objective_aggregation = "normalize_then_sum"\n'
+    (tmp_path / "gdpo.toml").write_text(text)
+    for name in ("ppo", "gdpo"):
+        run = tmp_path / name
+        ended = lockstep("train", f"{name}.toml", "--run-dir", run, "--steps", "1", cwd=tmp_path)
+        assert ended.code == 0, ended.out + ended.err
+        rows = [row for row in rollouts(run) if row["step"] == 0]
+        found = [row["rewards"]["model"] for row in rows]
+        assert found == pytest.approx(directly(place / "reward", rows), abs=1e-5)
+        for row in rows:
+            total = 0.5 * row["rewards"]["model"] + 0.01 * row["rewards"].get("length", 0.0)
+            assert row["reward"] == pytest.approx(total)
+
+
 def test_what_is_no_reward_model_is_refused_before_the_first_step(
     lockstep: Commands, place: Path, tmp_path: Path
 ) -> None:
