@@ -67,6 +67,21 @@ def test_what_a_step_saves_worked_by_hand() -> None:
     )  # 120.2, 762.9
 
 
+def test_ppos_value_model_counts_with_its_own_epochs() -> None:
+    run = load_run(kind="ppo", overrides=RL | {"value.epochs_per_batch": 3})
+    # 128,000 tokens: 2.4e-15 of training and 1.5e-15 of sampling by the policy, 3 * 2.4e-15 by the other
+    of_both = seconds_saved_per_step(run, parameters=BILLION, ranks=1, value_parameters=2 * BILLION)
+    assert of_both == pytest.approx(0.4992 + 2 * 0.9216)
+    alone = seconds_saved_per_step(run, parameters=BILLION, ranks=1)
+    assert alone == pytest.approx(0.4992)
+    # 60 / (0.4992 + 0.9216) = 42.2
+    for steps, mode in ((42, "eager"), (43, "compile")):
+        run = load_run(kind="ppo", overrides=RL | {"value.epochs_per_batch": 3, "steps": steps})
+        assert chosen(run) == mode
+    small = load_run(kind="ppo", overrides=RL | {"steps": 43, "value.name": "shape:tiny-llama"})
+    assert chosen(small) == "eager", "the value model's own size counts"
+
+
 def test_it_compiles_from_the_step_on_at_which_it_pays() -> None:
     assert [chosen(grpo(steps=steps)) for steps in (120, 121)] == ["eager", "compile"]
     assert chosen(grpo(steps=121), ranks=2) == "eager"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lockstep.config.backends import check_backend
+from lockstep.config.ppo import PPORun
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig
 from lockstep.errors import ConfigError
 
@@ -46,17 +47,23 @@ def tokens_per_step(run: RunConfig) -> int:
     return run.documents_per_update * run.data.max_length
 
 
-def seconds_saved_per_step(run: RunConfig, *, parameters: int, ranks: int) -> float:
+def seconds_saved_per_step(
+    run: RunConfig, *, parameters: int, ranks: int, value_parameters: int = 0
+) -> float:
     """Return the estimated seconds by which compiled blocks shorten each step.
 
     Args:
         parameters: of the model.
         ranks: that share the step.
+        value_parameters: of PPO's value model, which samples nothing.
     """
     per_token = SAVED_TRAINING * run.train.epochs_per_batch
     if isinstance(run, GRPORun) and run.engine.name == "native" and not run.engine.eager:
         per_token += SAVED_SAMPLING
-    return per_token * parameters * tokens_per_step(run) / ranks
+    saved = per_token * parameters
+    if isinstance(run, PPORun):
+        saved += SAVED_TRAINING * run.value.train(run.train).epochs_per_batch * value_parameters
+    return saved * tokens_per_step(run) / ranks
 
 
 def steps_to_pay(seconds_saved: float) -> int:
@@ -69,7 +76,7 @@ def steps_to_pay(seconds_saved: float) -> int:
 
 
 def choose_execution(
-    run: RunConfig, *, parameters: int, device: str, ranks: int, tested: bool
+    run: RunConfig, *, parameters: int, device: str, ranks: int, tested: bool, value_parameters: int = 0
 ) -> Choice[str]:
     """Return what train.execution = "auto" means for `run`: "eager" or "compile".
 
@@ -78,6 +85,7 @@ def choose_execution(
         device: "cpu", "cuda" or "cuda:N".
         ranks: that share a step.
         tested: the support table has the run, compiled, as supported.
+        value_parameters: of PPO's value model.
     """
     if not device.startswith("cuda"):
         return Choice(value="eager", reason="")
@@ -90,7 +98,7 @@ def choose_execution(
         return Choice(value="eager", reason="no parity test has run with this combination compiled")
     if train.static_capacity is False:
         return Choice(value="eager", reason="without static capacities every new length would compile again")
-    saved = seconds_saved_per_step(run, parameters=parameters, ranks=ranks)
+    saved = seconds_saved_per_step(run, parameters=parameters, ranks=ranks, value_parameters=value_parameters)
     needed = steps_to_pay(saved)
     pays = run.steps >= needed
     return Choice(

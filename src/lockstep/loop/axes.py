@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from lockstep.config.engine import resolved
 from lockstep.config.load import override
 from lockstep.config.model import ModelConfig
+from lockstep.config.ppo import POLICY, PPORun
 from lockstep.config.run import GRPORun, PairRun, RunConfig
 from lockstep.config.support import check_device_support, check_support, shares_prompts, support_status
 from lockstep.config.train import TrainConfig, token_slots
@@ -212,8 +214,24 @@ def resolve_execution(run: RunConfig, *, device: str, parameters: int, ranks: in
     compiled, own = _with_train(run, execution="compile"), own_support(run, attention=attention)
     status = support_status(compiled, attention=attention, device=device, dtype=dtype, own=own)
     return choose_execution(
-        run, parameters=parameters, device=device, ranks=ranks, tested=status == "supported"
+        run,
+        parameters=parameters,
+        device=device,
+        ranks=ranks,
+        tested=status == "supported",
+        value_parameters=_value_parameters(run, policy=parameters),
     )
+
+
+def _value_parameters(run: RunConfig, *, policy: int) -> int:
+    """Of PPO's value model, 0 without one. A model of the hub, which may not be on this machine yet, counts
+    as large as the policy."""
+    if not isinstance(run, PPORun):
+        return 0
+    name = run.value.name
+    if name == POLICY or not (name.startswith(("shape:", "bundled:")) or Path(name).is_dir()):
+        return policy
+    return planned_shape(run.value.model(run.model), dtype=torch.bfloat16, head="scalar").parameters
 
 
 def _with_train(run: Run, **settings: Any) -> Run:
