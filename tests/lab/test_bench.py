@@ -2,6 +2,7 @@
 What a real worker measures is at the end."""
 
 import dataclasses
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -9,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from lockstep.cli import bench as command
 from lockstep.errors import ConfigError
 from lockstep.lab.step_bench import run as lab
+from lockstep.lab.step_bench.job import BenchOutcome
 from lockstep.lab.step_bench.report import report
 from lockstep.lab.step_bench.result import BenchResult
 from lockstep.lab.step_bench.run import BenchOptions, run_bench
-from lockstep.lab.suite.report import markdown, write_report
+from lockstep.lab.suite.report import markdown, show, write_report
 
 WORKER = Path(__file__).parent / "fake_bench_worker.py"
 SMALL = ["--prompts", "2", "--group", "2", "--longest", "24", "--prompt-tokens", "4", "--dtype", "float32"]
@@ -63,6 +66,12 @@ def test_cells_take_turns_and_are_compared_turn_by_turn(faked: Path) -> None:
     write_report(report(result), result.as_dict(), faked, "bench")
     found = json.loads((faked / "bench.json").read_text())["cells"][1]
     assert found["ratios"]["train"] == 0.5 and found["outcome"]["recompiles"] == 2
+    console = Console(width=110, file=io.StringIO(), record=True)
+    outcome = BenchOutcome(status="ok", logprob_gap=0.25)
+    cells = tuple(dataclasses.replace(cell, name="x" * 22, outcome=outcome) for cell in result.cells)
+    show(report(dataclasses.replace(result, cells=cells)), console)
+    lines = console.export_text().splitlines()
+    assert lines[5].split()[-2:] == ["recomp", "gap"] and lines[8].endswith("2.5e-01"), "nothing is cut off"
     text = markdown(report(result))
     assert "| compile+hf | ok | 1 | 9,500 ±50% |" in text
     assert "| 0.500 | 0.500 | 0.500 | 100 | 400 | 0.250 | 1.00 | 0.5 | 2.0 | 2 | 2.5e-01 |" in markdown(

@@ -30,7 +30,8 @@ Tone = Literal["", "good", "warn", "bad"]
 Kind = Literal["n", "name", "tone", "", "ids", "answer"]
 Place = Literal["terminal", "markdown", "page"]
 EVERYWHERE: tuple[Place, ...] = ("terminal", "markdown", "page")
-_NAME_WIDTH = 32
+_LEAST_WIDTHS = {"name": 32, "tone": 9}
+"""Columns of a terminal that a longer text gets at least."""
 _COLOURS = {"good": None, "warn": "yellow", "bad": "red"}
 
 
@@ -191,9 +192,9 @@ def print_table(table: Table, console: Console) -> None:
     shown = [index for index, head in enumerate(table.heads) if head.terminal]
     for index in shown:
         head = table.heads[index]
-        width = 9 if head.kind == "tone" else None
-        if head.kind == "name":
-            width = min(_NAME_WIDTH, max(len(_text(line.cells[index])) for line in table.lines))
+        width = _LEAST_WIDTHS.get(head.kind)
+        if width is not None:
+            width = min(width, max(len(_text(line.cells[index])) for line in table.lines))
         grid.add_column(
             head.short or head.text,
             justify="right" if head.kind == "n" else "left",
