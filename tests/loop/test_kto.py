@@ -59,3 +59,16 @@ def test_it_learns_whatever_the_micro_batches(lockstep: Commands, kto_toml: Path
 def test_a_batch_of_one_answer_has_no_baseline(lockstep: Commands, kto_toml: Path, tmp_path: Path) -> None:
     ended = lockstep("train", kto_toml, "--batch-size", "1", cwd=tmp_path)
     assert ended.code == 2 and "set batch_size to 2 or more" in ended.err
+
+
+def test_two_ranks_of_fsdp2_train_as_one_process(lockstep: Commands, kto_toml: Path, tmp_path: Path) -> None:
+    """The baseline is of the answers of all ranks."""
+    more = ["--steps", "3", "--train.static-capacity", "false"]
+    for name, flags in {"one": [], "two": ["--ranks", "2", "--train.backend", "fsdp2"]}.items():
+        ended = lockstep("train", kto_toml, *more, *flags, "--run-dir", tmp_path / name, cwd=tmp_path)
+        assert ended.code == 0, ended.out + ended.err
+    one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
+    assert len(one) == len(two)
+    for key in ("loss", "grad_norm", "kl", "reward_margin", "eval/loss", "eval/kl"):
+        ours, theirs = ([row[key] for row in rows if key in row] for rows in (one, two))
+        assert ours and theirs == pytest.approx(ours, rel=3e-6, abs=3e-6), key

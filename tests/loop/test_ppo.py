@@ -296,3 +296,31 @@ def test_a_value_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> N
     export_hf(module, None, tmp_path / "value")
     with pytest.raises(ConfigError, match=r"reads token ids otherwise .*vocabulary has 128 ids.*'policy'"):
         build_online(run_of(value__name=str(tmp_path / "value")))
+
+
+ADAPTERS = ("--value.lora.rank", "4", "--value.lora.dropout", "0.1")
+
+
+def test_a_value_model_of_adapters_resumes_exactly(
+    lockstep: Commands, straight: Callable[..., dict[str, Any]], ppo_toml: Path, tmp_path: Path
+) -> None:
+    """A trunk with adapters, and a head that is trained whole; dropout's noise goes on too. Both are all that
+    is saved, and the export is merged."""
+    pytest.importorskip("peft")
+    run = tmp_path / "run"
+    ended = lockstep(
+        *("train", ppo_toml, "--run-dir", run, *ADAPTERS),
+        cwd=tmp_path,
+        signals=[kill(OPTIMIZER, step=2, when="after")],
+    )
+    assert ended.code == -9, ended.out + ended.err
+    saved = load_file(run / "checkpoints" / "step-000002" / "value" / "model.safetensors")
+    assert len(saved) > 1 and all(".lora_" in name or name == "score.weight" for name in saved)
+    ended = lockstep("train", "--resume", run, cwd=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+    assert everything(run) == straight(*ADAPTERS, toml=ppo_toml)
+    exported, info = AutoModelForSequenceClassification.from_pretrained(
+        run / "export-value", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert not any(".lora_" in name for name in exported.state_dict())

@@ -77,6 +77,18 @@ def test_adamw_is_torchs(monkeypatch: pytest.MonkeyPatch, bucket: int, scale: fl
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def test_updates_of_a_parameter_without_a_row_are_counted() -> None:
+    """That of a rank which has none of a Parameter's rows; any rank may save the count of all of them."""
+    net = nn.ParameterDict({"mine": nn.Parameter(torch.ones(2)), "others": nn.Parameter(torch.ones(0, 2))})
+    optimizer = make_optimizer(trained_parameters(net), config=TrainConfig())
+    for _ in range(3):
+        optimizer.step([torch.ones(2), torch.ones(0, 2)], lr=1e-3)
+    state = optimizer.state()
+    assert state["updates/mine"] == state["updates/others"] == 3
+    optimizer.step([torch.ones(2), None], lr=1e-3)
+    assert optimizer.state()["updates/others"] == 3
+
+
 def test_a_parameter_without_gradient_is_left_alone() -> None:
     net = small_net()
     before = [p.detach().clone() for p in net.parameters()]

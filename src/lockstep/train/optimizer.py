@@ -220,6 +220,13 @@ class AdamW(MasterOptimizer):
         # On the host: a count is read to build a bucket, never by a kernel that could have waited.
         self.updates = [torch.zeros((), dtype=torch.float32) for _ in self.masters]
 
+    def step(self, gradients: Sequence[Tensor | None], *, lr: float, scale: float = 1.0) -> None:
+        super().step(gradients, lr=lr, scale=scale)
+        # A rank without a row of a Parameter counts its updates as others do: any of them saves the count.
+        for count, gradient in zip(self.updates, gradients, strict=True):
+            if gradient is not None and gradient.numel() == 0:
+                count += 1
+
     def _update(
         self,
         bucket: Sequence[Piece],
