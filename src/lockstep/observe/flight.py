@@ -46,12 +46,12 @@ of the main thread, whether STACKS_SIGNAL may be sent."""
 _TEXT = struct.Struct("<QI")
 """Before a JSON text: a count that is odd while it is written, and its length."""
 _BEAT_AT, _BEAT_BYTES = 128, 4096
-_GROUPS_AT, _GROUPS_BYTES = _BEAT_AT + _BEAT_BYTES, 16384
+_GROUPS_AT, _GROUPS_BYTES = _BEAT_AT + _BEAT_BYTES, 8192
 _RING_AT = _GROUPS_AT + _GROUPS_BYTES
-_SLOT = struct.Struct("<QQdd24s24s64s96sQ")
+_SLOT = struct.Struct("<QQdd24s24s48s64sQ")
 """Number (from 1), number in its group (from 1), began, ended (0: not yet), op, group, purpose, shapes, and
 the number again."""
-SLOTS = 512
+SLOTS = 400
 _SIZE = _RING_AT + SLOTS * _SLOT.size
 
 
@@ -201,7 +201,7 @@ class FlightRecorder:
             number = self._number
             sequence = self._sequences[group] = self._sequences.get(group, 0) + 1
             what = self._purpose or f"step {self._beat.get('step', '?')}: {self._beat.get('phase', 'start')}"
-            texts = (_cut(op, 24), _cut(group, 24), _cut(what, 64), _cut(shapes, 96))
+            texts = (_cut(op, 24), _cut(group, 24), _cut(what, 48), _cut(shapes, 64))
             at = _RING_AT + (number - 1) % SLOTS * _SLOT.size
             _SLOT.pack_into(self._map, at, number, sequence, time.time(), 0.0, *texts, number)
         return number
