@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.ranks import objects, rendezvous
 from lockstep.ranks.environment import SECRET
-from lockstep.ranks.launch import _Launch
+from lockstep.ranks.launch import Launch
 from lockstep.ranks.rendezvous import RankError
 
 RANK = """
@@ -54,11 +54,11 @@ def listening() -> dict[int, str]:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> _Launch:
-    return _Launch(["true"], ranks=2, log_dir=tmp_path)
+def launch(tmp_path: Path) -> Launch:
+    return Launch(["true"], ranks=2, log_dir=tmp_path)
 
 
-def test_the_rendezvous_listens_on_loopback_only(launch: _Launch) -> None:
+def test_the_rendezvous_listens_on_loopback_only(launch: Launch) -> None:
     assert listening()[launch._port] == "0100007F"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", launch._port), timeout=5)
@@ -76,9 +76,9 @@ def test_a_process_alone_listens_on_loopback_at_most(monkeypatch: pytest.MonkeyP
         dist.destroy_process_group()
 
 
-def test_a_stranger_in_the_place_of_a_rank_is_refused(launch: _Launch, tmp_path: Path) -> None:
+def test_a_stranger_in_the_place_of_a_rank_is_refused(launch: Launch, tmp_path: Path) -> None:
     """It finds the keys of the store, is faster than rank 1, and sends rank 0 a pickle that would run."""
-    environment = {**os.environ, **launch._environment(0)}
+    environment = {**os.environ, **launch.environment(0)}
     rank_0 = subprocess.Popen(
         [sys.executable, "-c", RANK],
         env=environment,
@@ -133,11 +133,11 @@ def found_prefix(store: TCPStore) -> str:
 
 
 def test_the_secret_is_in_no_argument_and_is_not_inherited(
-    launch: _Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secret = launch._environment(0)[SECRET]
+    secret = launch.environment(0)[SECRET]
     assert re.fullmatch(r"[0-9a-f]{64}", secret) and secret not in " ".join(launch.command)
-    assert launch._environment(1)[SECRET] == secret != _Launch(["true"], ranks=2, log_dir=Path())._secret
+    assert launch.environment(1)[SECRET] == secret != Launch(["true"], ranks=2, log_dir=Path())._secret
     monkeypatch.setenv(SECRET, secret)
     rendezvous.run_secret.cache_clear()
     try:

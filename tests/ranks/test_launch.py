@@ -203,7 +203,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     """As nohup has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with lockstep.ranks.launch._signals_raised():
+        with lockstep.ranks.launch.signals_raised():
             os.kill(os.getpid(), signal.SIGHUP)
             with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
                 os.kill(os.getpid(), signal.SIGTERM)

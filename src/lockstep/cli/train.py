@@ -18,11 +18,12 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import tyro
 
 from lockstep.cli.flags import parse_flags
+from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
@@ -73,6 +74,14 @@ class General(TypedDict):
             metavar="N",
         ),
     ]
+    provider: Annotated[
+        Literal["none", "local", "auto"] | None,
+        tyro.conf.arg(
+            name="cluster",
+            help="Let Ray run the ranks that [cluster] says: local starts it on this machine, auto joins the "
+            "one that RAY_ADDRESS names or that runs here; none: no cluster, whatever [cluster] says.",
+        ),
+    ]
     rank_timeout: Annotated[
         float | None,
         tyro.conf.arg(
@@ -93,6 +102,8 @@ class TrainCommand:
     print_config: bool
     ranks: int | None = None
     rank_timeout: float | None = None
+    cluster: str | None = None
+    """Which provider starts the ranks; None: --ranks."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,6 +118,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if in_launcher():
         _check_launcher(command)
+    elif command.cluster is not None:
+        check_ranks(command.run, _cluster_config(command).ranks)
+        if not _is_finished(command):
+            return launch(command, argv)
     else:
         ranks = 1 if command.ranks is None else command.ranks
         check_ranks(command.run, ranks)
@@ -155,33 +170,61 @@ def parse(argv: Sequence[str]) -> TrainCommand:
         print_config=bool(values["print_config"]),
         ranks=values["ranks"],
         rank_timeout=values["rank_timeout"],
+        cluster=None if values["provider"] == "none" else values["provider"],
     )
 
 
 def launch(command: TrainCommand, argv: Sequence[str]) -> int:
-    """Start the ranks of `--ranks N`, each by the same command line, and wait for them; the exit status.
+    """Start the ranks of `--ranks N` or `--cluster PROVIDER`, each by the same command line, and wait for
+    them; the exit status.
 
     Their output, by rank, is under logs/ranks/ of the run directory.
     """
-    assert command.ranks is not None
     _check_heads(command.run)
     folder = command.resume or command.run.run_dir or new_path(command.run.name)
     flags = [] if command.resume or command.run.run_dir else ["--run-dir", str(folder)]
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    status = launch_ranks(
-        ["train", *argv, *flags],
-        ranks=command.ranks,
-        timeout=None,
-        log_dir=folder / "logs" / "ranks" / started,
-        graceful=True,
-        watch=command.rank_timeout or WAIT_SECONDS,
-    )
+    log_dir, own = folder / "logs" / "ranks" / started, ["train", *argv, *flags]
+    if command.cluster is not None:
+        again = f"--cluster {command.cluster}"
+        status = _launch_on_cluster(command, own, log_dir=log_dir)
+    else:
+        assert command.ranks is not None
+        again = f"--ranks {command.ranks}"
+        status = launch_ranks(
+            own,
+            ranks=command.ranks,
+            timeout=None,
+            log_dir=log_dir,
+            graceful=True,
+            watch=command.rank_timeout or WAIT_SECONDS,
+        )
     if status in (EXIT["interrupted"], TERMINATED) and not (folder / "summary.json").exists():
-        resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} --ranks {command.ranks}"
+        resume = f"go on with: lockstep train --resume {shlex.quote(str(folder))} {again}"
         if not (folder / "config.toml").exists():
             resume = "nothing had begun: start it again by the same command"
         echo(f"train: interrupted, stopped at once, {folder}, {resume}")
     return status
+
+
+def _cluster_config(command: TrainCommand) -> ClusterConfig:
+    """What [cluster] says. Raises ConfigError where --ranks says something else."""
+    config = command.run.cluster or ClusterConfig()
+    if command.ranks not in (None, config.ranks):
+        raise ConfigError(
+            f"--ranks {command.ranks} with --cluster {command.cluster}: [cluster] says {config.nodes} * "
+            f"{config.per_node} = {config.ranks} ranks; leave --ranks out, or set "
+            "cluster.nodes, cluster.gpus or cluster.slots"
+        )
+    return config
+
+
+def _launch_on_cluster(command: TrainCommand, argv: Sequence[str], *, log_dir: Path) -> int:
+    from lockstep.cluster.train import launch_train
+
+    assert command.cluster is not None
+    config = _cluster_config(command)
+    return launch_train(["-m", "lockstep", *argv], config, provider=command.cluster, log_dir=log_dir)
 
 
 def _check_heads(run: RunConfig) -> None:

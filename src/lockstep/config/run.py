@@ -10,6 +10,7 @@ from lockstep.config.algorithm import PER_GROUP, DPOConfig, GRPOConfig, RewardMo
 from lockstep.config.backends import check_backend, shards_weights
 from lockstep.config.base import Config, FilePath, Name, NonNegativeInt, PositiveInt, Seed
 from lockstep.config.batch import RewardRoleConfig
+from lockstep.config.cluster import ClusterConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
 from lockstep.config.engine import EngineConfig
@@ -37,6 +38,7 @@ class RunConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
     log: LogConfig = LogConfig()
+    cluster: ClusterConfig | None = None
 
     @property
     def documents_per_update(self) -> int:

@@ -1,4 +1,5 @@
-"""The protocols of train backends, inference engines, weight transfers and reward functions.
+"""The protocols of train backends, inference engines, weight transfers, reward functions and cluster
+providers.
 
 The names below are loaded when they are first used, so that a reward's process imports no torch.
 """
@@ -9,6 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.protocols.cluster import Node as Node
+    from lockstep.protocols.cluster import Placement as Placement
+    from lockstep.protocols.cluster import Provider as Provider
+    from lockstep.protocols.cluster import RankEnded as RankEnded
+    from lockstep.protocols.cluster import Slot as Slot
+    from lockstep.protocols.cluster import World as World
     from lockstep.protocols.engine import EngineStats as EngineStats
     from lockstep.protocols.engine import Finished as Finished
     from lockstep.protocols.engine import Handle as Handle
@@ -38,6 +45,10 @@ _HOMES = {
     "Handle": "engine",
     "InferenceEngine": "engine",
     "LossOutput": "train",
+    "Node": "cluster",
+    "Placement": "cluster",
+    "Provider": "cluster",
+    "RankEnded": "cluster",
     "ReceivesWeights": "engine",
     "Reference": "train",
     "RewardFunction": "reward",
@@ -46,11 +57,13 @@ _HOMES = {
     "Saved": "train",
     "Scorer": "train",
     "SharesWeights": "engine",
+    "Slot": "cluster",
     "StepStats": "train",
     "TokenLoss": "train",
     "TrainBackend": "train",
     "ValueAlgorithm": "train",
     "WeightTransfer": "transfer",
+    "World": "cluster",
 }
 
 __all__ = [
@@ -61,6 +74,10 @@ __all__ = [
     "Handle",
     "InferenceEngine",
     "LossOutput",
+    "Node",
+    "Placement",
+    "Provider",
+    "RankEnded",
     "ReceivesWeights",
     "Reference",
     "RewardFunction",
@@ -69,11 +86,13 @@ __all__ = [
     "Saved",
     "Scorer",
     "SharesWeights",
+    "Slot",
     "StepStats",
     "TokenLoss",
     "TrainBackend",
     "ValueAlgorithm",
     "WeightTransfer",
+    "World",
 ]
 
 

@@ -192,13 +192,16 @@ def launch_command(
         raise ConfigError(
             f"{log_dir}: cannot be made ({error.strerror}); ranks write their logs there"
         ) from error
-    with _signals_raised():
-        launch = _Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful, watch=watch)
+    with signals_raised():
+        launch = Launch(command, ranks=ranks, log_dir=log_dir, graceful=graceful, watch=watch)
         return launch.run(timeout)
 
 
-class _Launch:
-    """One set of processes."""
+class Launch:
+    """One set of processes on this machine; lockstep.cluster.launch has them started elsewhere."""
+
+    address = "127.0.0.1"
+    """Where the ranks' store listens."""
 
     def __init__(
         self, command: Sequence[str], *, ranks: int, log_dir: Path, graceful: bool, watch: float | None
@@ -210,7 +213,7 @@ class _Launch:
         self.passed_on: signal.Signals | None = None
         """The signal that ranks were sent, so that they stop gracefully."""
         self._secret = secrets.token_hex(32)
-        tcp = host_store()
+        tcp = host_store(self.address)
         self._port = tcp.port
         self.store = hidden_store(tcp, self._secret)
         self._children: list[Child] = []
@@ -225,7 +228,7 @@ class _Launch:
     def run(self, timeout: float | None) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            self._start()
+            self.start()
             try:
                 return self._watch(deadline)
             except _Interrupted as interrupted:
@@ -240,16 +243,39 @@ class _Launch:
         finally:
             self._stop()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start every rank."""
         for rank in range(self.ranks):
             paths = [self.log_dir / f"rank-{rank}.log", self.log_dir / f"rank-{rank}.err.log"]
             with paths[0].open("wb") as out, paths[1].open("wb") as err:
-                environment = {**os.environ, **self._environment(rank)}
+                environment = {**os.environ, **self.environment(rank)}
                 child = Child(self.command, output=(out, err), env=environment, grace=_CLOSE_SECONDS)
             self._children.append(child)
             if rank == 0:
-                streams = (sys.stdout, sys.stderr)
-                self._shown = [_Shown(path, to) for path, to in zip(paths, streams, strict=True)]
+                self.show(*paths)
+
+    @property
+    def started(self) -> int:
+        """How many ranks were started."""
+        return len(self._children)
+
+    def show(self, out: Path, err: Path) -> None:
+        """Show what is written to these files from now on."""
+        self._shown = [_Shown(out, sys.stdout), _Shown(err, sys.stderr)]
+
+    def ended_now(self) -> dict[int, int]:
+        """The status of each rank that has ended, those already in `ended` left out or not."""
+        found = {rank: child.poll() for rank, child in enumerate(self._children) if rank not in self.ended}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank."""
+        for child in self._children:
+            child.send_signal(number)
+
+    def end(self) -> None:
+        """End every rank with what it started."""
+        end(self._children)
 
     def _watch(self, deadline: float | None) -> int:
         """Wait until all have ended, or one of them failed."""
@@ -282,8 +308,7 @@ class _Launch:
     def _pass_on(self, number: signal.Signals) -> None:
         """Ask every rank to end."""
         self.passed_on = number
-        for child in self._children:
-            child.send_signal(number)
+        self.send_signal(number)
 
     def _ended_as_requested(self, status: int) -> bool:
         """Whether a rank with this status has stopped gracefully because of a signal."""
@@ -292,8 +317,8 @@ class _Launch:
 
     def _poll(self) -> None:
         """Note which ranks have ended."""
-        for rank, child in enumerate(self._children):
-            if rank not in self.ended and (status := child.poll()) is not None:
+        for rank, status in self.ended_now().items():
+            if rank not in self.ended:
                 self.ended[rank] = status
                 self.store.set(ENDED_KEY.format(rank=rank), RankEnd(rank=rank, status=status).how())
 
@@ -309,22 +334,23 @@ class _Launch:
             return
         self._closed = True
         self._poll()
-        self.stopped |= set(range(len(self._children))) - set(self.ended)
+        self.stopped |= set(range(self.started)) - set(self.ended)
         try:
-            end(self._children)  # at once, should a second Ctrl-C come
+            self.end()  # at once, should a second Ctrl-C come
         finally:
             self.ended |= dict.fromkeys(self.stopped, -signal.SIGTERM)
             for shown in self._shown:
                 shown.finish()
 
-    def _environment(self, rank: int) -> dict[str, str]:
+    def environment(self, rank: int) -> dict[str, str]:
+        """What a rank needs to find the others."""
         environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.ranks),
             "LOCAL_WORLD_SIZE": str(self.ranks),
             "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self._port),
             # every rank connects to the store above instead of rank 0 opening one
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -472,7 +498,7 @@ class _Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def _signals_raised() -> Iterator[None]:
+def signals_raised() -> Iterator[None]:
     """Inside, a signal that ends the launcher raises _Interrupted, unless it is ignored (nohup)."""
 
     def interrupt(number: int, _: object) -> NoReturn:

@@ -1,0 +1,110 @@
+"""Launch the ranks of one command through a cluster provider: as `lockstep.ranks.launch`, elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cluster.environment import travelling
+from lockstep.errors import ConfigError
+from lockstep.observe.text import echo
+from lockstep.protocols.cluster import Placement, Provider, World
+from lockstep.ranks.launch import Launch, signals_raised
+
+LOOPBACK = "127.0.0.1"
+
+
+def launch_on(
+    provider: Provider, argv: Sequence[str], *, placement: Placement, log_dir: Path, graceful: bool = False
+) -> int:
+    """Run `python ARGV` in every slot and wait for all.
+
+    Args and the status that is returned: as of lockstep.ranks.launch.launch_ranks.
+
+    Raises:
+        ConfigError: the provider has no such place.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with signals_raised():
+        launch = _ProviderLaunch(
+            argv, provider=provider, placement=placement, log_dir=log_dir, graceful=graceful
+        )
+        return launch.run(None)
+
+
+class _ProviderLaunch(Launch):
+    """A launch whose ranks a provider starts."""
+
+    def __init__(
+        self, argv: Sequence[str], *, provider: Provider, placement: Placement, log_dir: Path, graceful: bool
+    ) -> None:
+        self.address = provider.address
+        super().__init__(argv, ranks=placement.ranks, log_dir=log_dir, graceful=graceful, watch=None)
+        self.provider, self.placement = provider, placement
+        self.world: World | None = None
+
+    def start(self) -> None:
+        """Start every rank."""
+        environments = [self.environment(rank) for rank in range(self.ranks)]
+        self.world = self.provider.start(self.placement, environments, self.command)
+        self.show(*self.provider.logs(self.world)[:2])
+
+    @property
+    def started(self) -> int:
+        """How many ranks were started: all or none."""
+        return 0 if self.world is None else self.ranks
+
+    def ended_now(self) -> dict[int, int]:
+        """The status of each rank that has ended since the last call."""
+        if self.world is None:
+            return {}
+        ended = {}
+        for event in self.provider.watch(self.world):
+            ended[event.rank] = event.status
+            if event.why:
+                echo(f"lockstep: rank {event.rank}: {event.why}", file=sys.stderr)
+        return ended
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank."""
+        if self.world is not None:
+            self.provider.stop(self.world, number)
+
+    def end(self) -> None:
+        """End every rank with what it started."""
+        if self.world is not None:
+            self.provider.stop(self.world)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What a rank needs to find the others, and what of our environment travels."""
+        slot = self.placement.slots[rank]
+        environment = super().environment(rank) | {
+            "LOCAL_RANK": str(slot.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.placement.per_node),
+            "GROUP_RANK": str(slot.node),
+        }
+        environment.pop("OMP_NUM_THREADS", None)  # follows from the CPUs of the node, unless it is set here
+        if self.address != LOOPBACK and "GLOO_SOCKET_IFNAME" not in os.environ:
+            environment.pop("GLOO_SOCKET_IFNAME", None)
+        return travelling(os.environ) | environment
+
+
+def check_nodes(provider: Provider, placement: Placement) -> None:
+    """Raise unless the cluster has nodes enough that are large enough.
+
+    Raises:
+        ConfigError: says what there is and what to set.
+    """
+    kind = "gpus" if placement.gpus else "slots"
+    nodes = provider.nodes()
+    fitting = [n for n in nodes if (n.gpus if placement.gpus else n.cpus) >= placement.per_node]
+    if len(fitting) < placement.nodes:
+        has = "; ".join(f"{n.name}: {n.cpus} CPUs, {n.gpus} GPUs" for n in nodes) or "none"
+        raise ConfigError(
+            f"cluster.nodes = {placement.nodes} with cluster.{kind} = {placement.per_node}: the cluster has "
+            f"{len(fitting)} such node{'s' * (len(fitting) != 1)} ({has}); lower cluster.nodes or "
+            f"cluster.{kind}, or add nodes"
+        )

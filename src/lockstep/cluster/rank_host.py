@@ -1,0 +1,142 @@
+"""One rank on a node: a process of its own, whose output is handed to whoever asks.
+
+Runs inside the process that the cluster provider has there (a Ray actor), which does nothing else: the
+rank is a Child of it (lockstep.processes), so it ends with everything it started when this process ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lockstep
+from lockstep.cluster.environment import staying
+from lockstep.errors import ConfigError
+from lockstep.processes.child import Child
+from lockstep.version import __version__
+
+CHUNK = 40_000
+"""Bytes of output per answer: two of them stay below what Ray keeps out of its object store (100 KiB)."""
+_GRACE_SECONDS = 8.0
+"""Between SIGTERM and SIGKILL."""
+_BUFFER = 1 << 20
+"""Bytes of output that wait to be asked for; then the rank waits where it writes."""
+COMPARED = ("lockstep", "package", "python", "torch", "transformers")
+"""Facts that must be the same on all nodes."""
+
+
+def facts() -> dict[str, Any]:
+    """Return what a node has installed, and who it is; loads no torch."""
+    return {
+        "lockstep": __version__,
+        "package": package_hash(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "host": platform.node(),
+        "auth": os.environ.get("RAY_AUTH_MODE", ""),
+    }
+
+
+def package_hash() -> str:
+    """Return a digest of Lockstep's own source files."""
+    root, digest = Path(lockstep.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+class RankHost:
+    """Starts one rank; every method may run in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+        self._changed = threading.Condition()
+        self._waiting = {"out": bytearray(), "err": bytearray()}
+        self._open = 2
+        """Streams that have not ended."""
+
+    def facts(self) -> dict[str, Any]:
+        """See `facts`."""
+        return facts()
+
+    def start(
+        self, argv: Sequence[str], env: Mapping[str, str], *, cwd: str, secrets: Sequence[str] = ()
+    ) -> int:
+        """Start the rank; returns the pid of its supervisor.
+
+        Args:
+            argv: without the interpreter, which is this node's own.
+            env: beside what programs need of this node's environment.
+
+        Raises:
+            ConfigError: this node lacks the folder, or the value of a secret.
+        """
+        if not Path(cwd).is_dir():
+            raise ConfigError(
+                f"{platform.node()} has no folder {cwd}, which the run was started in; make it there, or "
+                "start the run in a folder that every node has"
+            )
+        environment = staying(os.environ, secrets=secrets) | dict(env)
+        readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+        try:
+            self._child = Child(
+                [sys.executable, "-u", *argv],
+                output=(writers[0], writers[1]),
+                env=environment,
+                cwd=Path(cwd),
+                grace=_GRACE_SECONDS,
+            )
+        finally:
+            for writer in writers:
+                os.close(writer)
+        for name, reader in zip(self._waiting, readers, strict=True):
+            threading.Thread(
+                target=self._read, args=(name, reader), name=f"reads {name}", daemon=True
+            ).start()
+        return self._child.pid
+
+    def follow(self, seconds: float) -> tuple[bytes, bytes, int | None]:
+        """Return what it has written to stdout and stderr since the last call, and its status once it has
+        ended and everything was returned; waits up to `seconds` for any of these."""
+        assert self._child is not None
+        until = time.monotonic() + seconds
+        with self._changed:
+            self._changed.wait_for(lambda: any(self._waiting.values()) or not self._open, timeout=seconds)
+            out, err = (bytes(waiting[:CHUNK]) for waiting in self._waiting.values())
+            for waiting, taken in zip(self._waiting.values(), (out, err), strict=True):
+                del waiting[: len(taken)]
+            finished = not self._open and not any(self._waiting.values())
+            self._changed.notify_all()
+        status = self._child.wait(max(0.0, until - time.monotonic())) if finished else None
+        return out, err, status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the rank."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.Signals(number))
+
+    def end(self) -> None:
+        """End the rank and what it started."""
+        if self._child is not None:
+            self._child.end()
+
+    def _read(self, name: str, reader: int) -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while chunk := pipe.read(1 << 16):
+                with self._changed:
+                    self._waiting[name] += chunk
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: len(self._waiting[name]) < _BUFFER)
+        with self._changed:
+            self._open -= 1
+            self._changed.notify_all()

@@ -1,0 +1,428 @@
+"""The provider over Ray. The only file that imports it.
+
+    with local_cluster(config, ranks=2) as address:      # or the address of a cluster that runs
+        provider = RayProvider(address, config=config, log_dir=Path("out"))
+        launch_on(provider, ["-m", "lockstep", "train", ...], placement=Placement(nodes=1, per_node=2), ...)
+
+A placement group has one bundle per node, and a bundle one actor per rank, which starts exactly one process
+(lockstep.cluster.rank_host). Ray places, starts and watches; what travels through it is argv, environment and
+the text that ranks write, in pieces that Ray keeps out of its object store. When the driver or a node dies,
+Ray ends the actors, and with each of them its rank.
+
+Token authentication is always on. Ray loads when a function here is called, after the environment is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.cluster.environment import staying, travelling
+from lockstep.cluster.launch import LOOPBACK
+from lockstep.cluster.rank_host import COMPARED, RankHost, facts
+from lockstep.config.cluster import ClusterConfig, check_temp_dir
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.observe.cache import cache_root
+from lockstep.observe.files import write_atomic
+from lockstep.processes.child import Child
+from lockstep.protocols.cluster import Node, Placement, RankEnded, World
+
+log = logging.getLogger(__name__)
+
+OLDEST = (2, 60)
+"""Ray with token authentication for every part."""
+START_SECONDS = 120.0
+"""For Ray to start on this machine, and for the actors of a world to run."""
+_END_SECONDS = 30.0
+_FOLLOW_SECONDS = 1.0
+"""How long an answer about a rank waits for news."""
+_FREE_BYTES = 2**30
+_STALE_SECONDS = 60.0
+_LIMITS = {"RAY_ROTATION_MAX_BYTES": str(8 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "1"}
+"""Of each of Ray's own logs."""
+
+
+_PATIENCE = {"RAY_raylet_start_wait_time_s": "120"}
+"""Ray gives up after 30 s, which a busy machine needs."""
+_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""0: Ray keeps to loopback, on every system."""
+
+
+class ClusterError(LockstepError, RuntimeError):
+    """The cluster did not do what it was asked to."""
+
+
+def import_ray() -> Any:
+    """Return the module, which reads the token's place when it is loaded.
+
+    Raises:
+        ConfigError: it is not installed, or too old.
+    """
+    _check_installed()
+    import ray
+
+    return ray
+
+
+def _check_installed() -> None:
+    try:
+        installed = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "--cluster needs Ray, which is not installed here: pip install 'lockstep-rl[cluster]'; or start "
+            "the ranks on this machine by --ranks N"
+        ) from error
+    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
+        raise ConfigError(
+            f"Ray {installed} is older than {OLDEST[0]}.{OLDEST[1]}, whose token authentication is needed: "
+            "pip install --upgrade 'lockstep-rl[cluster]'"
+        )
+
+
+# --- a cluster of this machine ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def local_cluster(config: ClusterConfig, *, ranks: int) -> Iterator[str]:
+    """Run Ray on this machine, on loopback, in a folder of its own, and yield its address. Afterwards no
+    process and no file of it is left, whatever ended the driver.
+
+    Raises:
+        ConfigError: the folder cannot be used, or Ray is not there.
+        ClusterError: Ray did not start.
+    """
+    _check_installed()
+    folder = _new_folder(config.temp_dir or cache_root() / "ray")
+    token = folder / "token"
+    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _CLUSTER: "0"}
+    os.environ |= ours
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would come first
+    environment = staying(os.environ, secrets=config.secrets) | travelling(os.environ)
+    environment |= ours | _LIMITS | _PATIENCE
+    arguments = [str(folder), str(ranks), str(config.gpus), str(config.object_store_mb)]
+    try:
+        with (folder / "head.log").open("wb") as output:
+            command = [sys.executable, "-m", "lockstep.cluster.ray", *arguments]
+            head = Child(command, output=output, env=environment, grace=_END_SECONDS)
+        try:
+            yield _address_of(head, folder)
+        finally:
+            head.end()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+def _new_folder(parent: Path) -> Path:
+    folder = parent.expanduser().absolute() / secrets.token_hex(4)
+    check_temp_dir(folder)
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be made ({error.strerror}), and Ray's files lie there; set cluster.temp_dir"
+        ) from error
+    if free < _FREE_BYTES:
+        folder.rmdir()
+        raise ConfigError(
+            f"{parent}: {free >> 20} MiB are free, and {_FREE_BYTES >> 20} are needed for Ray's files; make "
+            "room, or set cluster.temp_dir to a folder on another disk"
+        )
+    _remove_stale(folder.parent)
+    return folder
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove folders whose head was killed together with its supervisor: nobody holds their lock."""
+    for lock in parent.glob("????????/lock"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:
+            if time.time() - lock.stat().st_mtime > _STALE_SECONDS:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+
+
+def _address_of(head: Child, folder: Path) -> str:
+    deadline, path = time.monotonic() + START_SECONDS, folder / "address"
+    while not path.exists():
+        if head.wait(0.1) is not None or time.monotonic() > deadline:
+            said = (folder / "head.log").read_text(errors="replace").splitlines()[-8:]
+            why = "ended" if head.poll() is not None else f"said nothing within {START_SECONDS:g} s"
+            raise ClusterError(f"Ray did not start on this machine: it {why}: " + "\n".join(said))
+    return path.read_text()
+
+
+def head_main(argv: Sequence[str]) -> int:
+    """The process that `local_cluster` starts: Ray's head, until SIGTERM comes."""
+    folder, cpus, gpus, megabytes = Path(argv[0]), int(argv[1]), int(argv[2]), int(argv[3])
+    ended = threading.Event()
+    with (folder / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ray = import_ray()
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            num_gpus=gpus,
+            object_store_memory=megabytes * 10**6,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=str(folder),
+            _node_ip_address=LOOPBACK,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        write_atomic(folder / "address", ray.get_runtime_context().gcs_address)
+        ended.wait()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)  # the driver may be gone
+    return 0
+
+
+# --- the provider -------------------------------------------------------------------------------------------
+
+
+class RayProvider:
+    """Starts worlds on a Ray cluster; connects at once.
+
+    Args:
+        address: host:port of its head, or "auto": what RAY_ADDRESS names, else the one on this machine.
+        log_dir: on this machine; what ranks write comes here.
+
+    Raises:
+        ConfigError: there is no such cluster, or none that asks for a token.
+    """
+
+    def __init__(self, address: str, *, config: ClusterConfig, log_dir: Path) -> None:
+        _check_token(address)
+        ray = import_ray()
+        self._ray, self._config, self._log_dir = ray, config, log_dir
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lockstep")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"--cluster: no Ray cluster answers at {address!r}: {str(error).splitlines()[0]} Start "
+                "one (ray start --head), set RAY_ADDRESS to the address of its head, or write --cluster local"
+            ) from error
+        self.address: str = ray.util.get_node_ip_address()
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        self._ray.shutdown()
+
+    def nodes(self) -> list[Node]:
+        """The nodes that are alive."""
+        return [
+            Node(
+                name=str(node["NodeName"]),
+                address=str(node["NodeManagerAddress"]),
+                cpus=int(node["Resources"].get("CPU", 0)),
+                gpus=int(node["Resources"].get("GPU", 0)),
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def start(self, placement: Placement, env: Sequence[Mapping[str, str]], argv: Sequence[str]) -> World:
+        """Start `python ARGV` once per slot.
+
+        Raises:
+            ConfigError: there is no such place, or what is installed there differs.
+            ClusterError: a rank's actor died.
+        """
+        group = self._reserve(placement)
+        members = [_Member(self._actor(group, placement, slot.node)) for slot in placement.slots]
+        world = World(placement=placement, log_dir=self._log_dir, members=members, place=group)
+        try:
+            there = self._get([member.actor.facts.remote() for member in members])
+            _compare(there)
+            started = []
+            for slot, member, own in zip(placement.slots, members, env, strict=True):
+                environment = dict(own) | _devices(there, placement, slot.node)
+                environment.setdefault("OMP_NUM_THREADS", str(_threads(there[slot.rank], placement)))
+                kwargs = {"cwd": os.getcwd(), "secrets": tuple(self._config.secrets)}
+                started.append(member.actor.start.remote(list(argv), environment, **kwargs))
+            self._get(started)
+        except BaseException:
+            self.stop(world)
+            raise
+        for path in self.logs(world):
+            path.write_bytes(b"")
+        for member in members:
+            member.answer = member.actor.follow.remote(_FOLLOW_SECONDS)
+        return world
+
+    def watch(self, world: World) -> Iterator[RankEnded]:
+        """Yield what has happened since the last call, and append what the ranks wrote to their logs."""
+        for rank, member in enumerate(world.members):
+            while member.answer is not None and self._ray.wait([member.answer], timeout=0)[0]:
+                if (event := self._take(world, rank, member)) is not None:
+                    yield event
+
+    def stop(self, world: World, number: signal.Signals | None = None) -> None:
+        """Pass a signal on, or end all and give their places back."""
+        gone = (self._ray.exceptions.RayError,)
+        call = "end" if number is None else "send_signal"
+        arguments = () if number is None else (int(number),)
+        calls = [getattr(member.actor, call).remote(*arguments) for member in world.members]
+        self._ray.wait(calls, num_returns=len(calls), timeout=_END_SECONDS)
+        if number is not None:
+            return
+        deadline = time.monotonic() + _END_SECONDS
+        while any(member.answer is not None for member in world.members) and time.monotonic() < deadline:
+            for _ in self.watch(world):
+                pass
+            time.sleep(0.02)
+        for member in world.members:
+            with contextlib.suppress(*gone):
+                self._ray.kill(member.actor)
+        with contextlib.suppress(*gone):
+            self._ray.util.remove_placement_group(world.place)
+
+    def logs(self, world: World) -> list[Path]:
+        """rank-N.log and rank-N.err.log of every rank."""
+        names = [f"rank-{rank}{end}" for rank in range(world.placement.ranks) for end in (".log", ".err.log")]
+        return [world.log_dir / name for name in names]
+
+    def _reserve(self, placement: Placement) -> Any:
+        """A placement group: a bundle per node."""
+        bundle = {"CPU": placement.per_node} | ({"GPU": placement.per_node} if placement.gpus else {})
+        strategy = "STRICT_PACK" if placement.nodes == 1 else "STRICT_SPREAD"
+        group = self._ray.util.placement_group([bundle] * placement.nodes, strategy=strategy)
+        if not group.wait(timeout_seconds=START_SECONDS):
+            free = self._ray.available_resources()
+            self._ray.util.remove_placement_group(group)
+            raise ConfigError(
+                f"{placement.nodes} nodes with {bundle} each did not become free within {START_SECONDS:g} s; "
+                f"free in the whole cluster: CPU {free.get('CPU', 0):g}, GPU {free.get('GPU', 0):g}. Wait "
+                "for other runs, or lower cluster.nodes, cluster.gpus or cluster.slots"
+            )
+        return group
+
+    def _actor(self, group: Any, placement: Placement, node: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+        gpus = 1 if placement.gpus else 0
+        options = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 4, "max_restarts": 0}
+        return self._ray.remote(_RankActor).options(scheduling_strategy=where, **options).remote()
+
+    def _get(self, calls: list[Any]) -> list[Any]:
+        """Their results. Raises what they raise, and ClusterError where an actor is gone."""
+        errors = self._ray.exceptions
+        try:
+            return list(self._ray.get(calls, timeout=START_SECONDS))
+        except errors.RayTaskError as error:
+            if isinstance(error.cause, LockstepError):
+                raise error.cause from error
+            raise
+        except (errors.RayActorError, errors.GetTimeoutError) as error:
+            raise ClusterError(f"Ray started no process for a rank: {str(error).splitlines()[0]}") from error
+
+    def _take(self, world: World, rank: int, member: _Member) -> RankEnded | None:
+        """Take an answer, and ask again unless the rank has ended."""
+        try:
+            out, err, status = self._ray.get(member.answer)
+        except self._ray.exceptions.RayError as error:
+            member.answer = None
+            why = f"Ray lost the process that runs it: {' '.join(str(error).split())[:300]}"
+            return RankEnded(rank=rank, status=-signal.SIGKILL, why=why)
+        for text, path in zip((out, err), self.logs(world)[2 * rank :], strict=False):
+            if text:
+                with path.open("ab") as file:
+                    file.write(text)
+        member.answer = None if status is not None else member.actor.follow.remote(_FOLLOW_SECONDS)
+        return None if status is None else RankEnded(rank=rank, status=status)
+
+
+class _RankActor(RankHost):
+    """The actor of one rank."""
+
+    def facts(self) -> dict[str, Any]:
+        ray = import_ray()
+        node = next(n for n in ray.nodes() if n["NodeID"] == ray.get_runtime_context().get_node_id())
+        cpus = int(node["Resources"].get("CPU", 0))
+        return facts() | {"gpus": [str(gpu) for gpu in ray.get_gpu_ids()], "cpus": cpus}
+
+
+class _Member:
+    """A rank's actor, and its answer that is awaited; None: the rank has ended."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor, self.answer = actor, None
+
+
+def _devices(there: Sequence[Mapping[str, Any]], placement: Placement, node: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of a node's ranks: all GPUs of the world there, which LOCAL_RANK counts."""
+    if not placement.gpus:
+        return {}
+    first = node * placement.per_node
+    own = there[first : first + placement.per_node]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu for rank in own for gpu in rank["gpus"])}
+
+
+def _threads(there: Mapping[str, Any], placement: Placement) -> int:
+    return max(1, int(there["cpus"]) // placement.per_node)
+
+
+def _compare(there: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError unless all nodes have what the driver has, and ask for a token."""
+    here = facts()
+    for rank, facts_there in enumerate(there):
+        different = [
+            f"{n} {facts_there[n]} instead of {here[n]}" for n in COMPARED if facts_there[n] != here[n]
+        ]
+        if different:
+            raise ConfigError(
+                f"rank {rank} on {facts_there['host']} would run with {', '.join(different)}; install the "
+                "same versions on every node (package: Lockstep's own files)"
+            )
+        if facts_there["auth"] != "token":
+            raise ConfigError(
+                f"the Ray cluster asks nobody for a token (RAY_AUTH_MODE is "
+                f"{facts_there['auth'] or 'not set'} on {facts_there['host']}): whoever "
+                "reaches it can run programs there. Start it with RAY_AUTH_MODE=token"
+            )
+
+
+def _check_token(address: str) -> None:
+    """Raise ConfigError unless this process has a token to show."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not os.environ.get("RAY_AUTH_TOKEN") and not path.is_file():
+        raise ConfigError(
+            f"--cluster: no token for the Ray cluster at {address!r}: {path} does not exist; copy it there "
+            "from the head (mode 0600), or set RAY_AUTH_TOKEN_PATH to it"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.7")
+        (True, True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(head_main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""`lockstep train --cluster local|auto`: the ranks of a training run on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cluster.launch import check_nodes, launch_on
+from lockstep.cluster.ray import RayProvider, local_cluster
+from lockstep.config.cluster import ClusterConfig
+from lockstep.errors import ConfigError
+from lockstep.protocols.cluster import Placement
+
+
+def placement_of(config: ClusterConfig) -> Placement:
+    """The placement that [cluster] says."""
+    return Placement(nodes=config.nodes, per_node=config.per_node, gpus=config.gpus > 0)
+
+
+def launch_train(argv: Sequence[str], config: ClusterConfig, *, provider: str, log_dir: Path) -> int:
+    """Run `python ARGV` as every rank that `config` says, and wait for all; their status.
+
+    Args:
+        provider: local: Ray is started on this machine for this run alone; auto: the one that runs.
+
+    Raises:
+        ConfigError: the cluster is not there, or has no such place.
+        ClusterError: it failed.
+    """
+    if provider == "local" and config.nodes > 1:
+        raise ConfigError(
+            f"cluster.nodes = {config.nodes} with --cluster local, which is one node; set it to 1, or join a "
+            "cluster by --cluster auto"
+        )
+    with contextlib.ExitStack() as stack:
+        local = provider == "local"
+        address = stack.enter_context(local_cluster(config, ranks=config.ranks)) if local else "auto"
+        ray = stack.enter_context(contextlib.closing(RayProvider(address, config=config, log_dir=log_dir)))
+        placement = placement_of(config)
+        check_nodes(ray, placement)
+        return launch_on(ray, argv, placement=placement, log_dir=log_dir, graceful=True)

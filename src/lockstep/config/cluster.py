@@ -1,0 +1,117 @@
+"""Where ranks run when a cluster provider starts them; without --cluster nothing of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from pydantic import Field, field_validator, model_validator
+
+from lockstep.config.base import Config, FilePath, NonNegativeInt, PositiveInt
+from lockstep.errors import ConfigError
+
+ROLES = ("policy", "ref", "value", "reward_model")
+LONGEST_TEMP = 44
+"""Characters of the folder that Ray's sockets lie in, so that their paths stay below the 107 of AF_UNIX."""
+MOST_SLOTS = 2**16
+
+
+class ClusterConfig(Config):
+    """Nodes and ranks of `lockstep train --cluster`, which a run without it ignores."""
+
+    nodes: PositiveInt = 1
+    """Nodes that ranks are spread over, equally."""
+    gpus: NonNegativeInt = 0
+    """GPUs of each node, one per rank; 0: the ranks run on CPUs, as many on each node as `slots`."""
+    slots: PositiveInt = 1
+    """Ranks on each node where there are no GPUs (gpus = 0)."""
+    colocate: tuple[tuple[str, ...], ...] = ()
+    """Roles that share processes: policy, ref, value, reward_model. Empty: all of them, which is what there
+    is today; a role left out or alone is refused."""
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables that ranks need and nobody else may see, such as HF_TOKEN. Only names
+    travel: each node has the values in its own environment."""
+    temp_dir: FilePath | None = None
+    """Folder for Ray's files under --cluster local; None: ray/ in the cache folder (LOCKSTEP_CACHE)."""
+    object_store_mb: int = Field(80, ge=75, le=2**20)
+    """MB of Ray's object store under --cluster local. No tensor goes through it."""
+
+    @property
+    def per_node(self) -> int:
+        """Ranks on each node."""
+        return self.gpus or self.slots
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * self.per_node
+
+    @field_validator("secrets")
+    @classmethod
+    def _check_secrets(cls, secrets: tuple[str, ...]) -> tuple[str, ...]:
+        for number, name in enumerate(secrets):
+            if not name.isidentifier() or not name.isascii():
+                raise ValueError(  # without the text, which may be a secret
+                    f"secrets[{number}], of {len(name)} characters, is no name of an environment variable; "
+                    "write names such as HF_TOKEN, never values"
+                )
+        return secrets
+
+    @field_validator("colocate")
+    @classmethod
+    def _check_colocate(cls, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
+        named = [role for group in groups for role in group]
+        for role in named:
+            if role not in ROLES:
+                raise ValueError(f"colocate names {role[:80]!r}; the roles are {', '.join(ROLES)}")
+            if named.count(role) > 1:
+                raise ValueError(
+                    f"colocate names {role!r} {named.count(role)} times: its GPUs would be asked for twice; "
+                    "leave it in one group"
+                )
+        if len(groups) > 1:
+            raise ValueError(
+                f"colocate has {len(groups)} groups: roles in processes of their own are not there yet; "
+                "write one group with all roles, or leave it out"
+            )
+        return groups
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> ClusterConfig:
+        if self.gpus and self.slots != 1:
+            raise ValueError(
+                f"slots = {self.slots} with gpus = {self.gpus}: there is one rank per GPU; leave slots out, "
+                "or set gpus = 0"
+            )
+        if self.ranks > MOST_SLOTS:
+            raise ValueError(
+                f"nodes * ranks per node = {self.nodes} * {self.per_node} = {self.ranks} is above "
+                f"{MOST_SLOTS}; lower nodes, gpus or slots"
+            )
+        return self
+
+    def draw(self, roles: Sequence[str]) -> list[str]:
+        """Return a line per node: which ranks it runs, on what, and which roles each of them holds.
+
+        Example:
+            >>> ClusterConfig(nodes=2, gpus=2).draw(["policy", "ref"])[0]
+            'node 0: [gpu 0: rank 0] [gpu 1: rank 1]  each: policy + ref'
+        """
+        kind = "gpu" if self.gpus else "cpu"
+        lines = []
+        for node in range(self.nodes):
+            boxes = " ".join(
+                f"[{kind} {slot}: rank {node * self.per_node + slot}]" for slot in range(self.per_node)
+            )
+            lines.append(f"node {node}: {boxes}  each: {' + '.join(roles)}")
+        return lines
+
+
+def check_temp_dir(path: PurePath) -> None:
+    """Raise ConfigError if Ray's sockets below it would have paths that the system refuses."""
+    if len(str(path)) > LONGEST_TEMP:
+        raise ConfigError(
+            f"{path}: Ray's sockets lie below this folder, and with more than {LONGEST_TEMP} characters "
+            f"(it has {len(str(path))}) their paths are longer than the system takes; set cluster.temp_dir, "
+            "or LOCKSTEP_CACHE, to a shorter one"
+        )

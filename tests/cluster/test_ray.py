@@ -1,0 +1,212 @@
+"""A real Ray: ranks that it starts train as those of --ranks, to the bit, and nothing of them is left.
+
+Starting Ray takes about 15 s of CPU, so each run answers several questions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: pip install 'lockstep-rl[cluster]'", allow_module_level=True)
+
+CANARY = "canary-" + secrets.token_hex(8)
+SECONDS = 400
+RUN = """
+kind = "{kind}"
+name = "tiny"
+steps = 2
+[model]
+name = "shape:tiny-llama"
+dtype = "float32"
+[data]
+source = "ids"
+max_prompt_tokens = 16
+[rollout]
+prompts_per_step = 4
+group_size = 4
+[rollout.sampling]
+max_tokens = 8
+ignore_eos = true
+[[rewards]]
+name = "ids"
+[train]
+backend = "fsdp2"
+lr = 3e-3
+token_budget = 512
+[eval]
+before = false
+after = false
+[cluster]
+nodes = 1
+slots = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def cache() -> Iterator[Path]:
+    """A folder with a short name, as Ray's sockets need."""
+    with tempfile.TemporaryDirectory(prefix="ls", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def environment(cache: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "LOCKSTEP_CACHE": str(cache), "OMP_NUM_THREADS": "1", "MY_TOKEN": CANARY, **more}
+
+
+def command(kind: str, out: Path, *flags: str) -> list[str]:
+    file = out.parent / f"{kind}.toml"
+    file.write_text(RUN.format(kind=kind))
+    return [sys.executable, "-m", "lockstep", "train", str(file), "--run-dir", str(out), *flags]
+
+
+def train(kind: str, out: Path, *flags: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(kind, out, *flags), env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def numbers(run: Path) -> list[dict[str, object]]:
+    """The metrics but for those of time and memory."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    left_out = re.compile(r"timestamp|time/.*|memory/.*|throughput/.*|.*per_second")
+    return [{k: v for k, v in line.items() if not left_out.fullmatch(k)} for line in lines]
+
+
+def weights(run: Path) -> dict[str, str]:
+    files = [*sorted(run.glob("checkpoints/*/**/*.safetensors")), run / "export/model.safetensors"]
+    return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def left(folder: Path) -> list[str]:
+    """Processes that name a folder in their command line."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if str(folder) in " ".join(words) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(f"{process.pid}: {' '.join(words)[:200]}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_nodes(cache: Path) -> Iterator[dict[str, str]]:
+    """A cluster of two nodes: the environment that finds it."""
+    folder = cache / "two"
+    folder.mkdir()
+    script = Path(__file__).with_name("two_nodes.py")
+    output = (folder / "out").open("wb")
+    with subprocess.Popen(
+        [sys.executable, str(script), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment(cache),
+    ) as process:
+        until = time.monotonic() + SECONDS
+        while not (folder / "address").exists():
+            assert process.poll() is None and time.monotonic() < until, (folder / "out").read_text()
+            time.sleep(0.1)
+        address = (folder / "address").read_text()
+        yield environment(cache, RAY_ADDRESS=address, RAY_AUTH_TOKEN_PATH=str(folder / "token"))
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(SECONDS)
+
+
+@pytest.fixture(scope="module", params=["grpo", "ppo"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A run by --ranks 2, with the cluster's table ignored."""
+    out = tmp_path_factory.mktemp(request.param) / "ranks"
+    done = train(request.param, out, "--ranks", "2", "--cluster", "none", env=environment(cache))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_one_node_with_two_ranks_trains_as_two_ranks_do(plain: Path, cache: Path) -> None:
+    kind, out = plain.parent.name.rstrip("0123456789"), plain.with_name("one")
+    done = train(kind, out, "--cluster", "local", env=environment(cache))
+    assert done.returncode == 0, done.stderr
+    assert numbers(out) == numbers(plain) and weights(out) == weights(plain)
+    assert list((cache / "ray").iterdir()) == [] and left(cache / "ray") == []
+    logs = next((out / "logs/ranks").iterdir())
+    assert {path.name for path in logs.iterdir()} >= {"rank-0.log", "rank-1.err.log"}
+    assert "step 2/2" in (logs / "rank-0.log").read_text()
+    assert CANARY.encode() not in b"".join(p.read_bytes() for p in out.rglob("*") if p.is_file())
+
+
+def test_two_nodes_with_one_rank_each_train_as_two_ranks_do(plain: Path, two_nodes: dict[str, str]) -> None:
+    kind, out = plain.parent.name.rstrip("0123456789"), plain.with_name("two")
+    flags = ("--cluster", "auto", "--cluster.nodes", "2", "--cluster.slots", "1")
+    done = train(kind, out, *flags, env=two_nodes)
+    assert done.returncode == 0, done.stderr
+    assert numbers(out) == numbers(plain) and weights(out) == weights(plain)
+
+
+def test_a_killed_rank_ends_the_world_by_name(tmp_path: Path, two_nodes: dict[str, str]) -> None:
+    flags = ("--cluster", "auto", "--cluster.nodes", "2", "--cluster.slots", "1", "--steps", "1000000")
+    with subprocess.Popen(
+        command("grpo", tmp_path / "run", *flags),
+        env=two_nodes,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        ranks = ranks_of(tmp_path / "run", process)
+        os.kill(ranks[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert b"rank 1 of 2 was killed by SIGKILL" in err
+    assert left(tmp_path) == []
+
+
+def test_ctrl_c_saves_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    out = tmp_path / "run"
+    flags = ("--cluster", "local", "--steps", "1000000")
+    with subprocess.Popen(
+        command("grpo", out, *flags), env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        ranks_of(out, process)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130 and b"train: interrupted" in said
+    assert list(out.glob("checkpoints/*/complete.json")) and left(tmp_path) == []
+    assert list((cache / "ray").iterdir()) == [] and left(cache / "ray") == []
+
+
+def ranks_of(out: Path, process: subprocess.Popen[bytes]) -> list[int]:
+    """The pids of both ranks, once they have taken a step."""
+    until = time.monotonic() + SECONDS
+    while not (out / "metrics.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+    found: dict[int, int] = {}
+    for each in psutil.process_iter(["cmdline"]):
+        words = each.info["cmdline"] or []
+        if (
+            "supervisor.py" not in " ".join(words)
+            and words[1:4] == ["-u", "-m", "lockstep"]
+            and str(out) in words
+        ):
+            found[int(each.environ()["RANK"])] = each.pid
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_a_cluster_without_a_token_is_refused(tmp_path: Path, cache: Path) -> None:
+    env = environment(cache, HOME=str(tmp_path), RAY_ADDRESS="127.0.0.1:1")
+    env.pop("RAY_AUTH_TOKEN_PATH", None)
+    done = train("grpo", tmp_path / "run", "--cluster", "auto", env=env)
+    assert done.returncode == 2 and "no token" in done.stderr
