@@ -17,7 +17,8 @@ import tyro
 
 from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, load_run, override, recipes
-from lockstep.config.run import RunConfig, check_ranks
+from lockstep.config.ppo import PPORun
+from lockstep.config.run import DPORun, GRPORun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
 
@@ -46,7 +47,9 @@ class General(TypedDict):
     ]
     ranks: Annotated[
         int | None,
-        tyro.conf.arg(help="Plan for so many ranks, one GPU each; None: 1.", metavar="N"),
+        tyro.conf.arg(
+            help="Plan for so many ranks, one GPU each; None: as [cluster] says, else 1.", metavar="N"
+        ),
     ]
 
 
@@ -61,8 +64,10 @@ def main(argv: Sequence[str]) -> int:
         echo(USAGE.format(recipes=", ".join(recipes()) or "none"))
         return 0 if argv else 2
     run, general = parse(argv)
-    ranks = 1 if general["ranks"] is None else general["ranks"]
+    ranks = _ranks(run, general["ranks"])
     check_ranks(run, ranks)
+    if run.cluster is not None and ranks == run.cluster.ranks:
+        echo("\n".join(run.cluster.draw(_roles(run))))
     import torch
 
     from lockstep.loop.axes import planned_run
@@ -95,6 +100,21 @@ def main(argv: Sequence[str]) -> int:
         general["json"].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     echo(verdict(plan, available=available))
     return 0 if result["fits"] else 1
+
+
+def _ranks(run: RunConfig, given: int | None) -> int:
+    """--ranks, else those of [cluster], else 1."""
+    if given is not None:
+        return given
+    return 1 if run.cluster is None else run.cluster.ranks
+
+
+def _roles(run: RunConfig) -> list[str]:
+    """The roles that every rank holds."""
+    needs_ref = isinstance(run, GRPORun) and run.algorithm.kl.coef > 0
+    needs_ref = needs_ref or (isinstance(run, DPORun) and run.algorithm.needs_ref)
+    roles = {"policy": True, "ref": needs_ref, "value": isinstance(run, PPORun)}
+    return [role for role, held in roles.items() if held]
 
 
 def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:

@@ -204,7 +204,13 @@ class Launch:
     """Where the ranks' store listens."""
 
     def __init__(
-        self, command: Sequence[str], *, ranks: int, log_dir: Path, graceful: bool, watch: float | None
+        self,
+        command: Sequence[str],
+        *,
+        ranks: int,
+        log_dir: Path,
+        graceful: bool = False,
+        watch: float | None = None,
     ) -> None:
         from lockstep.ranks.rendezvous import hidden_store, host_store
 

@@ -1,0 +1,26 @@
+import pytest
+
+from lockstep.cluster.environment import staying, travelling
+from lockstep.errors import ConfigError
+
+SHELL = {
+    "PATH": "/bin",
+    "NCCL_DEBUG": "INFO",
+    "OMP_NUM_THREADS": "2",
+    "LOCKSTEP_X": "1",
+    "LOCKSTEP_RANKS_SECRET": "no",
+    "HF_TOKEN": "no",
+    "TORCH_API_KEY": "no",
+    "http_proxy": "http://user:no@host",
+}
+
+
+def test_only_listed_variables_travel() -> None:
+    assert travelling(SHELL) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "LOCKSTEP_X": "1"}
+
+
+def test_secrets_are_the_nodes_own() -> None:
+    assert staying(SHELL) == {"PATH": "/bin"}
+    assert staying(SHELL, secrets=["HF_TOKEN"]) == {"PATH": "/bin", "HF_TOKEN": "no"}
+    with pytest.raises(ConfigError, match="WANDB_API_KEY"):
+        staying(SHELL, secrets=["WANDB_API_KEY"])

@@ -1,0 +1,43 @@
+"""A rank's host, without a cluster around it."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.cluster.rank_host import CHUNK, RankHost
+from lockstep.errors import ConfigError
+
+
+def followed(host: RankHost) -> tuple[bytes, bytes, int]:
+    out, err, status = b"", b"", None
+    while status is None:
+        more, errors, status = host.follow(30.0)
+        assert len(more) <= CHUNK and len(errors) <= CHUNK
+        out, err = out + more, err + errors
+    return out, err, status
+
+
+def test_output_and_status_come_whole_and_the_environment_is_the_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "canary")
+    host = RankHost()
+    script = "import os, sys; print('x' * 200_000, sorted(os.environ)); sys.stderr.write('bad'); sys.exit(3)"
+    host.start(["-c", script], {"RANK": "1"}, cwd=str(tmp_path))
+    out, err, status = followed(host)
+    assert (err, status) == (b"bad", 3) and out.startswith(b"x" * 200_000)
+    assert b"'RANK'" in out and b"MY_TOKEN" not in out
+
+
+def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
+    host = RankHost()
+    host.start(["-c", "import time; print('up', end=''); time.sleep(600)"], {}, cwd=str(tmp_path))
+    assert host.follow(30.0)[0] == b"up"
+    host.send_signal(signal.SIGTERM)
+    assert followed(host)[2] == -signal.SIGTERM
+
+
+def test_a_node_without_the_folder_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gone"):
+        RankHost().start(["-c", ""], {}, cwd=str(tmp_path / "gone"))

@@ -1,0 +1,51 @@
+from pathlib import PurePath
+
+import pytest
+
+from lockstep.config.cluster import LONGEST_TEMP, ClusterConfig, check_temp_dir
+from lockstep.config.load import load_run, override
+from lockstep.errors import ConfigError
+
+
+def cluster(**settings: object) -> ClusterConfig:
+    values = {f"cluster.{name}": value for name, value in settings.items()}
+    config = override(load_run(None, kind="grpo"), values, origin="test").cluster
+    assert config is not None
+    return config
+
+
+def test_a_run_has_no_cluster_unless_it_says_so() -> None:
+    assert load_run(None, kind="grpo").cluster is None
+    assert cluster(nodes=2, slots=3).ranks == 6 and cluster(nodes=2, gpus=4).per_node == 4
+
+
+def test_it_draws_the_ranks_of_each_node() -> None:
+    assert cluster(nodes=2, slots=2).draw(["policy", "value"]) == [
+        "node 0: [cpu 0: rank 0] [cpu 1: rank 1]  each: policy + value",
+        "node 1: [cpu 0: rank 2] [cpu 1: rank 3]  each: policy + value",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"nodes": 0}, "cluster.nodes"),
+        ({"gpus": 2, "slots": 2}, "slots = 2"),
+        ({"nodes": 2**16, "slots": 2}, "131072"),
+        ({"colocate": [["policy", "ref"], ["value", "policy"]]}, "asked for twice"),
+        ({"colocate": [["policy"], ["value"]]}, "2 groups"),
+        ({"colocate": [["actor"]]}, "'actor'"),
+        ({"secrets": ["HF_TOKEN=hf_abc"]}, "write names"),
+        ({"nodess": 2}, "nodes"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        cluster(**settings)
+    assert "hf_abc" not in str(refused.value)
+
+
+def test_a_folder_too_long_for_sockets_is_refused() -> None:
+    check_temp_dir(PurePath("/" + "x" * (LONGEST_TEMP - 1)))
+    with pytest.raises(ConfigError, match="temp_dir"):
+        check_temp_dir(PurePath("/" + "x" * LONGEST_TEMP))
