@@ -38,6 +38,18 @@ def test_a_signal_reaches_the_rank(tmp_path: Path) -> None:
     assert followed(host)[2] == -signal.SIGTERM
 
 
+def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path: Path) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        host = RankHost()
+        host.start(["-c", "import time; print('up', end=''); time.sleep(600)"], {}, cwd=str(tmp_path))
+        assert host.follow(30.0)[0] == b"up"
+        host.send_signal(signal.SIGINT)
+        assert followed(host)[2] == -signal.SIGINT
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def test_a_node_without_the_folder_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gone"):
         RankHost().start(["-c", ""], {}, cwd=str(tmp_path / "gone"))

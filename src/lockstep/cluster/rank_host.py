@@ -87,6 +87,8 @@ class RankHost:
                 "start the run in a folder that every node has"
             )
         environment = staying(os.environ, secrets=secrets) | dict(env)
+        # Ray starts its processes with Ctrl-C blocked, and what this thread starts would inherit that.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         try:
             self._child = Child(
