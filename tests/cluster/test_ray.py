@@ -190,7 +190,8 @@ def test_ctrl_c_saves_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
 def ranks_of(out: Path, process: subprocess.Popen[bytes]) -> list[int]:
     """The pids of both ranks, once they have taken a step."""
     until = time.monotonic() + SECONDS
-    while not (out / "metrics.jsonl").exists():
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or metrics.stat().st_size == 0:
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.1)
     found: dict[int, int] = {}
