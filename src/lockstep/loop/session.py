@@ -161,7 +161,10 @@ class Session:
         self._logging.callback(self._log.close)
         if flight.current() is None:
             self._logging.callback(flight.stop)
-            record(self.dir.logs / "flight", rank=self.ranks.rank, world_size=self.ranks.world_size)
+            try:
+                record(self.dir.logs / "flight", rank=self.ranks.rank, world_size=self.ranks.world_size)
+            except ConfigError as error:  # as for the log: a full disk ends a run where its results are lost
+                self._log.line(f"without a flight record, so `lockstep hang` knows nothing: {error}")
         self._logging.enter_context(self._log.records())
         self._log.line(_log_header(self.ranks, resumed=self._resumed))
         self._interrupt.__enter__()

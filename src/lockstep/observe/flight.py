@@ -142,16 +142,20 @@ class FlightRecorder:
         self._sequences: dict[str, int] = {}
         self._number = 0
         self._purpose = ""
-        self._stacks = self.path.with_suffix(".stacks").open("w", encoding="utf-8")
-        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         # a new file: a reader may still have that of an earlier process mapped
         part = self.path.with_suffix(".part")
-        with part.open("w+b") as file:
-            file.truncate(_SIZE)
-            # on a full disk this fails here, and not by SIGBUS at the first write
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, _SIZE)
-            self._map = mmap.mmap(file.fileno(), _SIZE)
+        try:
+            with part.open("w+b") as file:
+                file.truncate(_SIZE)
+                # on a full disk this fails here, and not by SIGBUS at the first write
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, _SIZE)
+                self._map = mmap.mmap(file.fileno(), _SIZE)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        self._stacks = self.path.with_suffix(".stacks").open("w", encoding="utf-8")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         ident = threading.main_thread().ident or 0
         pid = os.getpid()
         self._header = (_MAGIC, _VERSION, rank, world_size, pid, born(pid), time.time(), ident)
