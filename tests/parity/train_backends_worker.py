@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parity_models import relative_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,7 +40,14 @@ MODEL = "shape:tiny-llama"
 BUCKET = Bucket(tokens=192, documents=16, max_seqlen=96)
 ROWS = RowCapacity(rows=192, keys=768, segments=32, longest=96)
 """BUCKET's, of layout shared."""
-RATES = {("sft", "sgd"): 0.2, ("sft", "adamw"): 2e-3, ("grpo", "sgd"): 0.2, ("grpo", "adamw"): 1e-3}
+SCALAR = ("value", "rm")
+"""Algorithms of models whose head gives one number per slot."""
+RATES = {("value", "sgd"): 0.05, ("rm", "sgd"): 0.05} | {
+    ("sft", "sgd"): 0.2,
+    ("sft", "adamw"): 2e-3,
+    ("grpo", "sgd"): 0.2,
+    ("grpo", "adamw"): 1e-3,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +78,9 @@ class Run:
 
 
 def make(folder: Path) -> None:
-    """The inputs of both algorithms: two micro-batches a step, and one step more than is trained."""
-    for algorithm in ("sft", "grpo"):
+    """The inputs of all algorithms: two micro-batches a step, and one step more than is trained. Those of
+    value models are PPO's."""
+    for algorithm in ("sft", "grpo", "ppo", "rm"):
         spec = InputsSpec(
             algorithm=algorithm,  # type: ignore[arg-type]
             model=ModelConfig(name=MODEL),
@@ -84,11 +93,13 @@ def make(folder: Path) -> None:
         )
         (folder / algorithm).mkdir()
         make_inputs(spec)
+    (folder / "value").symlink_to(folder / "ppo")
 
 
 def inputs(run: Run, folder: Path) -> tuple[Any, list[list[PackedBatch]]]:
     """The loss, and the micro-batches of every step."""
-    recording = Recording.open(folder / run.algorithm / "inputs")
+    place = "inputs-value" if run.algorithm == "value" else "inputs"
+    recording = Recording.open(folder / run.algorithm / place)
     steps = json.loads((folder / run.algorithm / "inputs.json").read_text())["steps"]
     bucket = None if run.execution == "eager" else BUCKET
     batches = [[repack(recording[index].batch, bucket) for index in step] for step in steps]
@@ -117,6 +128,7 @@ def build(run: Run, stack: str, **more: Any) -> Any:
         attention="sdpa",
         device=torch.device("cpu"),
         materialize=not kind.shards_weights,
+        head="scalar" if run.algorithm in SCALAR else "logits",
     )
     return kind(TrainConfig(**settings), model=model, total_steps=STEPS + 1)
 
@@ -176,10 +188,14 @@ def compare(stack: str, run: Run, folder: Path) -> dict[str, Any]:
     scale = expected["size"] if run.algorithm == "grpo" else [0.0] * run.steps
     for key in ("loss", "norm", "logprobs"):
         pairs = zip(found[key], expected[key], scale, strict=True)
-        seen[key] = max(abs(a - b) / max(abs(b), least if key == "loss" else 0.0) for a, b, least in pairs)
-    seen["first gradients"] = gradient_error(first, load_file(folder / f"{run.name}.first"))
+        # the mean of values and of scores passes through 0, where only its distance says something
+        floor = 1.0 if key == "logprobs" and run.algorithm in SCALAR else 0.0
+        seen[key] = max(abs(a - b) / max(abs(b), least if key == "loss" else floor) for a, b, least in pairs)
     last = gradients_after(run, backend, folder)
-    seen["last gradients"] = gradient_error(last, load_file(folder / f"{run.name}.last"))
+    for name, ours in (("first", first), ("last", last)):
+        theirs = load_file(folder / f"{run.name}.{name}")
+        seen[f"{name} gradients"] = gradient_error(ours, theirs)
+        seen[f"{name} whole gradient"] = relative_error(theirs, ours)
     backend.close()
     return seen
 
