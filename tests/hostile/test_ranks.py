@@ -27,7 +27,7 @@ from lockstep.ranks.rendezvous import RankError
 RANK = """
 from lockstep.ranks.context import init_ranks
 with init_ranks(seconds=30) as ranks:
-    ranks.barrier(what="x")
+    ranks.gather(None, None, what="x")
 """
 
 

@@ -217,7 +217,7 @@ def every_layout_loads_every_other(ranks: RankContext) -> None:
         backend = Backend(make(state), step=number + 1)
         names = backend.save(made[name])()
         assert all(re.search(rf"0000{ranks.rank}-of-00004|^state.json$", file) for file in names), names
-    ranks.barrier(what="all saved")
+    ranks.gather(None, None, what="all saved")
     for name, path in made.items():
         if ranks.rank in (0, 1):  # fewer ranks, and the others take no part
             backend = Backend(Sharded(truth(0), dp=1, tp=2, group=pair))
@@ -241,7 +241,7 @@ def one_process_is_loaded_by_four(ranks: RankContext) -> None:
     path = folder(ranks, "alone")
     if ranks.rank == 2:
         Backend(LiveTensors(truth(5)), step=5).save(path)()
-    ranks.barrier(what="saved")
+    ranks.gather(None, None, what="saved")
     backend = Backend(Sharded(truth(0), dp=2, tp=2, group=dist.group.WORLD))
     backend.load(path)
     assert backend.parts.expected(truth(5)) and backend.step == 5
@@ -351,7 +351,7 @@ def the_manager_verifies_in_shares(ranks: RankContext) -> None:
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 1
         victim.write_bytes(data)
-    ranks.barrier(what="damaged")
+    ranks.gather(None, None, what="damaged")
     with fails(
         ranks, r"optimizer-00002-of-00004\.safetensors has sha256.*newest undamaged one is .*step-000001"
     ):
@@ -381,7 +381,7 @@ def a_full_disk_of_one_rank_is_an_error_of_all(ranks: RankContext) -> None:
             while checkpoints.poll() is None:
                 time.sleep(0.01)
         files._HashingFile.write = real  # type: ignore[method-assign]
-        ranks.barrier(what="removed")
+        ranks.gather(None, None, what="removed")
         assert [p.name for p in (OUT / name).iterdir()] == ["step-000001"]
         backend = Backend(Sharded(truth(0), dp=4, tp=1, group=parts.group))
         checkpoints.load(checkpoints.find() or Path(), backend)

@@ -178,7 +178,16 @@ def test_each_of_two_ranks_pushes_to_its_own_engine(tmp_path: Path) -> None:
             "2",
         ]
         return subprocess.run(
-            [*command, "--train.backend", "fsdp2", "--train.device", "cpu", *flags],
+            [
+                *command,
+                "--train.backend",
+                "fsdp2",
+                "--train.device",
+                "cpu",
+                "--train.layout",
+                "packed",
+                *flags,
+            ],
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXTERNAL)},
             capture_output=True,

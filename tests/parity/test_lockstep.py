@@ -143,7 +143,8 @@ def test_two_ranks_without_a_gap(model, dtype, execution, flags, tmp_path):
     assert len(rows) == len({row["weights_hash"] for row in rows}) == 8
     for row in rows:
         assert row["logprob_gap_max"] == 0.0 and row["importance_ratio_max"] == 1.0
-        assert row["grad_norm"] > 0 and row["contract_verified"] == 1.0
+        # all that was scored was compared; a group without a signal is left out of both
+        assert row["grad_norm"] > 0 and row["contract_verified"] == row["scored_share"] > 0.5
 
 
 def _linear(monkeypatch, product):
