@@ -119,6 +119,22 @@ def test_plan_loses_nothing_and_covers_every_slot(lengths, static, layout, limit
         assert len({(b.num_slots, b.cu_seqlens.shape, b.max_seqlen) for b in batches}) <= 4
 
 
+def test_one_process_fills_static_capacities_instead_of_balancing_packs():
+    """12 documents of 50 in capacities of 64, 128, 192 and 256: five, five and two have 256 + 256 + 128;
+    four in each pack would have three times 256."""
+    samples = samples_of([50] * 12)
+    limits = PackLimits(token_budget=256, static_capacity=True, max_seqlen=64)
+
+    def slots(**changed):
+        limits_ = dataclasses.replace(limits, **changed)
+        return sorted(b.num_slots for b in plan_micro_batches(samples, ones(samples), limits_))
+
+    assert slots() == [128, 256, 256]
+    assert slots(min_packs=3) == [256, 256, 256]  # ranks wait for the fullest
+    assert slots(static_capacity=False) == [200, 200, 200]
+    assert slots(max_documents=4) == [256, 256, 256]
+
+
 @pytest.mark.parametrize("layout", ["packed", "shared"])
 def test_a_part_of_a_step_has_room_for_as_many_documents_as_the_whole(layout):
     """So that it has the shapes, and the graphs, of one of the at most four capacities."""

@@ -138,6 +138,16 @@ def test_a_group_above_the_budget_is_cut_and_has_its_prompt_in_each_part():
         plan(samples, token_budget=11)
 
 
+def test_one_process_cuts_a_group_where_that_fills_a_pack():
+    """Five groups of 3 shared rows and four times 26, 107 each. Two whole groups leave room for a completion
+    and its prompt, 29; then three (81), a group and two more (55); the last two fit a quarter of the budget.
+    Whole groups would have 256 + 256 + 128 rows."""
+    samples = [s for g in range(5) for s in group([g + 1] * 4, *[25] * 4, first=4 * g)]
+    packs = plan(samples, token_budget=256, static_capacity=True, max_seqlen=29)
+    assert [(b.shared.num_rows, len(b.shared.slots)) for b in packs] == [(243, 256), (243, 256), (55, 64)]
+    assert [b.shared.num_rows for b in plan(samples, token_budget=256)] == [214, 214, 107]
+
+
 def test_one_document_of_a_step_has_the_shapes_of_the_steps_packs():
     """Alone it would have as many keys as rows, and few segments: a graph of its own."""
     samples = [*group(range(1, 11), 2, 2, 2, 2), *group(range(20, 30), 2, 2, 2, 2, first=4)]

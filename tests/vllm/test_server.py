@@ -285,7 +285,7 @@ def test_killed_in_mid_batch(healed):
 def test_death_at_start_shows_vllms_own_reason(healed, tmp_path):
     config = config_of(options={"kv_cache_memory_bytes": KV_BYTES, "attention_backend": "NO_SUCH_BACKEND"})
     spec = dataclasses.replace(healed.spec, work_dir=tmp_path)
-    with pytest.raises(EngineError, match=r"ended with status \d+ after(?s:.)*NO_SUCH_BACKEND"):
+    with pytest.raises(EngineError, match=r"exited with status \d+ after(?s:.)*NO_SUCH_BACKEND"):
         VLLMServer(config, spec=spec)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from lockstep.packing.balance import balance
@@ -60,6 +60,68 @@ def balanced_groups(
             break
         pieces *= 2
     return best[1]
+
+
+def full_groups(
+    samples: Sequence[TrainSample],
+    units: Units,
+    *,
+    token_budget: int,
+    max_documents: int | None,
+    shared: bool,
+    cuttable: bool,
+) -> list[list[int]]:
+    """Assign units to packs that are as full as possible, but for the last ones.
+
+    Units go into the first pack with room for them, those of most slots first. Where they may be cut, the one
+    that does not fit in the newest pack fills it, if that takes more rows than its prompt, which is repeated.
+
+    Args:
+        units: indices that belong together.
+        shared: whether a prompt counts once for a unit.
+        cuttable: whether a unit may be divided between packs.
+
+    Returns:
+        Indices by pack, ascending.
+    """
+    most = len(samples) if max_documents is None else max_documents
+    packs: list[list[int]] = []
+    room: list[int] = []
+
+    def slots(unit: Sequence[int]) -> int:
+        part = [samples[i] for i in unit]
+        return count_rows(part) if shared else sum(map(len, part))
+
+    todo = sorted(units, key=lambda unit: (-slots(unit), unit[0]), reverse=True)
+    while todo:
+        unit = todo.pop()
+        used = slots(unit)
+        free = [most - len(pack) for pack in packs]
+        pack = next((p for p, left in enumerate(room) if used <= left and len(unit) <= free[p]), None)
+        if pack is None and cuttable and packs:
+            lead = _leading(unit, slots, room[-1], free[-1])
+            repeated = slots(unit[:lead]) + slots(unit[lead:]) - used if lead else 0
+            if lead and slots(unit[:lead]) > 2 * repeated:
+                todo.append(unit[lead:])
+                unit, pack = unit[:lead], len(packs) - 1
+        if pack is None:
+            pack = len(packs)
+            packs.append([])
+            room.append(token_budget)
+            if cuttable and (lead := _leading(unit, slots, token_budget, most)) < len(unit):
+                todo.append(unit[lead:])
+                unit = unit[:lead]
+        packs[pack] += unit
+        room[pack] -= slots(unit)
+    return [sorted(pack) for pack in packs]
+
+
+def _leading(unit: Sequence[int], slots: Callable[[Sequence[int]], int], room: int, documents: int) -> int:
+    """How many of the unit's first members fit."""
+    lead = 0
+    while lead < min(documents, len(unit)) and slots(unit[: lead + 1]) <= room:
+        lead += 1
+    return lead
 
 
 def _cut(unit: Sequence[int], pieces: int) -> Units:

@@ -14,8 +14,8 @@ from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
 from lockstep.packing.boundaries import cu_seqlens
-from lockstep.packing.groups import balanced_groups, prompt_groups
-from lockstep.packing.shared import count_all, share, share_in_few_shapes
+from lockstep.packing.groups import balanced_groups, full_groups, prompt_groups
+from lockstep.packing.shared import count_all, count_rows, share, share_in_few_shapes
 from lockstep.schema.batch import (
     IGNORE_LABEL,
     PackedBatch,
@@ -58,15 +58,18 @@ def buckets_for(*, token_budget: int, max_seqlen: int, max_documents: int) -> tu
     They make at most 4 graphs. Every bucket has room for `max_documents` real documents and for a tail of any
     size; `max_seqlen` is the same in all. Bucketing below max_seqlen are left out.
     """
+    return tuple(
+        Bucket(tokens=size, documents=max_documents + -(-size // max_seqlen), max_seqlen=max_seqlen)
+        for size in _sizes(token_budget, max_seqlen)
+    )
+
+
+def _sizes(token_budget: int, max_seqlen: int) -> list[int]:
     sizes = {
         min(token_budget, _round_up(-(-token_budget * step // MAX_BUCKETS), _ALIGNMENT))
         for step in range(1, MAX_BUCKETS + 1)
     }
-    return tuple(
-        Bucket(tokens=size, documents=max_documents + -(-size // max_seqlen), max_seqlen=max_seqlen)
-        for size in sorted(sizes)
-        if size >= max_seqlen or size == token_budget
-    )
+    return sorted(size for size in sizes if size >= max_seqlen or size == token_budget)
 
 
 def pack(
@@ -295,23 +298,39 @@ def _groups(samples: Sequence[TrainSample], limits: PackLimits, *, width: int | 
     lengths, units = [len(sample) for sample in samples], _units(samples)
     if limits.layout == "padded":
         return _dense_groups(lengths, units, limits, width=width)
-    per_pack = limits.max_documents
-    if limits.layout == "shared":
-        balance(lengths, token_budget=limits.token_budget, min_packs=len(lengths))  # refuses what cannot fit
-        return balanced_groups(
-            samples,
-            units if len(units) < len(samples) else prompt_groups(samples),
-            token_budget=limits.token_budget,
-            min_packs=limits.min_packs,
-            max_documents=per_pack,
+    budget, per_pack = limits.token_budget, limits.max_documents
+    shared = limits.layout == "shared"
+    if shared:
+        balance(lengths, token_budget=budget, min_packs=len(lengths))  # refuses what cannot fit
+        cuttable = len(units) == len(samples)
+        units = prompt_groups(samples) if cuttable else units
+        groups = balanced_groups(
+            samples, units, token_budget=budget, min_packs=limits.min_packs, max_documents=per_pack
         )
-    unit_groups = balance(
-        [sum(lengths[i] for i in unit) for unit in units],
-        token_budget=limits.token_budget,
-        min_packs=limits.min_packs,
-        max_documents=None if per_pack is None else per_pack // len(units[0]),
+    else:
+        cuttable = False
+        unit_groups = balance(
+            [sum(lengths[i] for i in unit) for unit in units],
+            token_budget=budget,
+            min_packs=limits.min_packs,
+            max_documents=None if per_pack is None else per_pack // len(units[0]),
+        )
+        groups = [[i for unit in group for i in units[unit]] for group in unit_groups]
+    if width is None or limits.min_packs > 1:
+        return groups
+    # One process computes every slot of the static capacities, one pack after the other: full packs and a
+    # small one have fewer than packs of equal length.
+    sizes = _sizes(budget, width)
+    full = full_groups(
+        samples, units, token_budget=budget, max_documents=per_pack, shared=shared, cuttable=cuttable
     )
-    return [[i for unit in group for i in units[unit]] for group in unit_groups]
+
+    def slots(groups: Sequence[Sequence[int]]) -> int:
+        packs = [[samples[i] for i in group] for group in groups]
+        used = [count_rows(pack) if shared else sum(map(len, pack)) for pack in packs]
+        return sum(next((size for size in sizes if length <= size), length) for length in used)
+
+    return min(groups, full, key=slots)
 
 
 def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
