@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -117,10 +118,14 @@ def train_online(
                         f"step {done}: engine {run.engine.name!r} ended samples by abort, which this run has "
                         "not asked for; does another client use the server? Go on with --resume"
                     )
-                result = trainer.update(sampled.groups, step=done)
+                result = trainer.update(
+                    sampled.groups,
+                    step=done,
+                    on_groups=partial(session.begin_rollouts, done, save=run.rollout.save),
+                )
                 metrics = result.metrics | sampled.counts | pushed
                 pushed = trainer.push(policy_version=done + 1)
-                session.log_rollouts(done, rollout_rows(done, result.groups), save=run.rollout.save)
+                session.log_rollouts()
                 if done == max(first_step, trainer.warmup_batches):
                     metrics |= session.check_gap(metrics, temperature=run.rollout.sampling.temperature)
                 weights = weights_hash(parts.backend) if run.train.deterministic else None
@@ -267,21 +272,39 @@ class OnlineTrainer:
         rates = engine_metrics(before, parts.engine, ranks=parts.ranks)
         return dataclasses.replace(sampled, counts=sampled.counts | rates)
 
-    def update(self, groups: Sequence[RolloutGroup], *, step: int) -> StepResult:
+    def update(
+        self,
+        groups: Sequence[RolloutGroup],
+        *,
+        step: int,
+        on_groups: Callable[[Sequence[RolloutGroup]], None] | None = None,
+    ) -> StepResult:
         """Do every optimizer step of the rollout batch of `step`. With engine.sleep the engine sleeps from
-        here to the next `push`."""
+        here to the next `push`.
+
+        Args:
+            on_groups: called with the groups of the result as soon as they are known, before forward and
+                backward.
+        """
         if self.parts.run.engine.sleep and not self._asleep:
             with self.spans("sleep"), self.parts.ranks.together("putting the engine to sleep"):
                 self.parts.engine.sleep()
             self._asleep = True
         with explain_out_of_memory("trainer", self.parts):
-            return self._update(groups, step)
+            return self._update(groups, step, on_groups)
 
-    def _update(self, groups: Sequence[RolloutGroup], step: int) -> StepResult:
+    def _update(
+        self,
+        groups: Sequence[RolloutGroup],
+        step: int,
+        on_groups: Callable[[Sequence[RolloutGroup]], None] | None,
+    ) -> StepResult:
         parts, train, algorithm = self.parts, self.parts.run.train, self.parts.algorithm
         rollouts = rollout_samples(rollout.trajectory for group in groups for rollout in group.rollouts)
         ref_logprobs = self._ref_logprobs(rollouts) if algorithm.needs_ref else None
         groups, advantages, of_value = self._advantages(groups, rollouts, ref_logprobs)
+        if on_groups is not None:
+            on_groups(groups)
         if parts.recorder is not None:
             parts.recorder.see(groups)
         # The rollout batches in which the value model learns alone leave the policy as it is.

@@ -7,6 +7,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -99,6 +100,8 @@ class Session:
         """By role: policy, value."""
         self._saved: int | None = None
         """The step of the checkpoint that was saved or loaded last."""
+        self._writer = ThreadPoolExecutor(1, "rollouts")
+        self._rollouts: Future[list[dict[str, Any]]] | None = None
         self._between: dict[str, float] = {}
         """Seconds of evaluations and saves since the last step."""
         try:
@@ -504,12 +507,27 @@ class Session:
         self._state["gap_checked"] = True
         return {"logprob_gap_first_step_ok": float(complaint is None)}
 
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, save: bool) -> None:
-        """Keep the rollouts of a step under `save`; the first `log.samples_per_step` are displayed."""
-        with self.spans("log"):
+    def begin_rollouts(self, step: int, groups: Sequence[RolloutGroup], *, save: bool) -> None:
+        """Begin to write the rollouts of a step, under `save`: in a thread, since a GPU leaves the processor
+        idle in forward and backward. `log_rollouts` waits for it."""
+
+        def write() -> list[dict[str, Any]]:
+            rows = rollout_rows(step, groups)
             if save:
                 self.dir.write_rollouts(step, rows)
-            for row in rows[: self.run.log.samples_per_step]:
+            return rows[: self.run.log.samples_per_step]
+
+        self._rollouts = self._writer.submit(write)
+
+    def log_rollouts(self) -> None:
+        """Wait until the rollouts of the step are written, and display the first `log.samples_per_step`.
+
+        Raises:
+            LockstepError: they could not be written.
+        """
+        assert self._rollouts is not None, "begin_rollouts() comes first"
+        with self.spans("log"):
+            for row in self._rollouts.result():
                 content = row["token_ids"] if row["completion"] is None else row["completion"]
                 self.display.note(f"    [{row['reward']:.2f}] {content!r}"[:200])
 

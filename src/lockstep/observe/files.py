@@ -256,6 +256,12 @@ def jsonable(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
         return {str(k): jsonable(v) for k, v in value.items()}
+    if (
+        isinstance(value, list)
+        and set(map(type, value)) in ({int}, {float})
+        and all(map(math.isfinite, value))
+    ):
+        return value  # token ids and logprobs, most of what is written
     if isinstance(value, (list, tuple, set, frozenset)):
         return [jsonable(v) for v in value]
     if isinstance(value, Path):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import bisect
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from lockstep.packing.balance import balance
-from lockstep.packing.shared import count_rows, same_prompt
+from lockstep.packing.shared import count_rows, prompt_of, same_prompt
 from lockstep.schema.batch import TrainSample
 
 Units = list[list[int]]
@@ -70,11 +71,13 @@ def full_groups(
     max_documents: int | None,
     shared: bool,
     cuttable: bool,
+    least_gain: int,
 ) -> list[list[int]]:
     """Assign units to packs that are as full as possible, but for the last ones.
 
     Units go into the first pack with room for them, those of most slots first. Where they may be cut, the one
-    that does not fit in the newest pack fills it, if that takes more rows than its prompt, which is repeated.
+    that does not fit in the newest pack fills it, if that takes more rows than `least_gain` times those of
+    its prompt, which is repeated.
 
     Args:
         units: indices that belong together.
@@ -88,40 +91,52 @@ def full_groups(
     packs: list[list[int]] = []
     room: list[int] = []
 
-    def slots(unit: Sequence[int]) -> int:
-        part = [samples[i] for i in unit]
-        return count_rows(part) if shared else sum(map(len, part))
+    def open_pack() -> int:
+        packs.append([])
+        room.append(token_budget)
+        return len(packs) - 1
 
-    todo = sorted(units, key=lambda unit: (-slots(unit), unit[0]), reverse=True)
+    # A unit, the slots of its prompt, and those of all of it.
+    todo = [(unit, *_slots(samples, unit, shared=shared, cuttable=cuttable)) for unit in units]
+    todo.sort(key=lambda entry: (-entry[2], entry[0][0]), reverse=True)
     while todo:
-        unit = todo.pop()
-        used = slots(unit)
-        free = [most - len(pack) for pack in packs]
-        pack = next((p for p, left in enumerate(room) if used <= left and len(unit) <= free[p]), None)
-        if pack is None and cuttable and packs:
-            lead = _leading(unit, slots, room[-1], free[-1])
-            repeated = slots(unit[:lead]) + slots(unit[lead:]) - used if lead else 0
-            if lead and slots(unit[:lead]) > 2 * repeated:
-                todo.append(unit[lead:])
-                unit, pack = unit[:lead], len(packs) - 1
+        unit, prompt, used = todo.pop()
+        pack = next((p for p, r in enumerate(room) if used <= r and len(unit) <= most - len(packs[p])), None)
         if pack is None:
-            pack = len(packs)
-            packs.append([])
-            room.append(token_budget)
-            if cuttable and (lead := _leading(unit, slots, token_budget, most)) < len(unit):
-                todo.append(unit[lead:])
-                unit = unit[:lead]
+            newest = len(packs) - 1
+            own = [len(samples[i]) - prompt for i in unit]
+            lead = 0
+            if cuttable and packs:
+                lead = _leading(own, room[newest] - prompt, most - len(packs[newest]))
+            if sum(own[:lead]) <= least_gain * prompt:
+                newest, lead = open_pack(), len(unit)
+                if cuttable:
+                    lead = _leading(own, token_budget - prompt, most)
+            if lead < len(unit):
+                todo.append((unit[lead:], prompt, prompt + sum(own[lead:])))
+                unit, used = unit[:lead], prompt + sum(own[:lead])
+            pack = newest
         packs[pack] += unit
-        room[pack] -= slots(unit)
+        room[pack] -= used
     return [sorted(pack) for pack in packs]
 
 
-def _leading(unit: Sequence[int], slots: Callable[[Sequence[int]], int], room: int, documents: int) -> int:
-    """How many of the unit's first members fit."""
-    lead = 0
-    while lead < min(documents, len(unit)) and slots(unit[: lead + 1]) <= room:
-        lead += 1
-    return lead
+def _slots(
+    samples: Sequence[TrainSample], unit: Sequence[int], *, shared: bool, cuttable: bool
+) -> tuple[int, int]:
+    """The slots that the members of a unit have in common, if it may be cut, and those of the unit."""
+    lengths = [len(samples[i]) for i in unit]
+    if not shared:
+        return 0, sum(lengths)
+    if not cuttable:
+        return 0, count_rows([samples[i] for i in unit])
+    prompt = min(len(prompt_of(samples[i])) for i in unit)
+    return prompt, prompt + sum(lengths) - len(unit) * prompt
+
+
+def _leading(lengths: Sequence[int], room: int, most: int) -> int:
+    """How many of the first lengths, `most` at most, fit together."""
+    return bisect.bisect_right(list(accumulate(lengths[:most])), room)
 
 
 def _cut(unit: Sequence[int], pieces: int) -> Units:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -321,16 +322,15 @@ def _groups(samples: Sequence[TrainSample], limits: PackLimits, *, width: int | 
     # One process computes every slot of the static capacities, one pack after the other: full packs and a
     # small one have fewer than packs of equal length.
     sizes = _sizes(budget, width)
-    full = full_groups(
-        samples, units, token_budget=budget, max_documents=per_pack, shared=shared, cuttable=cuttable
-    )
+    fill = partial(full_groups, samples, units, token_budget=budget, max_documents=per_pack)
+    candidates = [groups, *(fill(shared=shared, cuttable=cuttable, least_gain=gain) for gain in (1, 0))]
 
     def slots(groups: Sequence[Sequence[int]]) -> int:
         packs = [[samples[i] for i in group] for group in groups]
         used = [count_rows(pack) if shared else sum(map(len, pack)) for pack in packs]
         return sum(next((size for size in sizes if length <= size), length) for length in used)
 
-    return min(groups, full, key=slots)
+    return min(candidates, key=slots)
 
 
 def _longest(lengths: Sequence[int], limits: PackLimits) -> int:
