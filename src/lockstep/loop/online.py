@@ -118,11 +118,8 @@ def train_online(
                         f"step {done}: engine {run.engine.name!r} ended samples by abort, which this run has "
                         "not asked for; does another client use the server? Go on with --resume"
                     )
-                result = trainer.update(
-                    sampled.groups,
-                    step=done,
-                    on_groups=partial(session.begin_rollouts, done, save=run.rollout.save),
-                )
+                begin = partial(session.begin_rollouts, done, save=run.rollout.save)
+                result = trainer.update(sampled.groups, step=done, on_groups=begin)
                 metrics = result.metrics | sampled.counts | pushed
                 pushed = trainer.push(policy_version=done + 1)
                 session.log_rollouts()

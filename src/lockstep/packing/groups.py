@@ -63,26 +63,38 @@ def balanced_groups(
     return best[1]
 
 
+def unit_slots(samples: Sequence[TrainSample], units: Units, *, shared: bool) -> list[tuple[int, int]]:
+    """Return for each unit the slots of its prompt, which its members share, and the slots of all of it.
+
+    Args:
+        shared: whether documents share rows; else prompts are 0.
+    """
+    slots = []
+    for unit in units:
+        members = [samples[i] for i in unit]
+        prompt = min(len(prompt_of(sample)) for sample in members) if shared else 0
+        slots.append((prompt, sum(map(len, members)) - (len(unit) - 1) * prompt))
+    return slots
+
+
 def full_groups(
     samples: Sequence[TrainSample],
     units: Units,
+    slots: Sequence[tuple[int, int]],
     *,
     token_budget: int,
     max_documents: int | None,
-    shared: bool,
-    cuttable: bool,
     least_gain: int,
 ) -> list[list[int]]:
     """Assign units to packs that are as full as possible, but for the last ones.
 
-    Units go into the first pack with room for them, those of most slots first. Where they may be cut, the one
-    that does not fit in the newest pack fills it, if that takes more rows than `least_gain` times those of
-    its prompt, which is repeated.
+    Units go into the first pack with room for them, those of most slots first. One that fits in none is cut
+    to fill the newest pack, if that takes more slots than `least_gain` times those of its prompt, which is
+    repeated.
 
     Args:
         units: indices that belong together.
-        shared: whether a prompt counts once for a unit.
-        cuttable: whether a unit may be divided between packs.
+        slots: of `unit_slots`. A unit without a prompt is cut only if it exceeds the budget.
 
     Returns:
         Indices by pack, ascending.
@@ -90,48 +102,25 @@ def full_groups(
     most = len(samples) if max_documents is None else max_documents
     packs: list[list[int]] = []
     room: list[int] = []
-
-    def open_pack() -> int:
-        packs.append([])
-        room.append(token_budget)
-        return len(packs) - 1
-
-    # A unit, the slots of its prompt, and those of all of it.
-    todo = [(unit, *_slots(samples, unit, shared=shared, cuttable=cuttable)) for unit in units]
+    todo = [(unit, *of_unit) for unit, of_unit in zip(units, slots, strict=True)]
     todo.sort(key=lambda entry: (-entry[2], entry[0][0]), reverse=True)
     while todo:
         unit, prompt, used = todo.pop()
         pack = next((p for p, r in enumerate(room) if used <= r and len(unit) <= most - len(packs[p])), None)
         if pack is None:
-            newest = len(packs) - 1
-            own = [len(samples[i]) - prompt for i in unit]
-            lead = 0
-            if cuttable and packs:
-                lead = _leading(own, room[newest] - prompt, most - len(packs[newest]))
+            pack, own = len(packs) - 1, [len(samples[i]) - prompt for i in unit]
+            lead = _leading(own, room[-1] - prompt, most - len(packs[-1])) if packs and prompt else 0
             if sum(own[:lead]) <= least_gain * prompt:
-                newest, lead = open_pack(), len(unit)
-                if cuttable:
-                    lead = _leading(own, token_budget - prompt, most)
+                pack = len(packs)
+                packs.append([])
+                room.append(token_budget)
+                lead = _leading(own, token_budget - prompt, most)
             if lead < len(unit):
                 todo.append((unit[lead:], prompt, prompt + sum(own[lead:])))
                 unit, used = unit[:lead], prompt + sum(own[:lead])
-            pack = newest
         packs[pack] += unit
         room[pack] -= used
     return [sorted(pack) for pack in packs]
-
-
-def _slots(
-    samples: Sequence[TrainSample], unit: Sequence[int], *, shared: bool, cuttable: bool
-) -> tuple[int, int]:
-    """The slots that the members of a unit have in common, if it may be cut, and those of the unit."""
-    lengths = [len(samples[i]) for i in unit]
-    if not shared:
-        return 0, sum(lengths)
-    if not cuttable:
-        return 0, count_rows([samples[i] for i in unit])
-    prompt = min(len(prompt_of(samples[i])) for i in unit)
-    return prompt, prompt + sum(lengths) - len(unit) * prompt
 
 
 def _leading(lengths: Sequence[int], room: int, most: int) -> int:

@@ -15,7 +15,7 @@ from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import DataError
 from lockstep.packing.balance import balance
 from lockstep.packing.boundaries import cu_seqlens
-from lockstep.packing.groups import balanced_groups, full_groups, prompt_groups
+from lockstep.packing.groups import balanced_groups, full_groups, prompt_groups, unit_slots
 from lockstep.packing.shared import count_all, count_rows, share, share_in_few_shapes
 from lockstep.schema.batch import (
     IGNORE_LABEL,
@@ -322,8 +322,9 @@ def _groups(samples: Sequence[TrainSample], limits: PackLimits, *, width: int | 
     # One process computes every slot of the static capacities, one pack after the other: full packs and a
     # small one have fewer than packs of equal length.
     sizes = _sizes(budget, width)
-    fill = partial(full_groups, samples, units, token_budget=budget, max_documents=per_pack)
-    candidates = [groups, *(fill(shared=shared, cuttable=cuttable, least_gain=gain) for gain in (1, 0))]
+    of_units = unit_slots(samples, units, shared=shared and cuttable)
+    fill = partial(full_groups, samples, units, of_units, token_budget=budget, max_documents=per_pack)
+    candidates = [groups, *(fill(least_gain=gain) for gain in (1, 0))]
 
     def slots(groups: Sequence[Sequence[int]]) -> int:
         packs = [[samples[i] for i in group] for group in groups]
