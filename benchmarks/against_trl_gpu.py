@@ -10,9 +10,10 @@ temperature 1, token mean, no KL term, one update per rollout batch, lr 1e-6, op
 is the share of different words in a completion: it varies in nearly every group, which is checked (--signal).
 
 Each side is a process of its own, one after the other on the same GPU: --steps steps, the first --warm-up
-left out, medians. Lockstep runs with its defaults but train.token_budget = 16384 and what --set says; its gap
-must be 0 in every step. TRL runs once for each --trl-batch (its micro-batch), with --liger also with Liger's
-kernels; its best counts.
+left out, medians. Lockstep runs with its defaults but train.token_budget = 16384 and what --set says, in a
+run of --planned steps (train.execution = "auto" compiles where a run's steps pay for it) that is ended after
+--steps; its gap must be 0 in every step. TRL runs once for each --trl-batch (its micro-batch), with --liger
+also with Liger's kernels; its best counts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=140)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3, help="steps that do not count")
+    parser.add_argument("--planned", type=int, default=400, help="steps of Lockstep's run, ended early")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of Lockstep's run"
     )
@@ -54,7 +57,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.child:
         job = json.loads(args.child)
-        print(json.dumps({"lockstep": lockstep_side, "trl": trl_side}[job["side"]](job)), flush=True)
+        if job["side"] == "trl":
+            print(json.dumps(trl_side(job)), flush=True)
+        else:
+            lockstep_side(job)
         return 0
     report: dict[str, Any] = {"command": ["benchmarks/against_trl_gpu.py", *sys.argv[1:]], "runs": []}
     with tempfile.TemporaryDirectory() as scratch:
@@ -65,7 +71,7 @@ def main() -> int:
         if "trl" in args.sides:
             ligers = (False, True) if args.liger else (False,)
             jobs += [
-                {**base, "side": "trl", "batch": b, "use_liger": u} for b in args.trl_batch for u in ligers
+                {**base, "side": "trl", "batch": b, "use_liger": u} for u in ligers for b in args.trl_batch
             ]
         for job in jobs:
             report["runs"].append(run := measured(job))
@@ -159,14 +165,14 @@ def different_words_of_row(prompt: Any, completion: Any, row: Any = None, **_: A
     return different_words(completion)
 
 
-def lockstep_side(job: dict[str, Any]) -> dict[str, Any]:
-    """`train_online`, read from its metrics.jsonl."""
+def lockstep_side(job: dict[str, Any]) -> None:
+    """`train_online`, read from its metrics.jsonl while it runs."""
     from lockstep import load_run, train_online
 
     data, run_dir = Path(job["scratch"], "prompts.jsonl"), Path(job["scratch"], f"run-{time.time_ns()}")
     data.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(job)))
     settings: dict[str, Any] = {
-        "steps": job["steps"],
+        "steps": job["planned"],
         "model.name": job["folder"],
         "model.dtype": "bfloat16",
         "data.source": str(data),
@@ -194,12 +200,27 @@ def lockstep_side(job: dict[str, Any]) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parent))
     from against_trl_gpu import different_words_of_row as reward  # by a name that its process can import
 
-    print(train_online(load_run(kind="grpo", overrides=settings), rewards=[reward]), file=sys.stderr)
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "time/generate" in row and "reward/mean" in row]
+    metrics = run_dir / "metrics.jsonl"
+    answer = threading.Thread(target=answer_after, args=(metrics, job), daemon=True)
+    answer.start()
+    train_online(load_run(kind="grpo", overrides=settings), rewards=[reward])
+    raise AssertionError(f"the run ended before its step {job['steps']}")
+
+
+def answer_after(metrics: Path, job: dict[str, Any]) -> None:
+    """Print the figures of the first steps, and end the process: the rest of the run, and its export, are not
+    measured."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < job["steps"]:
+        time.sleep(0.5)
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        rows = [row for row in map(json.loads, lines) if "time/generate" in row and "reward/mean" in row]
+    rows = rows[: job["steps"]]
     signal = statistics.mean(1 - row["reward/groups_without_signal"] for row in rows)
     gaps = [row.get("logprob_gap_max") for row in rows]
-    return {
+    manifest = json.loads((metrics.parent / "manifest.json").read_text())
+    found = {
+        "axes": manifest["axes"],
         "seconds": [row["time/step"] for row in rows],
         "generate": [row["time/generate"] for row in rows],
         "forward_backward": [row["time/forward_backward"] for row in rows],
@@ -209,6 +230,8 @@ def lockstep_side(job: dict[str, Any]) -> dict[str, Any]:
         "failed": signal < job["signal"] or any(gap for gap in gaps),
         "last": [rows[-1]],
     }
+    print(json.dumps(found), flush=True)
+    os._exit(0)
 
 
 def trl_side(job: dict[str, Any]) -> dict[str, Any]:

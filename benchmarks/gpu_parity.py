@@ -3,8 +3,8 @@
     python benchmarks/gpu_parity.py --out benchmarks/results/parity-h200.json
 
 Every architecture of tests/parity (head dim 32 here: flash and flex kernels want at least 16), for sdpa,
-varlen and flex, float32 and bfloat16, eager and compiled, packed and padded. The truth is transformers' eager
-attention in float32, each document alone.
+varlen and flex, float32 and bfloat16, eager and compiled, packed, padded and shared. The truth is
+transformers' eager attention in float32, each document alone.
 
     float32    logprobs within 5e-6 nats of the truth, gradients within 1e-5 (relative, Frobenius)
     bfloat16   RMS logprob error and gradient error at most 1.5 times those of transformers' eager attention
@@ -38,11 +38,12 @@ LAYOUTS = (
     {"layout": "packed"},
     {"layout": "padded", "padding_side": "right"},
     {"layout": "padded", "padding_side": "left"},
+    {"layout": "shared"},
 )
 
 
-def batches(groups, device, bucket):
-    return [batch.to(device) for batch in pm.packs_of(groups, bucket=bucket)]
+def batches(groups, device, bucket, of):
+    return [batch.to(device) for batch in pm.packs_of(groups, bucket=bucket, layout=of)]
 
 
 def cell(
@@ -50,7 +51,8 @@ def cell(
 ) -> dict:
     """The worst errors of one cell over all arrangements."""
     exact = pm.tiny_model(architecture, "hf:eager", dtype=dtype).to(device, torch.float32)
-    truth, truth_grads = pm.measure(exact, batches(ALONE, device, None))
+    of = layout["layout"]  # documents that begin alike, or others
+    truth, truth_grads = pm.measure(exact, batches(ALONE, device, None, of))
     module = pm.tiny_model(architecture, kernel, dtype=dtype).to(device)
     bucket = None
     if execution == "compile":
@@ -59,14 +61,14 @@ def cell(
         bucket = BUCKET
     gap = error = rms = 0.0
     for groups in ARRANGEMENTS.values():
-        logprobs, grads = pm.measure(module, batches(groups, device, bucket), **layout)
+        logprobs, grads = pm.measure(module, batches(groups, device, bucket, of), **layout)
         gap = max(gap, pm.largest_gap(truth, logprobs))
         rms = max(rms, pm.rms_gap(truth, logprobs))
         error = max(error, pm.relative_error(truth_grads, grads))
     limits = {"gap": 5e-6, "error": 1e-5}
     if dtype != torch.float32:
         plain = pm.tiny_model(architecture, "hf:eager", dtype=dtype).to(device)
-        base, base_grads = pm.measure(plain, batches(ALONE, device, None))
+        base, base_grads = pm.measure(plain, batches(ALONE, device, None, of))
         limits = {
             "rms": 1.5 * pm.rms_gap(truth, base),
             "error": 1.5 * pm.relative_error(truth_grads, base_grads),

@@ -286,7 +286,10 @@ class Side:
             run = self.run.train
             longest = self.parts.plan.max_seqlen
             limits = PackLimits(
-                token_budget=max(longest, run.token_budget // 2), static_capacity=True, max_seqlen=longest
+                token_budget=max(longest, run.token_budget // 2),
+                static_capacity=True,
+                max_seqlen=longest,
+                layout="shared" if run.layout == "shared" else "packed",
             )
             batches = plan_micro_batches(order, weights, limits)
         else:

@@ -280,8 +280,7 @@ class OnlineTrainer:
         here to the next `push`.
 
         Args:
-            on_groups: called with the groups of the result as soon as they are known, before forward and
-                backward.
+            on_groups: called with the groups of the result before forward and backward.
         """
         if self.parts.run.engine.sleep and not self._asleep:
             with self.spans("sleep"), self.parts.ranks.together("putting the engine to sleep"):
@@ -300,8 +299,6 @@ class OnlineTrainer:
         rollouts = rollout_samples(rollout.trajectory for group in groups for rollout in group.rollouts)
         ref_logprobs = self._ref_logprobs(rollouts) if algorithm.needs_ref else None
         groups, advantages, of_value = self._advantages(groups, rollouts, ref_logprobs)
-        if on_groups is not None:
-            on_groups(groups)
         if parts.recorder is not None:
             parts.recorder.see(groups)
         # The rollout batches in which the value model learns alone leave the policy as it is.
@@ -312,6 +309,8 @@ class OnlineTrainer:
         samples = policy_samples(rollouts, advantages, ref_logprobs=ref_logprobs)
         with self.spans("pack"):
             minibatches = self._packs(samples, self._scored(groups, samples, step=step, loss=loss))
+        if on_groups is not None:
+            on_groups(groups)
         if len(minibatches) * epochs > 1:  # the policy moves: remember where it was
             minibatches = self._with_old_logprobs(minibatches)
         updates: list[dict[str, float]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -512,9 +513,15 @@ class Session:
         idle in forward and backward. `log_rollouts` waits for it."""
 
         def write() -> list[dict[str, Any]]:
-            rows = rollout_rows(step, groups)
-            if save:
-                self.dir.write_rollouts(step, rows)
+            # By default a thread keeps Python for 5 ms: the GPU would wait for the kernels of the other one.
+            before = sys.getswitchinterval()
+            sys.setswitchinterval(5e-4)
+            try:
+                rows = rollout_rows(step, groups)
+                if save:
+                    self.dir.write_rollouts(step, rows)
+            finally:
+                sys.setswitchinterval(before)
             return rows[: self.run.log.samples_per_step]
 
         self._rollouts = self._writer.submit(write)
