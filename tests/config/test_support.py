@@ -177,10 +177,14 @@ def test_rows_say_all():
     assert row["backend"] == "any"
 
 
-def test_the_default_path_on_a_gpu_is_tested():
-    cell = {"backend": "local", "engine": "native", "attention": "varlen", "layout": "packed"}
-    entry = lookup(cell | {"execution": "eager", "device": "cuda", "dtype": "bfloat16"})
-    assert entry.status == "supported" and entry.on.startswith("2026-11-22, NVIDIA H100")
+@pytest.mark.parametrize("execution", ["eager", "compile"])
+@pytest.mark.parametrize(
+    ("layout", "gpu"), [("packed", "2026-11-22, NVIDIA H100"), ("shared", "2026-11-23, NVIDIA H200")]
+)
+def test_the_default_path_on_a_gpu_is_tested(layout, gpu, execution):
+    cell = {"backend": "local", "engine": "native", "attention": "varlen", "layout": layout}
+    entry = lookup(cell | {"execution": execution, "device": "cuda", "dtype": "bfloat16"})
+    assert entry.status == "supported" and entry.on.startswith(gpu)
 
 
 def test_rows_are_tried_unsupported_first_and_the_last_covers_everything():
