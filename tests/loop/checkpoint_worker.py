@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import Tensor
 from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint import CheckpointManager
+from lockstep.loop.roles import ALGORITHM, Roles
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.train.state import files
@@ -391,6 +393,19 @@ def a_full_disk_of_one_rank_is_an_error_of_all(ranks: RankContext) -> None:
         assert checkpoints.steps() == [3]
 
 
+def a_missing_algorithm_state_of_one_rank_is_an_error_of_all(ranks: RankContext) -> None:
+    """And none is left waiting in the collectives of the weights."""
+    path = folder(ranks, "roles")
+    if ranks.is_first:
+        (path / ALGORITHM).write_text("{}")
+    ranks.gather(None, None, what="written")
+    algorithm = SimpleNamespace(load_state=lambda state: None)
+    policy = Backend(Sharded(truth(0), dp=4, tp=1, group=dist.group.WORLD))
+    roles = Roles(policy=policy, others={}, algorithm=algorithm, ranks=ranks)  # type: ignore[arg-type]
+    with fails(ranks, r"rank 3.*algorithm\.json"):
+        roles.load(path / "elsewhere" if ranks.rank == 3 else path)
+
+
 def a_background_save_holds_what_was_there(ranks: RankContext) -> None:
     """Training goes on before anything is written; a slow rank does not hold up the others' steps."""
     checkpoints = manager(ranks, "background", background=True)
@@ -472,6 +487,7 @@ CASES = (
     damage_is_named_on_every_rank,
     the_manager_verifies_in_shares,
     a_full_disk_of_one_rank_is_an_error_of_all,
+    a_missing_algorithm_state_of_one_rank_is_an_error_of_all,
     a_background_save_holds_what_was_there,
     ranks_see_one_folder,
 )

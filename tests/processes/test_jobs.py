@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -112,3 +113,12 @@ def test_the_end_of_the_program_tells_all_before_it_waits_and_a_fork_ends_none(f
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (0, "[]"), ended.stderr
     assert {path.name for path in folder.glob("*-left")} == {f"{name}-left" for name in NAMES}
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(folder: Path) -> None:
+    """The kernel refuses one argument of more than 128 KiB."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="too long"):
+            JobProcess("sociable", "x" * 200_000)
+    assert len(os.listdir("/proc/self/fd")) == before

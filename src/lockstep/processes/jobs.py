@@ -28,6 +28,14 @@ class ProcessEnded(RuntimeError):
     """The process died, or sent something that is no reply."""
 
 
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose two ends are closed with the stacks."""
+    ends = os.pipe()
+    reader.callback(os.close, ends[0])
+    writer.callback(os.close, ends[1])
+    return ends
+
+
 class JobProcess(Child):
     """A child process that runs `module`'s main(*arguments, jobs=FD, replies=FD).
 
@@ -47,18 +55,18 @@ class JobProcess(Child):
         output: int | None = None,
         traceback: bool = False,
     ) -> None:
-        theirs_in, self._jobs = os.pipe()
-        self._replies, theirs_out = os.pipe()
         confined = env is not None
         path = [ROOT] if confined else sys.path
         more = package_places() if confined else []
-        code = (
-            f"import sys; sys.path[:{0 if confined else ''}] = {path!r}; sys.path += {more!r}\n"
-            f"from {module} import main\n"
-            f"main(*{arguments!r}, jobs={theirs_in}, replies={theirs_out})"
-        )
         sink = subprocess.DEVNULL if output is None else output
-        try:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            theirs_in, self._jobs = _pipe(theirs, ours)
+            self._replies, theirs_out = _pipe(ours, theirs)
+            code = (
+                f"import sys; sys.path[:{0 if confined else ''}] = {path!r}; sys.path += {more!r}\n"
+                f"from {module} import main\n"
+                f"main(*{arguments!r}, jobs={theirs_in}, replies={theirs_out})"
+            )
             process = subprocess.Popen(
                 [sys.executable, *(["-I", "-B", "-W", "ignore"] if confined else ["-P"]), "-c", code],
                 stdin=subprocess.DEVNULL,
@@ -68,9 +76,7 @@ class JobProcess(Child):
                 pass_fds=(theirs_in, theirs_out),
                 start_new_session=True,
             )
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+            ours.pop_all()  # kept: the process is there
         os.set_blocking(self._jobs, False)
         self._count = 0
         self._traceback = traceback
