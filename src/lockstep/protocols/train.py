@@ -134,8 +134,8 @@ class TrainBackend(Protocol):
 
     def forward_backward(self, batches: Sequence[PackedBatch], loss: TokenLoss) -> StepStats:
         """Accumulate the gradients of all micro-batches of one optimizer step. Raises TrainError on every
-        rank when a loss is not finite or memory runs out on one of them; the step's gradients are then
-        dropped."""
+        rank when a loss is not finite on one of them; the step's gradients are then dropped. That memory runs
+        out is torch's error, of the rank where it does: the run ends with it."""
         ...
 
     def optimizer_step(self) -> dict[str, float]:
