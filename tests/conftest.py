@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import signal
 import sys
@@ -23,6 +24,18 @@ def pytest_configure(config: pytest.Config) -> None:
     fixture makes, such as a launch of ranks that trains every stack."""
     if getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadfile"
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Importing every test's modules makes a million objects that stay: looking for garbage among them finds
+    none."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Nor is there garbage among them later on: each full collection of a test looks at what is newer."""
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -26,3 +27,7 @@ def test_processes_share_no_file_so_that_a_module_scoped_fixture_is_made_once(tm
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "--rootdir", "."]
     subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=120, capture_output=True)
     assert sorted((tmp_path / "made").read_text().split()) == ["test_a", "test_b"]
+
+
+def test_what_collection_has_imported_is_not_searched_for_garbage():
+    assert gc.isenabled() and gc.get_freeze_count() > 10_000
