@@ -13,10 +13,12 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import gc
+import importlib
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
@@ -269,13 +271,31 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         if os.environ.get("RANK", "0") == "0":
             echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
-    from lockstep.loop.distributed import connect_ranks
+    with _no_search_for_garbage():
+        from lockstep.loop.distributed import connect_ranks
 
+        importlib.import_module(f"lockstep.loop.{_loop_of(command.run)}")
     try:
         with connect_ranks(command.run, seconds=command.rank_timeout) as ranks:
             return _train(command, ranks)
     except Interrupted as stop:
         return stop.summary
+
+
+@contextlib.contextmanager
+def _no_search_for_garbage() -> Iterator[None]:
+    """Importing torch and transformers makes a million objects that stay: to look for garbage among them,
+    again and again, took a fifth of the start."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    gc.freeze()
+
+
+def _loop_of(run: RunConfig) -> str:
+    return "online" if isinstance(run, GRPORun) else "offline"
 
 
 def _train(command: TrainCommand, ranks: RankContext) -> Mapping[str, Any]:
