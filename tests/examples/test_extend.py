@@ -171,3 +171,21 @@ def test_a_class_that_lacks_members_is_refused(
     flags = ["--train.backend", "half_a_backend:Half", "--run-dir", str(tmp_path / "run")]
     assert main(["train", "grpo", "--recipe", "tiny", *flags]) == 2
     assert "lacks logprobs, forward_backward" in capsys.readouterr().err
+
+
+def test_a_class_that_shards_weights_is_not_recorded_between_optimizer_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As our own backends that do: a recording needs whole weights."""
+    members = [
+        *("logprobs", "forward_backward", "optimizer_step", "weights"),
+        *("save", "load", "export", "close", "compile_report"),
+    ]
+    methods = "".join(f"    def {name}(self): ...\n" for name in members)
+    (tmp_path / "sharding.py").write_text(f"class Sharding:\n    shards_weights = True\n{methods}")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--train.backend", "sharding:Sharding", "--run-dir", str(tmp_path / "run"), "--record.enabled"]
+    assert main(["train", "grpo", "--recipe", "tiny", *flags, "--train.minibatches", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "record.enabled = true with train.backend = 'sharding:Sharding' and 2 optimizer steps" in error
+    assert not (tmp_path / "run").exists()

@@ -79,21 +79,29 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_record(self) -> RunConfig:
-        updates = self.train.minibatches * self.train.epochs_per_batch
-        if self.record.enabled and shards_weights(self.train) and (updates > 1 or self.model.lora):
-            what = "model.lora" if updates == 1 else f"{updates} optimizer steps per rollout batch"
-            raise ValueError(
-                f"record.enabled = true with train.backend = {self.train.backend!r} and {what}: the weights "
-                "that inputs see are spread over ranks there, and are gathered whole only between rollout "
-                "batches. Set train.minibatches and train.epochs_per_batch to 1 and leave model.lora out, or "
-                "set train.backend = 'local', or 'deepspeed' with train.zero_stage below 3"
-            )
+        refusal = record_refusal(self) if shards_weights(self.train) else None
+        if refusal is not None:
+            raise ValueError(refusal)
         if self.record.enabled and self.record.first_step >= self.steps:
             raise ValueError(
                 f"record.first_step = {self.record.first_step} is not below steps = {self.steps}, so nothing "
                 "would be recorded; lower it, or raise steps (they count from 0)"
             )
         return self
+
+
+def record_refusal(run: RunConfig) -> str | None:
+    """Say why a run whose backend shards weights between steps cannot be recorded as it is; None: it can."""
+    updates = run.train.minibatches * run.train.epochs_per_batch
+    if not run.record.enabled or (updates == 1 and not run.model.lora):
+        return None
+    what = "model.lora" if updates == 1 else f"{updates} optimizer steps per rollout batch"
+    return (
+        f"record.enabled = true with train.backend = {run.train.backend!r} and {what}: the weights "
+        "that inputs see are spread over ranks there, and are gathered whole only between rollout "
+        "batches. Set train.minibatches and train.epochs_per_batch to 1 and leave model.lora out, or "
+        "set train.backend = 'local', or 'deepspeed' with train.zero_stage below 3"
+    )
 
 
 MAX_RANKS = 2**16

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lockstep.config.backends import check_own_settings
 from lockstep.config.declarations import Entry, own_rows
-from lockstep.config.run import RunConfig
+from lockstep.config.run import RunConfig, record_refusal
 from lockstep.config.support import SETTINGS
+from lockstep.errors import ConfigError
 from lockstep.registry import load_object
 
 
@@ -38,7 +39,8 @@ def check_own_backend(run: RunConfig) -> None:
     them it reads no setting that some backends do not read, and refuses none.
 
     Raises:
-        ConfigError: a setting that the backend does not read, or refuses.
+        ConfigError: a setting that the backend does not read, or refuses; or the run cannot be recorded,
+            because the backend says that it shards weights.
     """
     name = run.train.backend
     if ":" in name:
@@ -49,3 +51,6 @@ def check_own_backend(run: RunConfig) -> None:
             reads=getattr(part, "reads", ()),
             refuses=getattr(part, "refuses", ()),
         )
+        refusal = record_refusal(run) if getattr(part, "shards_weights", False) else None
+        if refusal is not None:
+            raise ConfigError(refusal)
