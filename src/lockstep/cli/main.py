@@ -38,6 +38,9 @@ COMMANDS = {
     "generate": "samples of many prompts, into a file that a later command goes on with",
     "score": "rewards of samples in a file, by a reward function or a reward model",
     "select": "scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs)",
+    "status": "whether a run goes on, and what it is doing",
+    "stop": "ask a run to save and end, from another shell, and wait for it",
+    "logs": "what a rank of a run has said, and what it says from now on",
     "hang": "why a run makes no progress: who waits for whom, in which collective, at which line",
     "support": "the table of what may be combined, and where it is tested",
 }

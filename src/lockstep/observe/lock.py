@@ -11,6 +11,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,6 +67,28 @@ class RunLock:
         file.seek(0)
         file.write(data)
         file.truncate(len(data))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owner:
+    """Who says in a lock file that it writes the run."""
+
+    pid: int
+    started: str | None
+    host: str
+
+    def alive(self) -> bool:
+        """Return whether the process is there; that of another machine counts as alive."""
+        return _alive({"pid": self.pid, "started": self.started, "host": self.host}, socket.gethostname())
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Return the owner in a lock file; None: there is no such file, or the lock is free."""
+    try:
+        owner = _parse(path.read_bytes()[:_MAX_BYTES])
+    except FileNotFoundError:
+        return None
+    return None if owner is None else Owner(**{name: owner[name] for name in ("pid", "started", "host")})
 
 
 @contextlib.contextmanager

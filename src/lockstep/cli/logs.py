@@ -1,0 +1,55 @@
+"""`lockstep logs`: the log of a rank, and what it says from now on.
+
+lockstep logs runs/demo-20260101-120000
+lockstep logs runs/demo-20260101-120000 --rank 1 --follow
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from lockstep.cli import arguments as values
+from lockstep.observe.text import echo
+from lockstep.ranks.watched_run import log_file, look
+
+_POLL_SECONDS = 0.25
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0; with --follow once the run has ended."""
+    arguments = _parser().parse_args(argv)
+    path = log_file(arguments.run, rank=arguments.rank)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in deque(file, maxlen=arguments.lines):
+            echo(line.rstrip("\n"))
+        if arguments.follow:
+            _follow(file, arguments.run)
+    return 0
+
+
+def _follow(file: TextIO, run: Path) -> None:
+    while True:
+        running = look(run).state == "running"  # asked first: what it says before it ends is shown
+        while line := file.readline():
+            echo(line.rstrip("\n"))
+        if not running:
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep logs",
+        description="Print the end of a rank's log; what libraries printed is under logs/ranks/ of the run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    parser.add_argument("--rank", type=values.count, default=0, help="whose (0)")
+    parser.add_argument("--lines", type=values.positive, default=40, help="how many of the last lines (40)")
+    parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    return parser

@@ -1,0 +1,41 @@
+"""`lockstep status`: whether a run goes on, and what it is doing, from another shell.
+
+lockstep status runs/demo-20260101-120000
+lockstep status runs/* --json status.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from lockstep.cli import arguments as values
+from lockstep.observe.files import check_writable
+from lockstep.observe.text import echo
+from lockstep.ranks.watched_run import look
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0: what the runs are was told, whatever it is."""
+    arguments = _parser().parse_args(argv)
+    check_writable(arguments.json)
+    looks = [look(run) for run in arguments.run]
+    for one in looks:
+        echo(one.text())
+    if arguments.json is not None:
+        text = json.dumps([one.as_dict() for one in looks], indent=2)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep status",
+        description="Say whether runs go on, how many steps are done, and what each rank is doing. Reads the "
+        "run directory only; the run is not disturbed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=values.path, nargs="+", metavar="RUN_DIR", help="run directories")
+    parser.add_argument("--json", type=values.path, metavar="FILE", help="write the same to this file")
+    return parser

@@ -1,0 +1,39 @@
+"""`lockstep stop`: ask a run to save and end, and wait until it has.
+
+lockstep stop runs/demo-20260101-120000
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lockstep.cli import arguments as values
+from lockstep.observe.text import echo
+from lockstep.ranks.watched_run import stop
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0: the run has ended; 1: it has not in time."""
+    arguments = _parser().parse_args(argv)
+    ended = stop(arguments.run, seconds=arguments.timeout, say=lambda text: echo(f"stop: {text}"))
+    echo(ended.text())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep stop",
+        description="Ask a run on this machine to save a checkpoint at its next step's boundary and end, as "
+        "Ctrl-C does where it was started. All its ranks end together.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    parser.add_argument(
+        "--timeout",
+        type=values.above_zero,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for it (600)",
+    )
+    return parser
