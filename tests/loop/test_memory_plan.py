@@ -2,23 +2,33 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.run import GRPORun, SFTRun
 from lockstep.config.train import CheckpointConfig, TrainConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.models.memory import GIB, planned_shape
 from lockstep.models.memory_shape import MemoryPart
 
 CPU = torch.device("cpu")
+SMALL_LLAMA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def test_the_engine_has_weights_of_its_own_where_the_trainers_are_shards() -> None:
@@ -73,6 +83,25 @@ def test_a_value_model_has_a_plan_of_its_own() -> None:
     assert "value.name" in value["value model: parameters"].setting
     activations = value["value model: activations"].setting
     assert "train.token_budget" in activations and "value.activation_checkpointing = true" in activations
+
+
+def test_reward_models_are_in_the_plan(tmp_path: Path) -> None:
+    """Two of them, in their own dtype: weights, on every rank, and nothing to train them."""
+    counts = []
+    for name, layers in (("one", 1), ("two", 2)):
+        config = LlamaConfig(**SMALL_LLAMA, num_hidden_layers=layers, num_labels=1)
+        config.save_pretrained(tmp_path / name)
+        counts.append(sum(p.numel() for p in LlamaForSequenceClassification(config).parameters()))
+    role = RewardRoleConfig(name=str(tmp_path / "one"), others=(str(tmp_path / "two"),), dtype="bfloat16")
+    model = ModelConfig(name="shape:tiny-llama", dtype="float32")
+    alone = plan_memory(GRPORun(model=model), device=CPU)
+    both = plan_memory(GRPORun(model=model, reward_model=role), device=CPU, ranks=1)
+    (part,) = [part for part in both.parts if part.role == "reward_model"]
+    assert (part.name, part.bytes) == ("reward models: parameters", 2 * sum(counts))
+    assert both.peak_bytes == alone.peak_bytes + part.bytes
+    gone = RewardRoleConfig(name=str(tmp_path / "three"))
+    with pytest.raises(ModelError, match="three"):
+        plan_memory(GRPORun(model=model, reward_model=gone), device=CPU)
 
 
 def test_saves_in_the_background_need_a_copy_of_the_state() -> None:

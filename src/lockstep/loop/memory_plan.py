@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.config.backends import shards_weights
+from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.declarations import backends, engines
 from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
@@ -24,6 +25,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, phase_totals, planned_shape
 from lockstep.models.memory_shape import MemoryPart, ModelShape, either
+from lockstep.models.reward import reward_model_parameters
 from lockstep.registry import load_object
 from lockstep.train.memory import Parallelism, StepSize, state_bytes
 
@@ -90,6 +92,7 @@ def plan_memory(
         *_train_parts(shape, run, step=(tokens, micro_batches), device=kind, ranks=ranks),
         *(_value_parts(run, tokens, device=device, ranks=ranks) if isinstance(run, PPORun) else ()),
         *(generate_parts(shape, run, device=kind) if isinstance(run, GRPORun) else ()),
+        *(_reward_parts(run.reward_model, device) if isinstance(run, GRPORun) and run.reward_model else ()),
         _copy_part(shape, run, run.train, size=(kind, ranks)),
     ]
     return MemoryPlan(
@@ -144,6 +147,22 @@ def _value_parts(run: PPORun, tokens: int, *, device: torch.device, ranks: int) 
     return [
         dataclasses.replace(part, name=f"value model: {part.name}", role="value", setting=_of_value(part))
         for part in parts
+    ]
+
+
+def _reward_parts(config: RewardRoleConfig, device: torch.device) -> list[MemoryPart]:
+    """Weights of the models that score rollouts, whole on every rank; what a batch of theirs needs is less than
+    a micro-batch of training."""
+    size = resolve_dtype(config.dtype, device).itemsize
+    revisions = {name: None for name in config.others} | {config.name: config.revision}
+    return [
+        MemoryPart(
+            name="reward models: parameters" if config.others else "reward model: parameters",
+            bytes=sum(size * reward_model_parameters(name, of) for name, of in revisions.items()),
+            phase="always",
+            setting="reward_model.dtype or reward_model.name",
+            role="reward_model",
+        )
     ]
 
 

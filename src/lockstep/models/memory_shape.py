@@ -81,7 +81,7 @@ class MemoryPart:
     setting: str
     """The setting that makes it smaller."""
     role: str = "policy"
-    """Which of the run's models it is for: policy or value."""
+    """Which of the run's models it is for: policy, value or reward_model."""
 
 
 def forward_sizes(

@@ -219,12 +219,30 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
     return module
 
 
+def reward_model_parameters(name: str, revision: str | None) -> int:
+    """Count the parameters of a reward model that is not loaded, tied ones once.
+
+    Raises:
+        ModelError: its config is not on this machine (the hub is not asked), or cannot be read.
+    """
+    folder = model_folder(ModelConfig(name=name, revision=revision), local_only=True)
+    try:
+        module = _meta(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
+    except CONFIG_ERRORS as error:
+        raise ModelError(f"reward model {name!r} cannot be read: {error}") from error
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _meta(config: PretrainedConfig) -> nn.Module:
+    with torch.device("meta"), no_init_weights():
+        module: nn.Module = AutoModelForSequenceClassification.from_config(copy.deepcopy(config))
+    return module
+
+
 def _check_size(folder: Path, config: PretrainedConfig, *, name: str) -> None:
     """Raises ModelError for sizes in config.json that the weights do not have."""
     if any((folder / file).is_file() for file in (WEIGHTS, INDEX)):
-        with torch.device("meta"), no_init_weights():
-            module = AutoModelForSequenceClassification.from_config(copy.deepcopy(config))
-        check_total(folder, module, name=name)
+        check_total(folder, _meta(config), name=name)
 
 
 def _random_rows(lengths: Sequence[int], *, vocab_size: int, avoid: int | None) -> list[tuple[int, ...]]:
