@@ -38,13 +38,8 @@ import torch
 import transformers
 
 MODEL = "bundled:smollm2-135m"
-LOSSES = {
-    "dpo": {"--train.lr": "1e-5"},
-    "ipo": {"--train.lr": "1e-5"},
-    "simpo": {"--train.lr": "1e-5"},
-    "kto": {"--train.lr": "1e-5"},
-    "orpo": {"--train.lr": "2e-5"},
-}
+LOSSES = {"dpo": "3e-5", "ipo": "3e-5", "simpo": "3e-5", "kto": "3e-5", "orpo": "5e-5"}
+"""Each with its learning rate."""
 COMMON = {"--train.schedule": "linear", "--train.warmup-steps": "4", "--train.betas": ["0.9", "0.95"]}
 
 
@@ -59,12 +54,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--parts", nargs="+", default=["pairs", "rm", "ppo", "preferences"])
     parser.add_argument("--digits", type=int, default=1, help="most digits of a number")
-    parser.add_argument("--problems", type=int, nargs=2, default=[100, 100], help="to train on, held out")
-    parser.add_argument("--n", type=int, default=96, help="samples of each problem")
+    parser.add_argument("--problems", type=int, nargs=2, default=[140, 60], help="to train on, held out")
+    parser.add_argument("--n", type=int, default=256, help="samples of each problem")
     parser.add_argument(
-        "--pairs", type=int, nargs=2, default=[40, 500], help="of each problem, held out in all"
+        "--pairs", type=int, nargs=2, default=[60, 500], help="of each problem, held out in all"
     )
-    parser.add_argument("--steps", type=int, nargs=3, default=[100, 160, 60], help="of rm, ppo, preferences")
+    parser.add_argument("--steps", type=int, nargs=3, default=[300, 160, 60], help="of rm, ppo, preferences")
     parser.add_argument("--batch", type=int, default=32, help="pairs of a step")
     parser.add_argument("--side-by-side", type=int, default=1, help="preference runs at a time")
     parser.add_argument("--losses", nargs="+", default=list(LOSSES))
@@ -101,7 +96,7 @@ def make_pairs(args: argparse.Namespace) -> dict[str, Any]:
         lockstep(
             args,
             ["generate", "--model", MODEL, "--data", folder / "problems.jsonl", "--n", args.n],
-            ["--max-tokens", 24, "--out", folder / "samples.jsonl"],
+            ["--max-tokens", 32, "--temperature", 0.7, "--out", folder / "samples.jsonl"],
             log=folder / "generate.log",
         )
         lockstep(
@@ -135,7 +130,7 @@ def reward_model(args: argparse.Namespace) -> dict[str, Any]:
     steps, batch = args.steps[0], args.batch
     lockstep(
         args,
-        ["train", "rm", "--data.source", args.out / "train/pairs.jsonl", "--train.lr", "2e-5"],
+        ["train", "rm", "--data.source", args.out / "train/pairs.jsonl", "--train.lr", "5e-5"],
         ["--eval-data.source", args.out / "held_out/pairs.jsonl", "--eval-every", max(1, steps // 5)],
         training(args, steps, run, batch),
         log=args.out / "rm.log",
@@ -231,7 +226,7 @@ def preferences(args: argparse.Namespace) -> dict[str, Any]:
         lockstep(
             args,
             ["train", "dpo", "--algorithm.name", name, "--data.source", args.out / "train" / data],
-            [word for pair in LOSSES[name].items() for word in pair],
+            ["--train.lr", LOSSES[name]],
             training(args, steps, args.out / name, args.batch * (2 if name == "kto" else 1)),
             log=args.out / f"{name}.log",
         )
