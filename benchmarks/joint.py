@@ -131,11 +131,14 @@ def _synchronize() -> None:
 
 def start_once(args: argparse.Namespace) -> None:
     """In a process of its own: seconds of every part of a start, as JSON on the last line of stdout."""
-    import torch
-    import transformers  # noqa: F401
+    from lockstep.processes.garbage import no_search_for_garbage
 
-    import lockstep.train.local  # noqa: F401
+    with no_search_for_garbage():  # as `lockstep train` does
+        import torch
+        import transformers  # noqa: F401
 
+        import lockstep.train.local  # noqa: F401
+    gc.freeze()
     imported = time.time()
     side = Side(args.start, args)
     _synchronize()

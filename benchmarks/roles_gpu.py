@@ -179,8 +179,8 @@ def storages(owner: Any, device: torch.device) -> dict[int, int]:
     return found
 
 
-def write_run(args: argparse.Namespace, device: torch.device) -> Path:
-    """Write both models, prompts and the run's settings."""
+def write_models(args: argparse.Namespace, device: torch.device) -> list[str]:
+    """Write policy and reward model with a tokenizer of one word for each id; returns the words."""
     config = shape_config(args.shape)
     config.num_hidden_layers = args.layers
     words = [*SPECIAL, *(f"w{index}" for index in range(config.vocab_size - len(SPECIAL)))]
@@ -209,6 +209,12 @@ def write_run(args: argparse.Namespace, device: torch.device) -> Path:
             torch.cuda.empty_cache()
         tokenizer.save_pretrained(reward)
         tokenizer.save_pretrained(policy)
+    return words
+
+
+def write_run(args: argparse.Namespace, device: torch.device) -> Path:
+    """Write both models, prompts and the run's settings."""
+    words = write_models(args, device)
     generator = torch.Generator().manual_seed(0)
     with (args.out / "prompts.jsonl").open("w") as file:
         for _ in range(args.prompts * args.steps):
@@ -222,7 +228,7 @@ steps = {args.steps}
 rewards = []
 
 [model]
-name = "{policy}"
+name = "{args.out / "policy"}"
 dtype = "bfloat16"
 
 [data]
@@ -230,7 +236,7 @@ source = "{args.out / "prompts.jsonl"}"
 max_prompt_tokens = 256
 
 [reward_model]
-name = "{reward}"
+name = "{args.out / "reward"}"
 dtype = "bfloat16"
 
 [algorithm.kl]

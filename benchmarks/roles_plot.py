@@ -1,5 +1,5 @@
-"""Draw docs/images/roles.png from the committed results: PPO beside GRPO on the demo's task, PPO against a reward
-model, and five preference losses.
+"""Draw docs/images/roles.png from the committed results: PPO beside GRPO on the demo's task, PPO against a
+reward model, and five preference losses.
 
     python benchmarks/roles_plot.py
 """
@@ -55,8 +55,7 @@ def main() -> None:
 def running_mean(values: list[float]) -> list[float]:
     """Of the last WINDOW values."""
     return [
-        sum(part) / len(part)
-        for part in (values[max(0, i - WINDOW + 1) : i + 1] for i in range(len(values)))
+        sum(part) / len(part) for part in (values[max(0, i - WINDOW + 1) : i + 1] for i in range(len(values)))
     ]
 
 

@@ -113,18 +113,18 @@ def check_value_static() -> Any:
     return value_steps(static_capacity=True, steps=3, bucket=BUCKET)
 
 
+def uncompiled(**settings: Any) -> Any:
+    """A pair whose joint graphs are graphs of eager operators: for what is about graphs and not about their
+    code, which takes half a minute to compile. tests/parity trains the compiled code of both backends."""
+    with mock.patch("lockstep.train.compiled.install_joint", partial(install_joint, compiler="aot_eager")):
+        return pair(**settings)
+
+
 def check_joint() -> Any:
     """The decoder's graph around which FSDP2 gathers all weights; layers checkpointed inside of it."""
     settings = {"optimizer": "sgd", "lr": 0.1, "activation_checkpointing": True, "max_recompiles": 0}
-    both = pair(execution="joint", **settings)
+    both = uncompiled(execution="joint", **settings)
     return compare_steps(both, steps=2, tolerance=1e-5, bucket=BUCKET)
-
-
-def uncompiled(**settings: Any) -> Any:
-    """A pair whose joint graphs are graphs of eager operators: for what is about graphs and not about their
-    code, which takes half a minute to compile."""
-    with mock.patch("lockstep.train.compiled.install_joint", partial(install_joint, compiler="aot_eager")):
-        return pair(**settings)
 
 
 def check_joint_ref() -> Any:

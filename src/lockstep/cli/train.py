@@ -18,7 +18,7 @@ import importlib
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
@@ -32,6 +32,7 @@ from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors
 from lockstep.observe.run_dir import new_path
 from lockstep.observe.text import echo
+from lockstep.processes.garbage import no_search_for_garbage
 from lockstep.ranks.environment import WAIT_SECONDS
 from lockstep.ranks.launch import end_process, in_launcher, launch_ranks
 
@@ -271,27 +272,16 @@ def start(command: TrainCommand) -> Mapping[str, Any]:
         if os.environ.get("RANK", "0") == "0":
             echo(f"nothing to do: all {command.run.steps} steps are done; --steps N goes on to more")
         return summary
-    with _no_search_for_garbage():
+    with no_search_for_garbage():
         from lockstep.loop.distributed import connect_ranks
 
         importlib.import_module(f"lockstep.loop.{_loop_of(command.run)}")
+    gc.freeze()
     try:
         with connect_ranks(command.run, seconds=command.rank_timeout) as ranks:
             return _train(command, ranks)
     except Interrupted as stop:
         return stop.summary
-
-
-@contextlib.contextmanager
-def _no_search_for_garbage() -> Iterator[None]:
-    """Importing torch and transformers makes a million objects that stay: to look for garbage among them,
-    again and again, took a fifth of the start."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-    gc.freeze()
 
 
 def _loop_of(run: RunConfig) -> str:

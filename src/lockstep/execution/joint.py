@@ -40,6 +40,7 @@ from lockstep.execution.graph_break import explain
 from lockstep.execution.regions import decoder, decoder_layers
 from lockstep.execution.shards import refuse_inner_shards, whole, whole_parameters
 from lockstep.execution.watch import log_build
+from lockstep.processes.garbage import no_search_for_garbage
 
 
 def install_joint(
@@ -179,7 +180,7 @@ class JointDecoder:
     def _make(self, call: DecoderCall, *, weights_of: nn.Module) -> _Graph:
         started, before = time.time_ns() // 1000, time.perf_counter()
         refuse_inner_shards(self.base)
-        with self._as_traced(), whole_parameters(self.base, weights_of):
+        with no_search_for_garbage(), self._as_traced(), whole_parameters(self.base, weights_of):
             graph = _export(self.base, call, self.compiler)
         reason = ""
         if self._graphs:

@@ -151,10 +151,10 @@ def _value_parts(run: PPORun, tokens: int, *, device: torch.device, ranks: int) 
 
 
 def _reward_parts(config: RewardRoleConfig, device: torch.device) -> list[MemoryPart]:
-    """Weights of the models that score rollouts, whole on every rank; what a batch of theirs needs is less than
-    a micro-batch of training."""
+    """Weights of the models that score rollouts, whole on every rank; what a batch of theirs needs is less
+    than a micro-batch of training."""
     size = resolve_dtype(config.dtype, device).itemsize
-    revisions = {name: None for name in config.others} | {config.name: config.revision}
+    revisions = dict.fromkeys(config.others) | {config.name: config.revision}
     return [
         MemoryPart(
             name="reward models: parameters" if config.others else "reward model: parameters",
