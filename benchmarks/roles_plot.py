@@ -45,7 +45,7 @@ def main() -> None:
         curve = running_mean(found["train_accuracy"])
         (line,) = right.plot(curve, alpha=0.8, label=f"{name}: {found['pair_accuracy']:.2f}")
         right.plot(len(found["train_accuracy"]) - 1, found["pair_accuracy"], "o", color=line.get_color())
-    right.set(title="preferences: pairs of a step; held-out pairs at the end", xlabel="step")
+    right.set(title="preference losses (dots: held-out pairs)", xlabel="step")
     right.set(ylabel="pair accuracy", ylim=(0.4, 1))
     right.legend(loc="lower right")
     figure.savefig(IMAGE, dpi=110)
