@@ -103,10 +103,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def compare(measured: Mapping[str, int], plan: Any) -> dict[str, dict[str, float]]:
-    """Measured and planned GiB of each role, and their ratio."""
+def compare(measured: Mapping[str, int], plan: Any) -> dict[str, dict[str, float | None]]:
+    """Measured and planned GiB of each role between steps, and their ratio; None: nothing is planned."""
     planned = {
-        "ref": sum(part.bytes for part in plan.parts if part.name == "reference model"),
+        "ref": sum(p.bytes for p in plan.parts if p.name == "reference model" and p.phase == "always"),
         **{
             role: sum(
                 part.bytes
@@ -123,7 +123,7 @@ def compare(measured: Mapping[str, int], plan: Any) -> dict[str, dict[str, float
         role: {
             "measured": round(measured[role] / GIB, 3),
             "plan": round(planned[role] / GIB, 3),
-            "ratio": round(measured[role] / max(1, planned[role]), 3),
+            "ratio": round(measured[role] / planned[role], 3) if planned[role] else None,
         }
         for role in planned
     }

@@ -136,6 +136,35 @@ def check_recovers() -> Any:
     return compare_steps((local, backend), steps=2, tolerance=1e-4)
 
 
+def check_rest() -> Any:
+    """A backend that gives its memory back has the same figures and saves the same, and its parts are gone
+    between calls."""
+    with shared_folder() as place:
+        seen = []
+        for dtype in ("float32", "bfloat16"):
+            for parts in ((), ("states", "ref", "weights")):
+                backend = pair(dtype=dtype, ref=True)[1]
+                backend.rest(*parts)
+                figures = train(backend, range(2))
+                batches = micro_batches(2)
+                assert backend.ref is not None
+                scores = [torch.cat(scorer.logprobs(batches)).tolist() for scorer in (backend, backend.ref)]
+                gone = {part: not any(map(size_of, backend._tensors_of(part))) for part in parts}
+                assert all(gone.values()), gone
+                where = folder(place, f"{dtype}{len(parts)}")
+                backend.save(where)()
+                backend.load(where)
+                dist.barrier()
+                seen.append((figures, scores, train(backend, range(2, 3))))
+            assert seen[-1] == seen[-2]
+            assert equal_tensors(place / f"{dtype}0", place / f"{dtype}3")
+    return len(seen)
+
+
+def size_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if tensor.ndim else 0
+
+
 def check_nothing_to_train() -> Any:
     _, backend = pair()
     with raises(TrainError, match="there are no gradients"):

@@ -51,6 +51,7 @@ TWO = (
     "other_batches",
     "preferences",
     "recovers",
+    "rest",
     "nothing_to_train",
     "groups_left_out",
     "bfloat16",

@@ -41,7 +41,7 @@ TOML_BYTES = 2**20
 _LONG_KEY = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){64}")
 """tomllib takes time with the square of a key's parts: minutes for a key of some hundred kilobytes."""
 
-RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every", "cluster")
+RESUMABLE = ("steps", "log", "checkpoint", "record", "eval", "eval_every", "cluster", "sleep")
 """Tables that may differ when a run is resumed: none of them changes what one step computes."""
 
 PARALLELISM = (

@@ -10,7 +10,7 @@ from lockstep.config.algorithm import GRPOConfig, KLConfig
 from lockstep.config.backends import check_backend
 from lockstep.config.base import Config, Name, NonNegativeInt, PositiveInt
 from lockstep.config.model import Dtype, LoraConfig, ModelConfig
-from lockstep.config.run import GRPORun
+from lockstep.config.run import GRPORun, SleepingRole
 from lockstep.config.train import TrainConfig
 
 POLICY = "policy"
@@ -183,6 +183,11 @@ class PPORun(GRPORun):
     kind: Literal["ppo"] = "ppo"  # type: ignore[assignment]
     algorithm: PPOConfig = PPOConfig()
     value: ValueConfig = ValueConfig()
+
+    @property
+    def roles(self) -> tuple[SleepingRole, ...]:
+        """The models of the run that have memory of their own."""
+        return (*super().roles, "value")
 
     @model_validator(mode="after")
     def _check_value(self) -> PPORun:

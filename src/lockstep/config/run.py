@@ -170,6 +170,9 @@ def _check_best(checkpoint: CheckpointConfig, *, every: int, known: tuple[str, .
         )
 
 
+SleepingRole = Literal["policy", "ref", "value", "reward_model"]
+
+
 class GRPORun(RunConfig):
     """GRPO and its family, on prompts, with rewards."""
 
@@ -185,7 +188,19 @@ class GRPORun(RunConfig):
     reward_model: RewardRoleConfig | None = None
     """None: functions and verifiers alone."""
     engine: EngineConfig = EngineConfig()
+    sleep: tuple[SleepingRole, ...] = ()
+    """Roles whose memory on the GPU others have while they do not work, for a step that takes longer: it is
+    copied to host memory and back. policy: the optimizer's states. value: the value model's weights and
+    states. ref, reward_model: all of it. With train.backend local and fsdp2; numbers stay the same, to the
+    bit. The engine has engine.sleep."""
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def roles(self) -> tuple[SleepingRole, ...]:
+        """The models of the run that have memory of their own."""
+        ref = self.algorithm.kl.coef > 0 and self.model.lora is None
+        own: tuple[SleepingRole, ...] = ("policy", "ref") if ref else ("policy",)
+        return own if self.reward_model is None else (*own, "reward_model")
 
     @property
     def documents_per_update(self) -> int:
@@ -280,6 +295,37 @@ class GRPORun(RunConfig):
             raise ValueError(
                 "rewards is empty; name at least one, such as rewards = [{name = 'verifier'}], or a "
                 "reward_model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sleep(self) -> GRPORun:
+        what, train = f"sleep = {list(self.sleep)}", self.train
+        missing = sorted(set(self.sleep) - set(self.roles))
+        if missing:
+            raise ValueError(
+                f"{what}: this run has no {missing[0]} with memory of its own (it has "
+                f"{', '.join(self.roles)}); leave {missing[0]!r} out"
+            )
+        if len(set(self.sleep)) < len(self.sleep):
+            raise ValueError(f"{what} names a role twice; name each once")
+        trained = [role for role in self.sleep if role != "reward_model"]
+        backend = backends().get(train.backend)
+        if trained and backend is not None and not backend.rests:
+            resting = " or ".join(repr(name) for name, other in backends().items() if other.rests)
+            raise ValueError(
+                f"{what} with train.backend = {train.backend!r}, which cannot give its memory back between "
+                f"calls: set train.backend = {resting}, or leave out {' and '.join(map(repr, trained))}"
+            )
+        if train.cuda_graph and {"ref", "value"} & set(trained):
+            raise ValueError(
+                f"{what} with train.cuda_graph = true: a graph reads weights where they were when it was "
+                "captured; name 'policy' and 'reward_model' alone, or leave train.cuda_graph out"
+            )
+        if self.record.enabled and "value" in trained:
+            raise ValueError(
+                f"{what} with record.enabled = true: recording reads the value model's weights between its "
+                "calls; leave 'value' out"
             )
         return self
 

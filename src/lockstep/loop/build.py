@@ -39,6 +39,7 @@ from lockstep.loop.engine_spec import external_engine_spec
 from lockstep.loop.positions import check_positions
 from lockstep.loop.reward_role import build_reward_models
 from lockstep.loop.roles import Roles
+from lockstep.loop.sleep import put_to_sleep
 from lockstep.loop.value_role import ValueRole, build_value, policy_steps
 from lockstep.models.causal_lm import text_config
 from lockstep.models.load import LoadedModel, load_model
@@ -166,9 +167,12 @@ def build_online(
         temperature=run.rollout.sampling.temperature,
         ref=algorithm.needs_ref,
     )
+    put_to_sleep(run, "policy", "ref", backend=backend)
     reward_models = build_reward_models(run, axes, model, ranks=ranks)
     plan = _planner(run, axes, ranks)
     value = None if not isinstance(run, PPORun) else build_value(run, axes, model, plan=plan, ranks=ranks)
+    if value is not None:
+        put_to_sleep(run, "value", backend=value.backend)
     # Last: what can be wrong with the run is known before a server is started.
     connect = _external_engine if external else _embedded_engine
     engine, transfer = connect(run, axes, model, backend=backend, ranks=ranks, work_dir=work_dir)

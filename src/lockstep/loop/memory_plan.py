@@ -22,6 +22,7 @@ from lockstep.config.ppo import PPORun, ValueConfig
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.config.train import TrainConfig, outside_of_runs, token_slots
 from lockstep.errors import ConfigError
+from lockstep.loop.sleep import VALUE_PREFIX, sleeping_parts
 from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.memory import GIB, phase_totals, planned_shape
 from lockstep.models.memory_shape import MemoryPart, ModelShape, either
@@ -95,6 +96,8 @@ def plan_memory(
         *(_reward_parts(run.reward_model, device) if isinstance(run, GRPORun) and run.reward_model else ()),
         _copy_part(shape, run, run.train, size=(kind, ranks)),
     ]
+    if kind == "cuda" and isinstance(run, GRPORun):
+        parts = list(sleeping_parts(parts, run))
     return MemoryPlan(
         shape=shape,
         dtype=dtype,
@@ -145,7 +148,7 @@ def _value_parts(run: PPORun, tokens: int, *, device: torch.device, ranks: int) 
     parts = memory_parts_of(train.backend)(shape, train, size)
     parts.append(_copy_part(shape, run, train, size=(size.device, ranks)))
     return [
-        dataclasses.replace(part, name=f"value model: {part.name}", role="value", setting=_of_value(part))
+        dataclasses.replace(part, name=VALUE_PREFIX + part.name, role="value", setting=_of_value(part))
         for part in parts
     ]
 

@@ -64,7 +64,8 @@ def preflight(run: RunConfig, *, resume: Path | None, checkpoint: int | None) ->
         load_engine_class(run.engine.name)
     if ":" in run.train.backend:
         what = f"train.backend = {run.train.backend!r}"
-        require_members(load_object(run.train.backend, what=what), BACKEND_CLASS_MEMBERS, what=what)
+        members = [*BACKEND_CLASS_MEMBERS, *(["rest"] if isinstance(run, GRPORun) and run.sleep else [])]
+        require_members(load_object(run.train.backend, what=what), members, what=what)
         check_own_backend(run)
     if isinstance(run, GRPORun):
         for field in ("name", "advantage", "objective"):

@@ -39,7 +39,10 @@ def build_reward_models(
                 f"reward_model.name = {run.reward_model.name!r} reads text, and the policy {policy.name!r} "
                 "has no tokenizer to decode its samples; add the tokenizer's files to it"
             )
-        return RewardModels(run.reward_model, device=torch.device(axes.device))
+        models = RewardModels(run.reward_model, device=torch.device(axes.device))
+        if "reward_model" in run.sleep:
+            models.rest()
+        return models
 
 
 def describe_reward_models(

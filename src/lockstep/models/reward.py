@@ -36,6 +36,7 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import INDEX, WEIGHTS, check_total
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.quiet import quiet_transformers
+from lockstep.models.rest import Rest, awake
 from lockstep.observe.templates import render_chat
 
 _LENGTHS = (5, 9, 20, 70)
@@ -86,6 +87,11 @@ class RewardModel:
         self.max_length = max_length
         self.template = _template(config, tokenizer)
         self._check_neighbours()
+        self._rest: Rest | None = None
+
+    def rest(self) -> None:
+        """Keep the weights in host memory from now on, but for the calls of `score`."""
+        self._rest = Rest(self._module.parameters())
 
     def _check_neighbours(self) -> None:
         """Score documents alone and in a batch. Raises ModelError where a score depends on others."""
@@ -137,10 +143,11 @@ class RewardModel:
     def score(self, documents: Sequence[Document]) -> list[float]:
         """Return the logit of each document, in float32; batched by length under `token_budget`."""
         scores = [0.0] * len(documents)
-        for batch in length_batches([len(d.ids) for d in documents], budget=self.config.token_budget):
-            logits = self._forward([documents[i].ids for i in batch])
-            for i, value in zip(batch, logits.tolist(), strict=True):
-                scores[i] = value
+        with awake(self._rest):
+            for batch in length_batches([len(d.ids) for d in documents], budget=self.config.token_budget):
+                logits = self._forward([documents[i].ids for i in batch])
+                for i, value in zip(batch, logits.tolist(), strict=True):
+                    scores[i] = value
         return scores
 
     def _forward(self, rows: Sequence[tuple[int, ...]]) -> Tensor:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -167,6 +167,20 @@ class TrainBackend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+RestPart = Literal["weights", "states", "ref"]
+"""weights: of the model. states: of the optimizer, with separate master weights. ref: a frozen reference's
+own."""
+
+
+class RestingBackend(TrainBackend, Protocol):
+    """A TrainBackend that can give its memory to the other roles of a run (`sleep` of the run file)."""
+
+    def rest(self, *parts: RestPart) -> None:
+        """Keep these parts in host memory from now on, but for the calls that use them. Nothing else may read
+        them between calls. Numbers stay the same, to the bit."""
+        ...
 
 
 class Algorithm(Protocol):

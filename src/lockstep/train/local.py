@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
-from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, Reference, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
@@ -43,6 +43,7 @@ from lockstep.train.loss_module import (
 )
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.optimizer import lr_at, trained_parameters
+from lockstep.train.rests import Rests
 from lockstep.train.single_samples import merge_samples, single_samples
 from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
@@ -51,7 +52,7 @@ from lockstep.train.state.save_load import load_state, save_state
 LAYOUT = Layout(backend="local", mesh={})
 
 
-class LocalBackend:
+class LocalBackend(Rests):
     """Trains the module of a LoadedModel in place; an embedded engine may read the same Parameters.
 
     The module is in eval mode except inside `forward_backward`.
@@ -112,6 +113,7 @@ class LocalBackend:
         self._optimizer = make_optimizer(named, config=config) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         self._copies = CopySpace()
+        self._rests = {}
         self._by_sample = config.accumulate == "sample"
         """A forward and backward of its own for every sample."""
         if config.activation_checkpointing:
@@ -143,7 +145,8 @@ class LocalBackend:
 
     def _score(self, model: Literal["policy", "ref"], batches: Sequence[PackedBatch]) -> list[Tensor]:
         results = []
-        with torch.no_grad(), self._as_model(model) as outer, self._counting():
+        used: RestPart = "ref" if model == "ref" and self._ref is not None else "weights"
+        with self._awake(used), torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batches):
                     note_micro_batch(index, batch)
@@ -165,7 +168,7 @@ class LocalBackend:
         outputs = []
         self.module.train()
         try:
-            with self._counting():
+            with self._awake("weights"), self._counting():
                 for index, batch in enumerate(batches):
                     with self._memory_errors_explained(index, batches):
                         note_micro_batch(index, batch)
@@ -280,7 +283,6 @@ class LocalBackend:
 
     # --- update ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def optimizer_step(self) -> dict[str, float]:
         """Clip, step, schedule, cast to the compute dtype, zero the gradients. Returns grad_norm (before
         clipping) and lr.
@@ -290,6 +292,17 @@ class LocalBackend:
             TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
                 recompiled more often than train.max_recompiles.
         """
+        with self._awake("weights"):
+            update = self._updated()
+        self.drop_gradients()
+        self.steps_done += 1
+        if self._compile_watch is not None:
+            self._compile_watch.check()
+            self._compile_watch.mark_warm()
+        return update
+
+    @torch.no_grad()
+    def _updated(self) -> dict[str, float]:
         gradients = self._gradients.collect()
         present = [g for g in gradients if g is not None]
         if not present:
@@ -305,12 +318,8 @@ class LocalBackend:
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         self.wait_for_copy()
-        self._optimizer.step(gradients, lr=lr, scale=scale)
-        self.drop_gradients()
-        self.steps_done += 1
-        if self._compile_watch is not None:
-            self._compile_watch.check()
-            self._compile_watch.mark_warm()
+        with self._awake("states"):
+            self._optimizer.step(gradients, lr=lr, scale=scale)
         return {"grad_norm": norm, "lr": lr}
 
     def compile_report(self) -> CompileReport | None:
@@ -343,14 +352,18 @@ class LocalBackend:
         """
         if self._pending:
             raise step_errors.save_amid_step()
-        return save_state(
-            directory,
-            parts=LiveTensors(self._live_state()),
-            progress=self._progress(),
-            layout=LAYOUT,
-            background=background,
-            space=self._copies,
-        )
+        with self._awake("weights", "states"):
+            finish = save_state(
+                directory,
+                parts=LiveTensors(self._live_state()),
+                progress=self._progress(),
+                layout=LAYOUT,
+                background=background,
+                space=self._copies,
+            )
+            if self._rests:
+                self.wait_for_copy()
+        return finish
 
     def wait_for_copy(self) -> None:
         """Wait until a save in the background has copied the state; called before the state changes."""
@@ -365,20 +378,29 @@ class LocalBackend:
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
-        parts, progress = LiveTensors(self._live_state()), self._progress()
         self.wait_for_copy()
-        restored = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)
+        with self._awake("weights", "states"):
+            parts, progress = LiveTensors(self._live_state()), self._progress()
+            restored = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)
         self.drop_gradients()
         self.steps_done = restored["step"]
 
     def export(self, directory: Path) -> None:
         """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged. Raises
         ModelError."""
-        export_hf(self.module, self.model.tokenizer, directory)
+        with self._awake("weights"):
+            export_hf(self.module, self.model.tokenizer, directory)
 
     def close(self) -> None:
         """Drop gradients; the module stays usable."""
         self.drop_gradients()
+
+    def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:
+        if part == "weights":
+            return self.module.parameters()
+        if part == "states":
+            return self._optimizer_state().values()
+        return [] if self._ref is None else self._ref.parameters()
 
     def _live_state(self) -> dict[str, Tensor]:
         weights = model_tensors(self.module, trained_only=self._lora)

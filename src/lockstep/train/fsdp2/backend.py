@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from lockstep.models.lora import (
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.packing import ring_shard
-from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
+from lockstep.protocols.train import FinishSave, Reference, RestPart, StepStats, TokenLoss
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.compile_report import CompileReport
 from lockstep.schema.weights import WeightUpdate
@@ -62,12 +62,13 @@ from lockstep.train.micro_batch_assignment import (
     share_stats,
 )
 from lockstep.train.optimizer import MasterOptimizer, NamedParameter, lr_at, trained_parameters
+from lockstep.train.rests import Rests
 from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
 
 
-class FSDP2Backend:
+class FSDP2Backend(Rests):
     """Trains on several ranks what LocalBackend trains on one, and computes the same numbers.
 
     Every rank makes the same calls with the same micro-batches; the backend assigns them to ranks. Each rank
@@ -129,13 +130,16 @@ class FSDP2Backend:
         self._counting = contextlib.nullcontext if watch is None else watch.counting
         self._policy = self._sharded(self.module, stored=torch.float32 if masters_here else model.dtype)
         self.ref = Reference(self._score_base) if ref else None
+        self._frozen: ShardedModel | None = None
         if frozen is not None:
             compile_module(frozen, config, like=self.module)
-            self.ref = Reference(functools.partial(self._score, self._sharded(frozen, stored=model.dtype)))
+            self._frozen = self._sharded(frozen, stored=model.dtype)
+            self.ref = Reference(functools.partial(self._score, self._frozen))
         self._names = list(decay)
         self._optimizer_or_none = self._optimizer_of(decay) if total_steps > 0 else None
         self._pending: list[tuple[PackedBatch, TokenLoss]] = []
         self._copies = CopySpace()
+        self._rests = {}
         self._has_gradients = False
         self._added_up: dict[str, Tensor] | None = None
         if config.activation_checkpointing:
@@ -181,7 +185,8 @@ class FSDP2Backend:
     def _score(self, sharded: ShardedModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
         require_same_batches(batches, group=self.mesh.world, device=self.device)
         logprobs_of: dict[int, Tensor] = {}
-        with torch.no_grad(), sharded.resharded_after(), self._counting():
+        used: RestPart = "ref" if sharded is self._frozen else "weights"
+        with self._awake(used), torch.no_grad(), sharded.resharded_after(), self._counting():
             for index, batch in self._assigned(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
                     note_micro_batch(index, batch)
@@ -217,7 +222,7 @@ class FSDP2Backend:
         root = self._policy.outer
         root.train()
         try:
-            with self._policy.resharded_after(), self._counting():
+            with self._awake("weights"), self._policy.resharded_after(), self._counting():
                 for position, (index, batch) in enumerate(assigned):
                     self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
@@ -353,7 +358,8 @@ class FSDP2Backend:
             TrainError: there is no gradient, or the norm is not finite, and no weight was changed; or torch
                 recompiled more often than train.max_recompiles.
         """
-        update = self._updated()
+        with self._awake("weights"):
+            update = self._updated()
         self.drop_gradients()
         self.steps_done += 1
         if (watch := self._compile_watch) is not None:
@@ -379,7 +385,8 @@ class FSDP2Backend:
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        optimizer.step([shards.get(name) for name in self._names], lr=lr, scale=scale)
+        with self._awake("states"):
+            optimizer.step([shards.get(name) for name in self._names], lr=lr, scale=scale)
         return {"grad_norm": norm, "lr": lr}
 
     def _blame(self) -> str:
@@ -448,14 +455,15 @@ class FSDP2Backend:
         """
         if self._pending:
             raise step_errors.save_amid_step()
-        return save_state(
-            directory,
-            parts=self._state(),
-            progress=self._progress(),
-            layout=self._layout(),
-            background=background,
-            space=self._copies,
-        )
+        with self._awake("weights", "states"):
+            return save_state(
+                directory,
+                parts=self._state(),
+                progress=self._progress(),
+                layout=self._layout(),
+                background=background,
+                space=self._copies,
+            )
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load what `save` (bitwise, on the same mesh) or any backend on any number of ranks saved.
@@ -466,13 +474,14 @@ class FSDP2Backend:
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
-        restored = load_state(
-            directory,
-            parts=self._state(),
-            progress=self._progress(),
-            layout=self._layout(),
-            verified=verified,
-        )
+        with self._awake("weights", "states"):
+            restored = load_state(
+                directory,
+                parts=self._state(),
+                progress=self._progress(),
+                layout=self._layout(),
+                verified=verified,
+            )
         self.drop_gradients()
         self.steps_done = restored["step"]
 
@@ -494,13 +503,21 @@ class FSDP2Backend:
     def export(self, directory: Path) -> None:
         """Write a Hugging Face folder that from_pretrained loads with all keys matched, LoRA merged; rank 0
         writes as the weights are gathered. Raises ModelError, on every rank."""
-        export_tensors(
-            self.module,
-            self._whole_weights(),
-            tokenizer=self.model.tokenizer,
-            directory=directory,
-            dtype=self.model.dtype,
-        )
+        with self._awake("weights"):
+            export_tensors(
+                self.module,
+                self._whole_weights(),
+                tokenizer=self.model.tokenizer,
+                directory=directory,
+                dtype=self.model.dtype,
+            )
+
+    def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:
+        if part == "states":
+            optimizer = self._optimizer_or_none
+            return [] if optimizer is None else [*optimizer.masters, *optimizer.state().values()]
+        sharded = self._policy if part == "weights" else self._frozen
+        return [] if sharded is None else [sharded.local(name) for name in sharded.parameters]
 
     def close(self) -> None:
         """Drop gradients; the process group stays."""
