@@ -16,8 +16,10 @@ its flight record.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
+import platform
 import queue
 import shutil
 import signal
@@ -354,6 +356,8 @@ def judge(
         "status": ended.returncode,
         "seconds": round(seconds, 1),
         "seconds_after_last_sign": round(report["time"] - max(beats), 1) if by_watchdog and beats else None,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "torch": importlib.metadata.version("torch"),
     }
 
 

@@ -1,12 +1,15 @@
 """Does a run that is killed at a random moment end, after --resume, as one that nobody disturbed?
 
     python benchmarks/kills.py --n 20 --recipe tiny-ppo --resume benchmarks/results/kills.json
+    python benchmarks/kills.py --n 20 --ranks 2 --target one --resume benchmarks/results/kills.json
 
-One run is left alone. Each of the others gets SIGKILL, the whole process group at once, at a moment drawn
-evenly from the time between its directory and the undisturbed run's end, and is then resumed until it ends.
-Compared are the bytes of the exported weights of every trained model, and every metric of every step but
-times, memory and throughput. --resume adds to what the file holds. The exit status is 0 when every run was
-equal.
+One run is left alone. Each of the others gets SIGKILL, at a moment drawn evenly from the time between its
+directory and the undisturbed run's end: the whole process group at once, or with --target one a single
+process of the run, drawn evenly from those kinds that live then (the command itself, a supervisor, a rank, a
+worker that scores). A run that does not end well by itself is resumed until it does. Compared are the bytes
+of the exported weights of every trained model, and every metric of every step but times, memory and
+throughput. With --ranks the run is fsdp2's, and its reward is a function that runs in a worker. --resume adds
+to what the file holds. The exit status is 0 when every run was equal.
 """
 
 from __future__ import annotations
@@ -27,12 +30,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 DEADLINE = 300.0
 """Seconds that one run may take."""
 MEASURED = ("time/", "memory/", "throughput/", "timestamp", "engine/")
 """What a metric's name begins with that is about the machine."""
+REWARD = """
+def score(prompt, completion, row, **more):
+    return float(len(completion) % 7) / 7.0
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--n", type=int, default=20)
     parser.add_argument("--recipe", default="tiny-ppo")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--ranks", type=int, default=1, help="of fsdp2, if more than one")
+    parser.add_argument("--target", choices=["group", "one"], default="group", help="what is killed")
     parser.add_argument("--resume", type=Path, metavar="FILE")
     parser.add_argument("--set", nargs="*", default=[], metavar="FLAG", help="more flags, without their --")
     args = parser.parse_args(argv)
@@ -52,66 +62,117 @@ def main(argv: Sequence[str]) -> int:
     try:
         train = [sys.executable, "-m", "lockstep", "train", "--recipe", args.recipe, *settings]
         train += ["--checkpoint.every", "1", "--log.no-tensorboard"]
+        if args.ranks > 1:
+            (root / "kills_reward.py").write_text(REWARD)
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+            train += ["--ranks", str(args.ranks), "--train.backend", "fsdp2", "--train.device", "cpu"]
+            train += ["--rewards", "kills_reward:score"]
         alone = start([*train, "--run-dir", root / "alone"], root / "alone.log")
         until(alone, root / "alone")
         began = time.monotonic()
         wait(alone, root / "alone.log")
         seconds = time.monotonic() - began
         expected = outcome(root / "alone")
+        cases: list[dict[str, Any]] = []
         print(f"undisturbed: {seconds:.1f} s, {sorted(expected['weights'])}", flush=True)
-        cases = []
+        result: dict[str, Any] = {
+            "command": ["benchmarks/kills.py", *argv],
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "undisturbed_seconds": round(seconds, 1),
+            "cases": cases,
+        }
+        known = args.resume is not None and args.resume.is_file()
+        before = json.loads(args.resume.read_text()) if known else []
         for number in range(args.n):
-            cases.append(case(train, root / str(number), moments.uniform(0.0, seconds), expected))
+            moment = moments.uniform(0.0, seconds)
+            one = moments if args.target == "one" else None
+            cases.append(case(train, root / str(number), moment, expected, one=one))
             print(number, json.dumps(cases[-1]), flush=True)
             shutil.rmtree(root / str(number), ignore_errors=True)
+            if args.resume is not None:
+                args.resume.write_text(json.dumps([*before, result], indent=1) + "\n")
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    result = {
-        "command": ["benchmarks/kills.py", *argv],
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "undisturbed_seconds": round(seconds, 1),
-        "cases": cases,
-    }
-    if args.resume is not None:
-        before = json.loads(args.resume.read_text()) if args.resume.is_file() else []
-        args.resume.write_text(json.dumps([*before, result], indent=1) + "\n")
-    equal = sum(one["equal"] for one in cases)
+    equal = sum(each["equal"] for each in cases)
     print(f"{equal} of {len(cases)} runs ended as the undisturbed one, to the bit")
     return 0 if equal == len(cases) else 1
 
 
-def case(train: Sequence[Any], run: Path, moment: float, expected: dict[str, Any]) -> dict[str, Any]:
-    """Kill one run `moment` seconds after it made its directory, resume it, and compare."""
+def case(
+    train: Sequence[Any], run: Path, moment: float, expected: dict[str, Any], *, one: random.Random | None
+) -> dict[str, Any]:
+    """Kill a run, or one of its processes, `moment` seconds after it made its directory, resume it, and
+    compare."""
     log = run.with_suffix(".log")
     process = start([*train, "--run-dir", run], log)
     until(process, run)
-    ended = True
+    killed, recovered = "nothing: it had ended", True
     try:
         process.wait(timeout=moment)
     except subprocess.TimeoutExpired:
-        ended = False
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        killed, victim = chosen(process.pid, one)
+        if one is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            victim.kill()
+        recovered = ended(process, log) == 0
     done = logged_steps(run)
     saved = any((run / "checkpoints").glob("step-*"))
-    if saved or not done:
-        wait(start([*train[:4], "--resume", run], log), log)
-    else:  # steps without a checkpoint: --resume refuses, and says to begin anew beside it
-        refused = start([*train[:4], "--resume", run], log)
-        if not refused.wait(timeout=DEADLINE) or "holds no checkpoint" not in log.read_text():
-            raise SystemExit(f"resumed without a checkpoint: {log.read_text()[-2000:]}")
-        run = run.with_name(f"{run.name}-anew")
-        wait(start([*train, "--run-dir", run], log), log)
+    if not recovered:
+        run = resumed(train, run, log, saved=saved, done=done)
     found = outcome(run)
     return {
         "after_seconds": round(moment, 2),
-        "had_ended": ended,
+        "killed": killed,
+        "recovered": recovered and killed != "nothing: it had ended",
         "steps_logged": done,
         "had_checkpoint": saved,
         "equal": found == expected,
         "unequal": [key for key in expected if found[key] != expected[key]],
     }
+
+
+def chosen(pid: int, one: random.Random | None) -> tuple[str, psutil.Process]:
+    """What to kill of the run that process `pid` is: its kind, and a process."""
+    driver = psutil.Process(pid)
+    if one is None:
+        return "group", driver
+    kinds = {"driver": [driver]}
+    for child in driver.children(recursive=True):
+        try:
+            words = " ".join(child.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        if words:
+            kinds.setdefault(kind_of(words), []).append(child)
+    kind = one.choice(sorted(kinds))
+    return kind, one.choice(kinds[kind])
+
+
+def kind_of(words: str) -> str:
+    """Kind of a process of a run by its command line."""
+    if "supervisor.py" in words:
+        return "supervisor"
+    return "rank" if "lockstep train" in words else "worker"
+
+
+def resumed(train: Sequence[Any], run: Path, log: Path, *, saved: bool, done: int) -> Path:
+    """Have a run that was killed end well; returns its directory, another one where it had to begin anew."""
+    if not (run / "config.toml").is_file():  # killed before it had begun
+        wait(start([*train, "--run-dir", run], log), log)
+        return run
+    ranks = train[train.index("--ranks") : train.index("--ranks") + 2] if "--ranks" in train else []
+    again = [*train[:4], "--resume", run, *ranks]
+    if saved or not done:
+        wait(start(again, log), log)
+        return run
+    # Steps without a checkpoint: --resume refuses, and says to begin anew beside it.
+    if not ended(start(again, log), log) or "holds no checkpoint" not in log.read_text():
+        raise SystemExit(f"resumed without a checkpoint: {log.read_text()[-2000:]}")
+    run = run.with_name(f"{run.name}-anew")
+    wait(start([*train, "--run-dir", run], log), log)
+    return run
 
 
 def start(command: Sequence[Any], log: Path) -> subprocess.Popen[bytes]:
@@ -122,13 +183,18 @@ def start(command: Sequence[Any], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def wait(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until it has ended well; SystemExit with its last lines if it has not."""
+def ended(process: subprocess.Popen[bytes], log: Path) -> int:
+    """Wait until it has ended; returns its exit status. SystemExit with its last lines if it does not end."""
     try:
-        status = process.wait(timeout=DEADLINE)
+        return process.wait(timeout=DEADLINE)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise SystemExit(f"no end after {DEADLINE:.0f} s: {log.read_text()[-2000:]}") from None
+
+
+def wait(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until it has ended well; SystemExit with its last lines if it has not."""
+    status = ended(process, log)
     if status:
         raise SystemExit(f"exit status {status}: {log.read_text()[-2000:]}")
 
