@@ -28,6 +28,7 @@ from lockstep.config.train import CheckpointConfig
 from lockstep.errors import CheckpointError
 from lockstep.loop.checkpoint import CheckpointManager
 from lockstep.loop.roles import ALGORITHM, Roles
+from lockstep.processes.garbage import search_rarely
 from lockstep.protocols.train import FinishSave
 from lockstep.ranks.context import RankContext, init_ranks
 from lockstep.train.state import files
@@ -493,6 +494,7 @@ CASES = (
 )
 
 if __name__ == "__main__":
+    search_rarely()
     chosen = CASES if len(sys.argv) == 1 else [globals()[name] for name in sys.argv[1:]]
     with init_ranks(seconds=30.0) as context:
         for case in chosen:

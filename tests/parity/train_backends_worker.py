@@ -30,6 +30,7 @@ from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.models.load import load_model
 from lockstep.packing import RowCapacity, share
 from lockstep.packing.packs import Bucket, repack
+from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.context import init_ranks
 from lockstep.recording import Recording
 from lockstep.schema.batch import PackedBatch, PolicyBatch
@@ -227,4 +228,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    search_rarely()
     main()

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.errors import RewardError
+from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.context import RankContext, init_ranks
 
 
@@ -78,4 +79,5 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
+    search_rarely()
     main(Path(sys.argv[1]))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.observe import flight
+from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.context import RankContext, init_ranks
 
 
@@ -36,4 +37,5 @@ def metrics(ranks: RankContext, slow: bool) -> None:
 
 
 if __name__ == "__main__":
+    search_rarely()
     main(sys.argv[1])

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from lockstep.errors import ConfigError, LockstepError, unknown_name
 from lockstep.observe.text import echo
+from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.launch import in_launcher, leave, without_local_rank
 from lockstep.version import __version__
 
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
     _escape_tracebacks()
+    search_rarely()
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         echo(usage())
         return 0 if arguments else 2

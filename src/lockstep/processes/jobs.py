@@ -64,6 +64,7 @@ class JobProcess(Child):
             self._replies, theirs_out = _pipe(ours, theirs)
             code = (
                 f"import sys; sys.path[:{0 if confined else ''}] = {path!r}; sys.path += {more!r}\n"
+                "from lockstep.processes.garbage import search_rarely; search_rarely()\n"
                 f"from {module} import main\n"
                 f"main(*{arguments!r}, jobs={theirs_in}, replies={theirs_out})"
             )

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.suite.failure import error_line, is_out_of_memory
 from lockstep.observe.files import jsonable
 from lockstep.observe.text import echo
+from lockstep.processes.garbage import search_rarely
 from lockstep.ranks.launch import leave, without_local_rank
 
 REFUSED = 2
@@ -67,6 +68,7 @@ def watch(timeout: float) -> None:
 
 def leave_with(main: Callable[[], int], name: str) -> NoReturn:
     """End the process with main's exit status; an error that it raises is one line on stderr."""
+    search_rarely()
     try:
         status = main()
     except LockstepError as error:

@@ -49,6 +49,7 @@ from lockstep.observe.text import echo
 from lockstep.ops.losses import loss_weights
 from lockstep.packing import Bucket, PackLimits, plan_micro_batches
 from lockstep.packing.packs import repack
+from lockstep.processes.garbage import search_rarely
 from lockstep.recording import Recording, RecordingWriter
 from lockstep.schema.batch import PackedBatch, PolicyBatch, PolicySample, TrainSample
 from lockstep.schema.recording import InputMeta, RecordedInput, RecordingHeader
@@ -464,6 +465,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    search_rarely()
     try:
         sys.exit(main())
     except LockstepError as error:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.processes.garbage import no_search_for_garbage
+
+CYCLE = """
+import gc
+from lockstep.processes.garbage import search_rarely
+
+class Node:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        print("found")
+
+gc.collect()
+node = Node()
+del node
+"""
+
+
+@pytest.mark.parametrize(("call", "found"), [("", "found\n"), ("search_rarely(); search_rarely()", "")])
+def test_a_process_that_searches_rarely_does_not_search_at_its_end(call: str, found: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", CYCLE + call], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (ended.stdout, ended.stderr) == (found, "")
+
+
+def test_the_search_is_held_back_and_goes_on() -> None:
+    assert gc.isenabled()
+    with no_search_for_garbage():
+        assert not gc.isenabled()
+    assert gc.isenabled()
