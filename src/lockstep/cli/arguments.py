@@ -106,3 +106,13 @@ def _bounded(kind: TypeAdapter[_Value], value: _Value, text: str) -> _Value:
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise argparse.ArgumentTypeError(f"{text[:80]!r}: {message}") from None
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add --cluster: the run is a job that `lockstep submit` started."""
+    parser.add_argument(
+        "--cluster",
+        metavar="URL",
+        help="ask the Ray cluster with this dashboard (http://HEAD:8265) about a run that was submitted to "
+        "it, by its run directory or its job's id",
+    )

@@ -2,6 +2,7 @@
 
 lockstep logs runs/demo-20260101-120000
 lockstep logs runs/demo-20260101-120000 --rank 1 --follow
+lockstep logs /data/runs/a --cluster http://head:8265 --follow
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lockstep.cli import arguments as values
+from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
 from lockstep.ranks.watched_run import log_file, look
 
@@ -23,12 +25,32 @@ _POLL_SECONDS = 0.25
 def main(argv: Sequence[str]) -> int:
     """Exit status 0; with --follow once the run has ended."""
     arguments = _parser().parse_args(argv)
+    if arguments.cluster is not None:
+        return _of_job(arguments)
     path = log_file(arguments.run, rank=arguments.rank)
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in deque(file, maxlen=arguments.lines):
             echo(line.rstrip("\n"))
         if arguments.follow:
             _follow(file, arguments.run)
+    return 0
+
+
+def _of_job(arguments: argparse.Namespace) -> int:
+    """What the driver of a submitted run has said, which is what rank 0 says."""
+    from lockstep.cluster.jobs import Jobs
+
+    if arguments.rank:
+        raise ConfigError(
+            f"--rank {arguments.rank} with --cluster: the cluster keeps what rank 0 says; the logs of the "
+            "others are in logs/ranks of the run directory"
+        )
+    jobs, name = Jobs(arguments.cluster), str(arguments.run)
+    for line in jobs.log(name).splitlines()[-arguments.lines :]:
+        echo(line)
+    if arguments.follow:
+        for text in jobs.follow(name):
+            echo(text, end="")
     return 0
 
 
@@ -49,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    values.add_cluster(parser)
     parser.add_argument("--rank", type=values.count, default=0, help="whose (0)")
     parser.add_argument("--lines", type=values.positive, default=40, help="how many of the last lines (40)")
     parser.add_argument("--follow", action="store_true", help="go on until the run has ended")

@@ -39,6 +39,7 @@ COMMANDS = {
     "generate": "samples of many prompts, into a file that a later command goes on with",
     "score": "rewards of samples in a file, by a reward function or a reward model",
     "select": "scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs)",
+    "submit": "hand a run to a Ray cluster, which goes on with it when this shell is gone",
     "status": "whether a run goes on, and what it is doing",
     "stop": "ask a run to save and end, from another shell, and wait for it",
     "logs": "what a rank of a run has said, and what it says from now on",

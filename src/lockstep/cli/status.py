@@ -2,15 +2,18 @@
 
 lockstep status runs/demo-20260101-120000
 lockstep status runs/* --json status.json
+lockstep status --cluster http://head:8265
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 
 from lockstep.cli import arguments as values
+from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 from lockstep.ranks.watched_run import look
@@ -20,11 +23,23 @@ def main(argv: Sequence[str]) -> int:
     """Exit status 0: what the runs are was told, whatever it is."""
     arguments = _parser().parse_args(argv)
     check_writable(arguments.json)
-    looks = [look(run) for run in arguments.run]
-    for one in looks:
-        echo(one.text())
+    if arguments.cluster is not None:
+        from lockstep.cluster.jobs import Jobs
+
+        jobs = Jobs(arguments.cluster)
+        found = [jobs.find(str(name)) for name in arguments.run] or jobs.all()
+        if not found:
+            echo(f"no runs were submitted to {arguments.cluster}")
+        texts, values_of = [job.text() for job in found], [dataclasses.asdict(job) for job in found]
+    elif arguments.run:
+        looks = [look(run) for run in arguments.run]
+        texts, values_of = [one.text() for one in looks], [one.as_dict() for one in looks]
+    else:
+        raise ConfigError("status of what? name run directories, or --cluster http://HEAD:8265")
+    for line in texts:
+        echo(line)
     if arguments.json is not None:
-        text = json.dumps([one.as_dict() for one in looks], indent=2)
+        text = json.dumps(values_of, indent=2)
         arguments.json.write_text(text + "\n", encoding="utf-8")
     return 0
 
@@ -36,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "run directory only; the run is not disturbed.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", type=values.path, nargs="+", metavar="RUN_DIR", help="run directories")
+    parser.add_argument("run", type=values.path, nargs="*", metavar="RUN_DIR", help="run directories")
+    values.add_cluster(parser)
     parser.add_argument("--json", type=values.path, metavar="FILE", help="write the same to this file")
     return parser

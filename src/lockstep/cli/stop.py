@@ -1,6 +1,7 @@
 """`lockstep stop`: ask a run to save and end, and wait until it has.
 
 lockstep stop runs/demo-20260101-120000
+lockstep stop /data/runs/a --cluster http://head:8265
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from lockstep.ranks.watched_run import stop
 def main(argv: Sequence[str]) -> int:
     """Exit status 0: the run has ended; 1: it has not in time."""
     arguments = _parser().parse_args(argv)
-    ended = stop(arguments.run, seconds=arguments.timeout, say=lambda text: echo(f"stop: {text}"))
-    echo(ended.text())
+    if arguments.cluster is not None:
+        from lockstep.cluster.jobs import Jobs
+
+        job = Jobs(arguments.cluster).stop(str(arguments.run), seconds=arguments.timeout, say=_say)
+        echo(job.text())
+        return 0
+    echo(stop(arguments.run, seconds=arguments.timeout, say=_say).text())
     return 0
+
+
+def _say(text: str) -> None:
+    echo(f"stop: {text}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
+    values.add_cluster(parser)
     parser.add_argument(
         "--timeout",
         type=values.above_zero,

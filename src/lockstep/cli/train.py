@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     if in_launcher():
         _check_launcher(command)
     elif command.cluster is not None:
-        check_ranks(command.run, _cluster_config(command).ranks)
+        check_cluster(command)
         if not _is_finished(command):
             return launch(command, argv)
     else:
@@ -210,12 +210,17 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
     return status
 
 
+def check_cluster(command: TrainCommand) -> None:
+    """Raise ConfigError if the ranks that [cluster] says cannot train this run."""
+    check_ranks(command.run, _cluster_config(command).ranks)
+
+
 def _cluster_config(command: TrainCommand) -> ClusterConfig:
     """What [cluster] says. Raises ConfigError where --ranks says something else."""
     config = command.run.cluster or ClusterConfig()
     if command.ranks not in (None, config.ranks):
         raise ConfigError(
-            f"--ranks {command.ranks} with --cluster {command.cluster}: [cluster] says {config.nodes} * "
+            f"--ranks {command.ranks} with a cluster: [cluster] says {config.nodes} * "
             f"{config.per_node} = {config.ranks} ranks; leave --ranks out, or set "
             "cluster.nodes, cluster.gpus or cluster.slots"
         )

@@ -30,6 +30,7 @@ _GRACE_SECONDS = 8.0
 """Between SIGTERM and SIGKILL."""
 _BUFFER = 1 << 20
 """Bytes of output that wait to be asked for; then the rank waits where it writes."""
+_SUBMITTER = "LOCKSTEP_SUBMITTER"
 COMPARED = ("lockstep", "package", "python", "torch", "transformers")
 """Facts that must be the same on all nodes."""
 
@@ -55,6 +56,23 @@ def package_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def submitter() -> dict[str, str]:
+    """Variables of a job that tell its driver what the machine has that submitted it."""
+    here = facts()
+    return {_SUBMITTER: " ".join(str(here[name]) for name in ("lockstep", "package"))}
+
+
+def check_submitter() -> None:
+    """Raise ConfigError if this is the driver of a job that another Lockstep submitted: what settings mean
+    may differ."""
+    there, here = os.environ.get(_SUBMITTER), submitter()[_SUBMITTER]
+    if there not in (None, here):
+        raise ConfigError(
+            f"the job was submitted by lockstep {there} (version, digest of its files), and "
+            f"{platform.node()} has {here}; install the same version on both"
+        )
+
+
 class RankHost:
     """Starts one rank; every method may run in a thread of its own."""
 
@@ -70,17 +88,19 @@ class RankHost:
         return facts()
 
     def start(
-        self, argv: Sequence[str], env: Mapping[str, str], *, cwd: str, secrets: Sequence[str] = ()
+        self, argv: Sequence[str], env: Mapping[str, str], *, cwd: str | None, secrets: Sequence[str] = ()
     ) -> int:
         """Start the rank; returns the pid of its supervisor.
 
         Args:
             argv: without the interpreter, which is this node's own.
             env: beside what programs need of this node's environment.
+            cwd: None: where this process is.
 
         Raises:
             ConfigError: this node lacks the folder, or the value of a secret.
         """
+        cwd = os.getcwd() if cwd is None else cwd
         if not Path(cwd).is_dir():
             raise ConfigError(
                 f"{platform.node()} has no folder {cwd}, which the run was started in; make it there, or "

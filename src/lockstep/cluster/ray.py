@@ -1,4 +1,4 @@
-"""The provider over Ray. The only file that imports it.
+"""The provider over Ray. Beside lockstep.cluster.jobs the only file that imports it.
 
     with local_cluster(config, ranks=2) as address:      # or the address of a cluster that runs
         provider = RayProvider(address, config=config, log_dir=Path("out"))
@@ -208,7 +208,7 @@ class RayProvider:
     """
 
     def __init__(self, address: str, *, config: ClusterConfig, log_dir: Path) -> None:
-        _check_token(address)
+        check_token(address)
         ray = import_ray()
         self._ray, self._config, self._log_dir = ray, config, log_dir
         try:
@@ -254,7 +254,7 @@ class RayProvider:
             for slot, member, own in zip(placement.slots, members, env, strict=True):
                 environment = dict(own) | _devices(there, placement, slot.node)
                 environment.setdefault("OMP_NUM_THREADS", str(_threads(there[slot.rank], placement)))
-                kwargs = {"cwd": os.getcwd(), "secrets": tuple(self._config.secrets)}
+                kwargs = {"cwd": None if _is_job() else os.getcwd(), "secrets": tuple(self._config.secrets)}
                 started.append(member.actor.start.remote(list(argv), environment, **kwargs))
             self._get(started)
         except BaseException:
@@ -349,6 +349,11 @@ class RayProvider:
         return None if status is None else RankEnded(rank=rank, status=status)
 
 
+def _is_job() -> bool:
+    """Whether this driver was submitted: Ray then unpacks the job's folder on each node, where it likes."""
+    return bool(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"))
+
+
 class _RankActor(RankHost):
     """The actor of one rank."""
 
@@ -399,7 +404,7 @@ def _compare(there: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _check_token(address: str) -> None:
+def check_token(address: str) -> None:
     """Raise ConfigError unless this process has a token to show."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

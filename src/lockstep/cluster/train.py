@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cluster.launch import check_nodes, launch_on
+from lockstep.cluster.rank_host import check_submitter
 from lockstep.cluster.ray import RayProvider, local_cluster
 from lockstep.config.cluster import ClusterConfig
 from lockstep.errors import ConfigError
@@ -25,9 +26,10 @@ def launch_train(argv: Sequence[str], config: ClusterConfig, *, provider: str, l
         provider: local: Ray is started on this machine for this run alone; auto: the one that runs.
 
     Raises:
-        ConfigError: the cluster is not there, or has no such place.
+        ConfigError: the cluster is not there, has no such place, or another Lockstep submitted the run.
         ClusterError: it failed.
     """
+    check_submitter()
     if provider == "local" and config.nodes > 1:
         raise ConfigError(
             f"cluster.nodes = {config.nodes} with --cluster local, which is one node; set it to 1, or join a "

@@ -1,0 +1,84 @@
+"""`lockstep submit`: hand a run to a Ray cluster, which goes on with it when this shell is gone.
+
+lockstep submit run.toml --cluster http://head:8265 --run-dir /data/runs/a
+lockstep submit ppo --recipe tiny-ppo --train.backend fsdp2 --cluster http://head:8265 --run-dir /data/runs/b
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lockstep.cli import arguments as values
+from lockstep.cli.train import check_cluster, parse
+from lockstep.errors import ConfigError
+from lockstep.observe.text import echo
+
+USAGE = """usage: lockstep submit RUN.toml [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
+       lockstep submit grpo|ppo|sft|dpo|rm [OPTIONS] --cluster http://HEAD:8265 --run-dir FOLDER
+       lockstep submit --resume RUN_DIR [OPTIONS] --cluster http://HEAD:8265
+
+Everything that `lockstep train` takes, and:
+  --cluster URL     the dashboard of the cluster's head; RAY_AUTH_TOKEN_PATH names the file with its token
+  --include PATH    a file or folder below this one that the run needs, beside the modules that it names
+                    (module:Class); may be given several times
+  --follow          show what the run says until it ends; Ctrl-C leaves it running
+FOLDER is on the cluster, and absolute. See and end the run with lockstep status, logs and stop, and the same
+--cluster."""
+_TRAIN = ("python", "-m", "lockstep", "train")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit status 0: the cluster has the job; with --follow: the run has finished."""
+    if not argv or any(word in ("-h", "--help") for word in argv):
+        echo(USAGE)
+        return 0 if argv else 2
+    own, rest = _parser().parse_known_args(argv)
+    if own.cluster is None:
+        raise ConfigError("submit needs --cluster http://HEAD:8265; without a cluster: lockstep train")
+    if not rest:
+        raise ConfigError("nothing to submit: name a TOML file, grpo, ppo, sft, dpo, rm or --resume RUN_DIR")
+    command = parse(rest)
+    if command.json is not None or command.print_config:
+        raise ConfigError("--json and --print-config are of lockstep train; leave them out")
+    check_cluster(command)
+    run_dir = command.resume or command.run.run_dir
+    if run_dir is None or not run_dir.is_absolute():
+        raise ConfigError(
+            f"run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a folder of Ray's that "
+            "is removed later; give --run-dir with an absolute path that the nodes have"
+        )
+    from lockstep.cluster.jobs import RUN_FILE, Jobs, packed
+
+    with packed(command.run, extra=own.include) as folder:
+        jobs = Jobs(own.cluster)
+        if command.resume is not None:
+            words = ["--resume", str(run_dir), *_without(rest, "--resume")]
+        else:
+            patience = () if command.rank_timeout is None else ("--rank-timeout", str(command.rank_timeout))
+            words = [RUN_FILE, *patience]
+        job = jobs.submit(folder, [*_TRAIN, *words, "--cluster", "auto"], run_dir=run_dir)
+    echo(f"submit: {job}, {run_dir}; see it with: lockstep logs {job} --cluster {own.cluster} --follow")
+    if not own.follow:
+        return 0
+    for text in jobs.follow(job):
+        echo(text, end="")
+    ended = jobs.find(job)
+    echo(ended.text())
+    return 0 if ended.state == "finished" else 1
+
+
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """Words without a flag and its value."""
+    place = next((i for i, word in enumerate(words) if word.split("=")[0] == flag), None)
+    if place is None:
+        return list(words)
+    return [*words[:place], *words[place + (1 if "=" in words[place] else 2) :]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="lockstep submit", add_help=False, allow_abbrev=False)
+    parser.add_argument("--cluster")
+    parser.add_argument("--include", type=values.path, action="append", default=[])
+    parser.add_argument("--follow", action="store_true")
+    return parser

@@ -1,0 +1,314 @@
+"""Runs that are handed to a Ray cluster by its Jobs API, and asked about from anywhere.
+
+    jobs = Jobs("http://head:8265")
+    with packed(run, extra=[Path("rewards.py")]) as folder:
+        job = jobs.submit(folder, TRAIN, run_dir=run.run_dir)
+    print(jobs.find(job).text())
+
+The driver of a job is `lockstep train --cluster auto` on the head. What travels is a folder, under the hash
+of its content, and the environment variables that `travelling` lets through; Ray unpacks the folder where
+each rank runs. Beside lockstep.cluster.ray the only file that imports Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.cluster.environment import travelling
+from lockstep.cluster.rank_host import submitter
+from lockstep.cluster.ray import ClusterError, check_token, import_ray
+from lockstep.config.load import dump_toml, to_values
+from lockstep.config.run import RunConfig
+from lockstep.errors import ConfigError, DataError, TrainError
+from lockstep.observe.text import printable
+
+RUN_FILE = "run.toml"
+"""In the folder that travels."""
+STOP_SECONDS = 600
+"""That a stopped run has to save and end, before Ray kills it."""
+_HEAD_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+_STATES = {
+    "PENDING": "pending",
+    "RUNNING": "running",
+    "SUCCEEDED": "finished",
+    "FAILED": "failed",
+    "STOPPED": "stopped",
+}
+_LIVES = ("pending", "running")
+_OWN = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
+"""module:Class"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A run that was submitted, at one moment."""
+
+    id: str
+    run_dir: str
+    """On the cluster."""
+    state: str
+    """pending, running, finished, failed, stopped."""
+    message: str
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in _LIVES
+
+    def text(self) -> str:
+        """For a terminal."""
+        said = f": {self.message}" if self.message and not self.lives else ""
+        return printable(f"{self.id}: {self.state}, {self.run_dir}{said}")
+
+
+class Jobs:
+    """The jobs of one cluster.
+
+    Args:
+        address: of its dashboard, http://HEAD:8265.
+
+    Raises:
+        ConfigError: nothing answers there, it asks for no token, or it refuses ours.
+    """
+
+    def __init__(self, address: str) -> None:
+        _check_address(address)
+        check_token(address)
+        ray = import_ray()
+        from ray.job_submission import JobSubmissionClient
+
+        logging.getLogger("ray").setLevel(logging.WARNING)
+        self.address = address
+        self._errors = (RuntimeError, ValueError, OSError, ray.exceptions.RayError)
+        try:
+            self._client = JobSubmissionClient(address)
+        except self._errors as error:
+            raise ConfigError(
+                f"--cluster {address}: {str(error).splitlines()[0][:300]}. Is the token "
+                "(RAY_AUTH_TOKEN_PATH) the one that the head has?"
+            ) from error
+
+    def submit(self, folder: Path, command: Sequence[str], *, run_dir: Path) -> str:
+        """Hand a folder and a command to the cluster; returns the job's id.
+
+        Args:
+            command: runs in the folder, on the head.
+            run_dir: of the run, on the cluster.
+
+        Raises:
+            ConfigError: a job that lives has this run directory.
+            ClusterError: the cluster refused it.
+        """
+        for job in self.all():
+            if job.lives and job.run_dir == str(run_dir):
+                raise ConfigError(
+                    f"run_dir = {str(run_dir)!r}: job {job.id} is {job.state} there; wait for it, stop it "
+                    f"(lockstep stop {job.id} --cluster {self.address}), or choose another folder"
+                )
+        environment = travelling(os.environ) | submitter()
+        environment["RAY_JOB_STOP_WAIT_TIME_S"] = str(STOP_SECONDS)  # Ray's own are 3, too few for a save
+        job = self._ask(
+            "submit_job",
+            entrypoint=shlex.join(command),
+            submission_id=f"lockstep-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+            runtime_env={"working_dir": str(folder), "env_vars": environment},
+            metadata={"lockstep_run_dir": str(run_dir)},
+        )
+        return str(job)
+
+    def all(self) -> list[Job]:
+        """Every job that is a run of Lockstep, the newest last."""
+        found = self._ask("list_jobs")
+        found.sort(key=lambda each: each.start_time or 0)
+        return [
+            Job(
+                id=str(each.submission_id),
+                run_dir=str(each.metadata["lockstep_run_dir"]),
+                state=_STATES[each.status.value],
+                message=str(each.message or ""),
+            )
+            for each in found
+            if each.metadata and "lockstep_run_dir" in each.metadata
+        ]
+
+    def find(self, name: str) -> Job:
+        """A job by its id, or the newest by its run directory.
+
+        Raises:
+            DataError: there is none.
+        """
+        jobs = self.all()
+        found = [job for job in jobs if name in (job.id, job.run_dir)]
+        if not found:
+            there = ", ".join(f"{job.id} ({job.run_dir})" for job in jobs[-5:]) or "none"
+            raise DataError(f"{name[:200]}: no such job at {self.address}; the newest there: {there}")
+        return found[-1]
+
+    def stop(self, name: str, *, seconds: float, say: Callable[[str], None]) -> Job:
+        """Ask a run to save and end, and wait until it has; returns what became of it.
+
+        Raises:
+            DataError: there is no such job, or it has ended.
+            TrainError: it has not ended in time, and goes on ending.
+        """
+        job = self.find(name)
+        if not job.lives:
+            raise DataError(f"{job.id}: nothing to stop, the job is {job.state}")
+        self._ask("stop_job", job.id)
+        say(f"asked {job.id} to save and end after its step")
+        return self.wait(job.id, seconds=seconds)
+
+    def wait(self, name: str, *, seconds: float) -> Job:
+        """Wait until a job has ended.
+
+        Raises:
+            TrainError: it has not in time.
+        """
+        until = time.monotonic() + seconds
+        while (job := self.find(name)).lives:
+            if time.monotonic() > until:
+                raise TrainError(
+                    f"{job.id} has not ended within {seconds:g} s. What it does: lockstep logs {job.id} "
+                    f"--cluster {self.address}"
+                )
+            time.sleep(_POLL_SECONDS)
+        return job
+
+    def log(self, name: str) -> str:
+        """Everything that a job's driver has said so far."""
+        return str(self._ask("get_job_logs", self.find(name).id))
+
+    def follow(self, name: str) -> Iterator[str]:
+        """What a job's driver says from now on, until the job has ended."""
+        said = len(self.log(name))
+        while True:
+            lives = self.find(name).lives  # asked first: what it says before it ends is shown
+            text = self.log(name)
+            if text[said:]:
+                yield text[said:]
+            said = len(text)
+            if not lives:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _ask(self, call: str, *arguments: str, **more: Any) -> Any:
+        """Call a method of Ray's client.
+
+        Raises:
+            ClusterError: the cluster refused it, or does not answer any more.
+        """
+        try:
+            return getattr(self._client, call)(*arguments, **more)
+        except self._errors as error:
+            raise ClusterError(f"{self.address}: {call}: {str(error)[:500]}") from error
+
+
+@contextlib.contextmanager
+def packed(run: RunConfig, *, extra: Sequence[Path]) -> Iterator[Path]:
+    """A folder with the run's config, the modules of the working directory that it names, and `extra`.
+
+    Raises:
+        ConfigError: the run names a file of this machine that would not be there.
+    """
+    _check_files(run, extra)
+    with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as name:
+        folder = Path(name)
+        (folder / RUN_FILE).write_text(dump_toml(run), encoding="utf-8")
+        for path in [*_modules(run), *extra]:
+            _copy(path, folder)
+        yield folder
+
+
+def _copy(path: Path, folder: Path) -> None:
+    relative = Path(os.path.relpath(path))
+    if relative.is_absolute() or ".." in relative.parts or str(relative) in (".", RUN_FILE):
+        raise ConfigError(
+            f"--include {path}: only what lies below the working directory travels, and not as {RUN_FILE}; "
+            "copy it there, or put it on every node"
+        )
+    target = folder / relative
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        shutil.copytree(path, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    elif path.is_file():
+        shutil.copyfile(path, target)
+    else:
+        raise ConfigError(f"--include {path}: there is no such file or folder")
+
+
+def _modules(run: RunConfig) -> list[Path]:
+    """Files and packages of the working directory that settings name as module:Class."""
+    names = {match[1] for text in _texts(to_values(run)) if (match := _OWN.fullmatch(text))}
+    places = [path for name in sorted(names) for path in (Path(f"{name}.py"), Path(name))]
+    return [path for path in places if path.is_file() or (path.is_dir() and any(path.glob("*.py")))]
+
+
+def _check_files(run: RunConfig, extra: Sequence[Path]) -> None:
+    """Raise ConfigError for a relative path that is here and would not be there."""
+    taken = [Path(os.path.relpath(path)) for path in extra]
+    for text in _texts(to_values(run)):
+        path = Path(text)
+        if path.is_absolute() or len(text) > 1024 or not ("/" in text or path.suffix) or not path.exists():
+            continue
+        if not any(path == each or each in path.parents for each in taken):
+            raise ConfigError(
+                f"{text!r} is a file of this working directory, which the cluster does not have; send it "
+                f"along with --include {shlex.quote(text)}, or write the absolute path that it has on every "
+                "node"
+            )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _texts(each)
+
+
+def _check_address(address: str) -> None:
+    """Raise ConfigError unless a head that asks for a token answers."""
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+        raise ConfigError(
+            f"--cluster {address[:200]!r}: write the address of the head's dashboard, http://HEAD:8265 "
+            "(ray://... is Ray Client, which is not used)"
+        )
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname, port), timeout=_HEAD_SECONDS).close()
+        with urllib.request.urlopen(f"{address.rstrip('/')}/api/jobs/", timeout=_HEAD_SECONDS):
+            pass
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            return
+        raise ConfigError(f"--cluster {address}: its Jobs API answers with status {error.code}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--cluster {address}: no head of a Ray cluster answers there ({error}). Start one with "
+            "`ray start --head`, or give the address that its dashboard has"
+        ) from error
+    raise ConfigError(
+        f"--cluster {address}: it shows its jobs to whoever asks, and would run anybody's programs. Start "
+        "the cluster with RAY_AUTH_MODE=token"
+    )
