@@ -3,6 +3,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,18 @@ def test_thread_counts(value: str | None, status: str) -> None:
 )
 def test_hidden_gpus(value: str | None, status: str) -> None:
     assert doctor._visible_devices(value).status == status
+
+
+@pytest.mark.parametrize(
+    ("kept", "written", "status"),
+    [(True, True, "note"), (True, False, "note"), (False, True, "note"), (False, False, "warning")],
+)
+def test_bytecode(kept: bool, written: bool, status: str, tmp_path: Path) -> None:
+    spec = ModuleSpec("torch", None)
+    spec.cached = str(tmp_path / "torch.pyc")
+    if kept:
+        Path(spec.cached).touch()
+    assert doctor._bytecode(spec, written=written).status == status
 
 
 @pytest.mark.parametrize(

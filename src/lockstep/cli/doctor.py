@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -276,6 +277,7 @@ def settings() -> list[Finding]:
         ),
         _visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")),
         _open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        _bytecode(importlib.util.find_spec("torch"), written=not sys.dont_write_bytecode),
         _compiler(),
         _sandbox(),
     ]
@@ -438,6 +440,20 @@ def _visible_devices(value: str | None) -> Finding:
     if value is not None and value.strip() in ("", "-1", "NoDevFiles"):
         return Finding(group="setting", name=name, status="warning", detail=f"{value!r} hides every GPU")
     return _setting(name, value, unset="unset: all GPUs")
+
+
+def _bytecode(torch: ModuleSpec | None, *, written: bool) -> Finding:
+    """Whether imports find compiled code: images are built without it, and some forbid Python to write it."""
+    kept = torch is not None and torch.cached is not None and Path(torch.cached).exists()
+    name = "PYTHONDONTWRITEBYTECODE"
+    if kept or written:
+        detail = "torch's bytecode is there" if kept else "unset: the first start writes torch's bytecode"
+        return Finding(group="setting", name=name, status="note", detail=detail)
+    detail = (
+        "set, and torch has no bytecode: every start compiles it anew, 5 s and more; unset it "
+        "(PYTHONPYCACHEPREFIX names another folder for it, where torch's own cannot be written)"
+    )
+    return Finding(group="setting", name=name, status="warning", detail=detail)
 
 
 def _open_files(limit: int) -> Finding:
