@@ -36,6 +36,8 @@ from lockstep.cluster.ray import ClusterError, check_token, import_ray
 from lockstep.config.load import dump_toml, to_values
 from lockstep.config.run import RunConfig
 from lockstep.errors import ConfigError, DataError, TrainError
+from lockstep.observe.cache import cache_root
+from lockstep.observe.files import file_errors
 from lockstep.observe.text import printable
 
 RUN_FILE = "run.toml"
@@ -228,7 +230,12 @@ def packed(run: RunConfig, *, extra: Sequence[Path]) -> Iterator[Path]:
         ConfigError: the run names a file of this machine that would not be there.
     """
     _check_files(run, extra)
-    with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as name:
+    parent = cache_root() / "submit"
+    with file_errors(
+        parent, ConfigError, "make", advice="set LOCKSTEP_CACHE to a folder that can be written"
+    ):
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         (folder / RUN_FILE).write_text(dump_toml(run), encoding="utf-8")
         for path in [*_modules(run), *extra]:
