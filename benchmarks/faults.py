@@ -3,11 +3,15 @@
     python benchmarks/faults.py hangs --n 2 --resume benchmarks/results/hangs.json
     python benchmarks/faults.py hangs --kind stopped --show
     python benchmarks/faults.py overhead --resume benchmarks/results/hangs.json
+    python benchmarks/faults.py slow --n 1000 --resume benchmarks/results/hangs.json
 
 Each case is a run of `tiny.toml` (random weights, fsdp2, two ranks, gloo on the CPU) in which one rank has
 one fault, at one place of a step, under a watchdog of SECONDS. Judged are the rank and the cause that the run
 ends with; the seconds from the last sign of progress to the report are noted. --resume adds to what the file
 holds. The exit status is 0 when every case that was run is right.
+
+`slow` is one run of so many steps, in each of which a rank computes for twice the watchdog's deadline before
+its forward, by turns rank 1 alone, for which rank 0 waits in a collective, and both. It must end by itself.
 
 `overhead` runs a few steps of the recipe `demo` on two ranks, and counts the CPU seconds of each rank inside
 its flight record.
@@ -290,6 +294,56 @@ def overhead(recipe: str = "demo") -> dict[str, Any]:
     }
 
 
+# --- slow but living ----------------------------------------------------------------------------------------
+
+SLOW_DEADLINE = 0.5
+"""Seconds of the watchdog over slow steps, each of which computes for twice as long."""
+
+
+def slow_main(toml: str, run: str, steps: str) -> int:
+    """`lockstep train` of one rank, slow."""
+    from lockstep.cli.main import main
+    from lockstep.train.fsdp2.backend import FSDP2Backend
+
+    original, calls, rank = FSDP2Backend.forward_backward, [0], int(os.environ["RANK"])
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if rank == 1 or calls[0] % 2:
+            until = time.monotonic() + 2 * SLOW_DEADLINE
+            while time.monotonic() < until:
+                sum(range(10_000))
+        return original(*args, **kwargs)
+
+    FSDP2Backend.forward_backward = slow  # type: ignore[method-assign]
+    flags = ["--steps", steps, "--checkpoint.every", steps]
+    return main(["train", toml, "--run-dir", run, "--rank-timeout", str(SLOW_DEADLINE), *flags])
+
+
+def slow(steps: int) -> dict[str, Any]:
+    """Run so many slow steps; returns how many were done and whether the watchdog ended the run."""
+    folder = Path(tempfile.mkdtemp(prefix="slow-"))
+    try:
+        (folder / "tiny.toml").write_text(TINY)
+        words = [sys.executable, str(Path(__file__).resolve()), "slow-rank", "tiny.toml", "run", str(steps)]
+        began = time.monotonic()
+        ended = launched(folder, words, watch=SLOW_DEADLINE, timeout=10 * SLOW_DEADLINE * steps + 120)
+        rows = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+        times = [row["time/step"] for row in rows if "time/step" in row]
+        return {
+            "deadline_seconds": SLOW_DEADLINE,
+            "steps": len(times),
+            "step_seconds_median": round(sorted(times)[len(times) // 2], 2),
+            "seconds": round(time.monotonic() - began, 1),
+            "status": ended.returncode,
+            "false_alarm": "no rank has made progress" in ended.stdout + ended.stderr,
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+            "torch": importlib.metadata.version("torch"),
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # --- the cases ----------------------------------------------------------------------------------------------
 
 
@@ -307,23 +361,9 @@ def case(kind: str, *, show: bool = False) -> dict[str, Any]:
             run.mkdir()
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(run)], check=True)
         (folder / "tiny.toml").write_text(toml)
-        launcher = (
-            "import sys; from pathlib import Path; from lockstep.ranks.launch import launch_command; "
-            f"sys.exit(launch_command(sys.argv[2:], ranks=2, timeout=300, watch={SECONDS}, "
-            "log_dir=Path(sys.argv[1]), graceful=True))"
-        )
         words = [sys.executable, str(Path(__file__).resolve()), "rank", kind, "tiny.toml", str(run)]
-        path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
         began = time.monotonic()
-        ended = subprocess.run(
-            [sys.executable, "-c", launcher, str(folder / "logs"), *words],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=400,
-        )
+        ended = launched(folder, words, watch=SECONDS, timeout=300)
         if show:
             sys.stdout.write(ended.stdout + ended.stderr)
         return judge(kind, folder / "logs", ended, seconds=time.monotonic() - began)
@@ -331,6 +371,27 @@ def case(kind: str, *, show: bool = False) -> dict[str, Any]:
         if mounted:
             subprocess.run(["umount", str(folder / "run")], check=False)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def launched(
+    folder: Path, words: Sequence[str], *, watch: float, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as two watched ranks in a folder."""
+    launcher = (
+        "import sys; from pathlib import Path; from lockstep.ranks.launch import launch_command; "
+        f"sys.exit(launch_command(sys.argv[2:], ranks=2, timeout={timeout}, watch={watch}, "
+        "log_dir=Path(sys.argv[1]), graceful=True))"
+    )
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", launcher, str(folder / "logs"), *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout + 100,
+    )
 
 
 def judge(
@@ -367,9 +428,13 @@ def main(argv: Sequence[str]) -> int:
         return rank_main(*argv[1:])
     if argv[:1] == ["overhead-rank"]:
         return overhead_main(*argv[1:])
+    if argv[:1] == ["slow-rank"]:
+        return slow_main(*argv[1:])
     parser = argparse.ArgumentParser(description="Runs with one fault each; see the top of this file.")
-    parser.add_argument("what", choices=["hangs", "overhead"])
-    parser.add_argument("--n", type=int, default=1, help="cases of each kind, those in --resume included")
+    parser.add_argument("what", choices=["hangs", "overhead", "slow"])
+    parser.add_argument(
+        "--n", type=int, default=1, help="cases of each kind, those in --resume included; slow: steps"
+    )
     parser.add_argument("--kind", choices=sorted(EXPECTED), help="only this kind")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="add to this result")
     parser.add_argument("--show", action="store_true", help="show what the runs print")
@@ -384,6 +449,12 @@ def main(argv: Sequence[str]) -> int:
         if arguments.resume is not None:
             arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
         return 0 if result["overhead"]["share"] <= MOST_OVERHEAD else 1
+    if arguments.what == "slow":
+        found = result["slow"] = slow(arguments.n)
+        print(f"faults: {found}")
+        if arguments.resume is not None:
+            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+        return 0 if found["status"] == 0 and found["steps"] == arguments.n else 1
     right = True
     for kind in [arguments.kind] if arguments.kind else EXPECTED:
         for number in range(sum(each["kind"] == kind for each in result["cases"]), arguments.n):
