@@ -283,7 +283,7 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
     (tmp_path / "run.toml").write_text(RUN.format(kind="grpo"))
     submit = ("submit", "run.toml", "--run-dir", str(out), "--steps", "1000000")
     status, said = lockstep(*submit, env=head, cwd=tmp_path)
-    assert status == 0, said
+    assert status == 0 and said.startswith("submit: lockstep-") and said.count("\n") == 1, said
     status, said = lockstep(*submit, env=head, cwd=tmp_path)
     assert status == 2 and "choose another folder" in said
     until = time.monotonic() + SECONDS

@@ -25,9 +25,16 @@ from lockstep.ranks.launch import Launch
 from lockstep.ranks.rendezvous import RankError
 
 RANK = """
+import traceback
 from lockstep.ranks.context import init_ranks
-with init_ranks(seconds=30) as ranks:
-    ranks.gather(None, None, what="x")
+from lockstep.ranks.launch import leave
+try:
+    with init_ranks(seconds=30) as ranks:
+        ranks.gather(None, None, what="x")
+except Exception:
+    traceback.print_exc()
+    leave(1)
+    raise
 """
 
 

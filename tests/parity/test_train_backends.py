@@ -42,12 +42,11 @@ COMPILED = Run(algorithm="sft", optimizer="sgd", execution="compile", steps=5)
 JOINT = Run(algorithm="sft", optimizer="sgd", execution="joint", steps=5)
 JOINT_BF16 = Run(algorithm="sft", optimizer="adamw", dtype="bfloat16", execution="joint", steps=5)
 LORA = Run(algorithm="grpo", optimizer="sgd", lora=True, steps=5)
-VALUE, RM = (Run(algorithm=name, optimizer="sgd", steps=3) for name in SCALAR)
+VALUE, RM = (Run(algorithm=name, optimizer="sgd") for name in SCALAR)
 VALUE_PADDED, VALUE_SHARED, RM_SHARED = (
     Run(algorithm=name, optimizer="sgd", layout=layout, steps=3)
     for name, layout in (("value", "padded"), ("value", "shared"), ("rm", "shared"))
 )
-VALUE_20, RM_20 = (Run(algorithm=name, optimizer="sgd") for name in SCALAR)
 EVERY = (*FLOAT32, BF16)
 SHARED_ALL = (SHARED, SHARED_BF16, SHARED_JOINT, SHARED_JOINT_BF16)
 COMPILED_ALL = (COMPILED, SHARED_COMPILED)
@@ -86,7 +85,7 @@ LAUNCHES: dict[str, tuple[int, list[tuple[str, tuple[Run, ...]]]]] = {
             ("fsdp2:ring2", (VALUE, RM)),
         ],
     ),
-    "scores, fsdp2 on 4": (4, [("fsdp2:tp2+ring2", (VALUE_20, RM_20)), ("fsdp2", (VALUE_20, RM_20))]),
+    "scores, fsdp2 on 4": (4, [("fsdp2:tp2+ring2", (VALUE, RM)), ("fsdp2", (VALUE, RM))]),
     "scores, deepspeed on 2": (
         2,
         [

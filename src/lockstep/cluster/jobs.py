@@ -96,7 +96,8 @@ class Jobs:
         ray = import_ray()
         from ray.job_submission import JobSubmissionClient
 
-        logging.getLogger("ray").setLevel(logging.WARNING)
+        for name in ("dashboard_sdk", "job.sdk"):
+            logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)  # INFO by itself
         self.address = address
         self._errors = (RuntimeError, ValueError, OSError, ray.exceptions.RayError)
         try:
