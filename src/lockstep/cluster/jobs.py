@@ -96,8 +96,8 @@ class Jobs:
         ray = import_ray()
         from ray.job_submission import JobSubmissionClient
 
-        for name in ("dashboard_sdk", "job.sdk"):
-            logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)  # INFO by itself
+        for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         self.address = address
         self._errors = (RuntimeError, ValueError, OSError, ray.exceptions.RayError)
         try:
