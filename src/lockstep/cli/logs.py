@@ -46,10 +46,11 @@ def _of_job(arguments: argparse.Namespace) -> int:
             "others are in logs/ranks of the run directory"
         )
     jobs, name = Jobs(arguments.cluster), str(arguments.run)
-    for line in jobs.log(name).splitlines()[-arguments.lines :]:
+    log = jobs.log(name)
+    for line in log.splitlines()[-arguments.lines :]:
         echo(line)
     if arguments.follow:
-        for text in jobs.follow(name):
+        for text in jobs.follow(name, said=len(log)):
             echo(text, end="")
     return 0
 

@@ -29,7 +29,7 @@ _TRAIN = ("python", "-m", "lockstep", "train")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0: the cluster has the job; with --follow: the run has finished."""
+    """Exit status 0: the cluster has the job; with --follow: it has finished, or Ctrl-C left it going."""
     if not argv or any(word in ("-h", "--help") for word in argv):
         echo(USAGE)
         return 0 if argv else 2
@@ -61,8 +61,12 @@ def main(argv: Sequence[str]) -> int:
     echo(f"submit: {job}, {run_dir}; see it with: lockstep logs {job} --cluster {own.cluster} --follow")
     if not own.follow:
         return 0
-    for text in jobs.follow(job):
-        echo(text, end="")
+    try:
+        for text in jobs.follow(job):
+            echo(text, end="")
+    except KeyboardInterrupt:
+        echo(f"\nsubmit: {job} goes on; end it with: lockstep stop {job} --cluster {own.cluster}")
+        return 0
     ended = jobs.find(job)
     echo(ended.text())
     return 0 if ended.state == "finished" else 1

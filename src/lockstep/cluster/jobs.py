@@ -198,9 +198,8 @@ class Jobs:
         """Everything that a job's driver has said so far."""
         return str(self._ask("get_job_logs", self.find(name).id))
 
-    def follow(self, name: str) -> Iterator[str]:
-        """What a job's driver says from now on, until the job has ended."""
-        said = len(self.log(name))
+    def follow(self, name: str, *, said: int = 0) -> Iterator[str]:
+        """What a job's driver says behind the first `said` characters, until the job has ended."""
         while True:
             lives = self.find(name).lives  # asked first: what it says before it ends is shown
             text = self.log(name)
