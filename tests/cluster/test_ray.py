@@ -296,7 +296,7 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
     assert [path.name for path in out.glob("checkpoints/*")] == [f"step-{done:06d}"]
     status, said = lockstep("stop", str(out), env=head, cwd=tmp_path)
     assert status == 1 and "nothing to stop" in said
-    more = ("submit", "--resume", str(out), "--steps", str(done + 1), "--follow")
+    more = ("submit", "--resume", "run", "--steps", str(done + 1), "--follow")
     status, said = lockstep(*more, env=head, cwd=tmp_path)
     assert status == 0 and len(numbers(out)) == done + 1, said
 
@@ -312,6 +312,12 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
         ({}, ("--run-dir", "run"), "--run-dir with an absolute path"),
         ({}, ("--run-dir", "/tmp/run", "--model.name", "./bad"), "--include"),
         ({}, ("--run-dir", "/tmp/run", "--include", ".."), "below the working directory"),
+        ({}, ("--run-dir", "/tmp/run", "--include", "no"), "no such file or folder"),
+        (
+            {},
+            ("--run-dir", "/tmp/run", "--include", "no", "--data.system-prompt", "a/" + "b" * 300),
+            "no such file",
+        ),
         ({}, ("--run-dir", "/tmp/run", "--ranks", "3"), "1 * 2 = 2 ranks"),
     ],
 )

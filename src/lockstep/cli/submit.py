@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if command.json is not None or command.print_config:
         raise ConfigError("--json and --print-config are of lockstep train; leave them out")
     check_cluster(command)
-    run_dir = command.resume or command.run.run_dir
+    run_dir = command.run.run_dir if command.resume is None else command.resume.absolute()
     if run_dir is None or not run_dir.is_absolute():
         raise ConfigError(
             f"run_dir = {None if run_dir is None else str(run_dir)!r}: a job runs in a folder of Ray's that "

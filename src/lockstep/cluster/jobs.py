@@ -45,7 +45,9 @@ RUN_FILE = "run.toml"
 STOP_SECONDS = 600
 """That a stopped run has to save and end, before Ray kills it."""
 _HEAD_SECONDS = 10.0
-_POLL_SECONDS = 0.5
+_REQUEST_SECONDS = 60.0
+"""For an answer, an upload of a job's folder included, to begin."""
+_POLL_SECONDS = 1.0
 _STATES = {
     "PENDING": "pending",
     "RUNNING": "running",
@@ -96,12 +98,18 @@ class Jobs:
         ray = import_ray()
         from ray.job_submission import JobSubmissionClient
 
+        class Client(JobSubmissionClient):
+            """Ray's, whose requests would wait for ever for a head that stalls."""
+
+            def _do_request(self, *arguments: Any, **more: Any) -> Any:
+                return super()._do_request(*arguments, timeout=_REQUEST_SECONDS, **more)
+
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
             logging.getLogger(name).setLevel(logging.WARNING)
         self.address = address
         self._errors = (RuntimeError, ValueError, OSError, ray.exceptions.RayError)
         try:
-            self._client = JobSubmissionClient(address)
+            self._client = Client(address)
         except self._errors as error:
             raise ConfigError(
                 f"--cluster {address}: {str(error).splitlines()[0][:300]}. Is the token "
@@ -272,7 +280,9 @@ def _check_files(run: RunConfig, extra: Sequence[Path]) -> None:
     taken = [Path(os.path.relpath(path)) for path in extra]
     for text in _texts(to_values(run)):
         path = Path(text)
-        if path.is_absolute() or len(text) > 1024 or not ("/" in text or path.suffix) or not path.exists():
+        if path.is_absolute() or not ("/" in text or path.suffix):
+            continue
+        if not os.path.exists(path):  # unlike Path.exists also of text that is too long for a name
             continue
         if not any(path == each or each in path.parents for each in taken):
             raise ConfigError(
