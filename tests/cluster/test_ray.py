@@ -5,6 +5,7 @@ Starting Ray takes about 15 s of CPU, so each run answers several questions.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -103,29 +104,39 @@ def left(folder: Path) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def two_nodes(cache: Path) -> Iterator[dict[str, str]]:
-    """A cluster of two nodes: the environment that finds it."""
-    folder = cache / "two"
+@contextlib.contextmanager
+def cluster(cache: Path, kind: str) -> Iterator[tuple[str, Path]]:
+    """A cluster that ray_nodes.py runs: its address, and its token."""
+    folder = cache / kind
     folder.mkdir()
-    script = Path(__file__).with_name("two_nodes.py")
-    output = (folder / "out").open("wb")
-    with subprocess.Popen(
-        [sys.executable, str(script), str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=environment(cache),
-    ) as process:
+    script = Path(__file__).with_name("ray_nodes.py")
+    env = environment(cache)
+    del env["MY_TOKEN"]  # of the driver's shell only
+    with (
+        (folder / "out").open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), kind],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+        ) as process,
+    ):
         until = time.monotonic() + SECONDS
         while not (folder / "address").exists():
             assert process.poll() is None and time.monotonic() < until, (folder / "out").read_text()
             time.sleep(0.1)
-        address = (folder / "address").read_text()
-        yield environment(cache, RAY_ADDRESS=address, RAY_AUTH_TOKEN_PATH=str(folder / "token"))
+        yield (folder / "address").read_text(), folder / "token"
         assert process.stdin is not None
         process.stdin.close()
         process.wait(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(cache: Path) -> Iterator[dict[str, str]]:
+    """A cluster of two nodes: the environment that finds it."""
+    with cluster(cache, "two") as (address, token):
+        yield environment(cache, RAY_ADDRESS=address, RAY_AUTH_TOKEN_PATH=str(token))
 
 
 @pytest.fixture(scope="module", params=["grpo", "ppo"])
@@ -215,28 +226,8 @@ def score(prompt, completion, row, **more):
 @pytest.fixture(scope="module")
 def head(cache: Path) -> Iterator[dict[str, str]]:
     """A head with a dashboard: the environment that may submit to it, and its ADDRESS."""
-    folder = cache / "head"
-    folder.mkdir()
-    script = Path(__file__).with_name("jobs_head.py")
-    with (
-        (folder / "out").open("wb") as output,
-        subprocess.Popen(
-            [sys.executable, str(script), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_CACHE": str(cache)},
-        ) as process,
-    ):
-        until = time.monotonic() + SECONDS
-        while not (folder / "address").exists():
-            assert process.poll() is None and time.monotonic() < until, (folder / "out").read_text()
-            time.sleep(0.1)
-        address = (folder / "address").read_text()
-        yield environment(cache, RAY_AUTH_TOKEN_PATH=str(folder / "token"), ADDRESS=address)
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait(SECONDS)
+    with cluster(cache, "head") as (address, token):
+        yield environment(cache, RAY_AUTH_TOKEN_PATH=str(token), ADDRESS=address)
 
 
 def lockstep(*words: str, env: dict[str, str], cwd: Path, cluster: bool = True) -> tuple[int, str]:
@@ -315,7 +306,7 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_goes_on(
         ({}, ("--run-dir", "/tmp/run", "--include", "no"), "no such file or folder"),
         (
             {},
-            ("--run-dir", "/tmp/run", "--include", "no", "--data.system-prompt", "a/" + "b" * 300),
+            ("--run-dir", "/tmp/run", "--include", "no", "--data.system-prompt", "b" * 300 + "/"),
             "no such file",
         ),
         ({}, ("--run-dir", "/tmp/run", "--ranks", "3"), "1 * 2 = 2 ranks"),
