@@ -91,11 +91,15 @@ def follow_steps() -> None:
     Session.begin_step = begin_step  # type: ignore[method-assign]
 
 
-def arm(target: str, *, call: int, send: str, step: int | None = None, when: str = "before") -> None:
+def arm(
+    target: str, *, call: int, send: str, step: int | None = None, of: str | None = None, when: str = "before"
+) -> None:
     """Send the process a signal at one call of `module:Class.method` or `module:function`.
 
     Args:
-        call: which of its calls, from 1; counted in `step` only, if one is given.
+        call: which of its calls, from 1; counted in `step` only, if one is given, and only those of objects
+            with an attribute that contains the text `of`, if one is given. A thread in the background belongs
+            to no step for certain: name its object.
         when: before or after the call; backward: inside the backward pass of the tensor that it returns
             (calls that return one without a graph are not counted).
     """
@@ -113,6 +117,8 @@ def arm(target: str, *, call: int, send: str, step: int | None = None, when: str
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if step is not None and _step != step:
+            return original(*args, **kwargs)
+        if of is not None and not any(of in str(value) for value in vars(args[0]).values()):
             return original(*args, **kwargs)
         nonlocal count
         if when == "before" and (count := count + 1) == call:

@@ -15,6 +15,7 @@ POLL = "lockstep.loop.checkpoint:CheckpointManager.poll"
 COMMIT = "lockstep.loop.checkpoint:CheckpointManager._commit"
 PUT = "lockstep.loop.checkpoint:CheckpointManager._publish"
 OPTIMIZER = "lockstep.train.local:LocalBackend.optimizer_step"
+SECOND, THIRD = "saving-step-000002-", "saving-step-000003-"
 FLAGS = ("--checkpoint.background", "--checkpoint.every", "1")
 
 
@@ -24,7 +25,7 @@ def kill(target: str, **order: Any) -> dict[str, Any]:
 
 MOMENTS = {
     "copying": [kill(COPY, step=1, call=2), kill(COPY, step=2, call=30)],
-    "writing": [kill(FILE, step=2, call=1), kill(FILE, step=2, call=40), kill(FILE, step=3, call=9)],
+    "writing": [kill(FILE, of=SECOND), kill(FILE, of=SECOND, call=40), kill(FILE, of=THIRD, call=9)],
     "between": [kill(POLL, step=2), kill(OPTIMIZER, step=2, when="after"), kill(OPTIMIZER, step=3)],
     "committing": [kill(COMMIT, call=2), kill(PUT, call=2), kill(PUT, when="after"), kill("shutil:rmtree")],
 }
