@@ -70,11 +70,33 @@ def test_lines_are_counted_by_kind(tmp_path: Path) -> None:
     (tmp_path / "a" / "b.py").write_text(text)
     (tmp_path / "a" / "page.html").write_text("<p>\n\n</p>\n")
     (tmp_path / "c.py").write_text("x = 1\n")
-    told = limits.table([tmp_path / "a/b.py", tmp_path / "a/page.html", tmp_path / "c.py"], tmp_path)
+    packages = limits.count_packages(
+        [tmp_path / "a/b.py", tmp_path / "a/page.html", tmp_path / "c.py"], tmp_path
+    )
+    told = limits.table(packages)
     assert [line.split() for line in told.splitlines()[1:]] == [
         ["a", "8", "4", "1", "17"],
         [".", "1", "0", "0", "1"],
         ["all", "9", "4", "1", "18"],
+    ]
+
+
+def test_a_package_has_a_budget() -> None:
+    packages = {"a": limits.Lines(code=11), "b": limits.Lines(code=5), "c": limits.Lines(code=1)}
+    assert list(limits.check_budgets(packages, {"a": 10, "b": 5})) == [
+        "src/lockstep/a: 11 lines of code, its budget is 10",
+        "src/lockstep/c has no budget; add it to BUDGETS",
+    ]
+
+
+def test_one_function_in_a_hundred_may_be_long(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    long = "def long():\n" + "    x = 1\n" * 50
+    file.write_text("def short(): ...\n" * 99 + long)
+    assert list(limits.check_p99([file], tmp_path)) == []
+    file.write_text("def short(): ...\n" * 98 + long * 2)
+    assert list(limits.check_p99([file], tmp_path)) == [
+        "src: the 99th percentile of function lengths is 51 lines, at most 50"
     ]
 
 
