@@ -1,4 +1,4 @@
-"""The compatibility matrix of an 8B policy on one H200: document 000's eight cells, all of them, in bfloat16.
+"""The compatibility matrix of an 8B policy on one H200: the 8 cells of flash x compile x packing, bfloat16.
 
     python benchmarks/matrix_h200.py make --out /tmp/inputs
     python benchmarks/matrix_h200.py run --inputs /tmp/inputs --out benchmarks/results/matrix-h200
