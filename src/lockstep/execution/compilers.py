@@ -52,6 +52,7 @@ class GraphCompiler:
             return {}
         from torch._inductor.decomposition import select_decomp_table
 
+        # torch.compile passes inductor's decompositions itself; an export has none unless it is given them.
         return {"decompositions": select_decomp_table()}
 
     def compile_options(self, *, num_weights: int) -> dict[str, Any]:

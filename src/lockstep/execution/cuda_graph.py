@@ -92,6 +92,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, step: RecordedStep, *weights: Tensor) -> Tensor:
         ctx.step, ctx.turn = step, step._pool.turn
         step._replay_forward()
+        # A copy: the next forward of any shape overwrites the recorded one, and a head may still read this.
         hidden: Tensor = step._hidden.clone()
         return hidden
 
@@ -114,6 +115,8 @@ def warm_up(
     forward: Callable[[], Tensor], backward: Callable[[Tensor, Tensor], Sequence[Tensor | None]]
 ) -> Tensor:
     """Run both twice on a side stream, as recording needs. Returns the buffer for d hidden."""
+    # CUDA cannot record what a first call does once (allocate, choose kernels, load modules), and torch wants
+    # the warm-up away from the default stream.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -251,6 +251,8 @@ def _export(base: nn.Module, call: DecoderCall, compiler: GraphCompiler) -> _Gra
         aot_export_joint_with_descriptors,
     )
 
+    # The three functions are not public. In torch 2.11 to 2.13 they differ only in arguments that are not
+    # used here. A public export of forward and backward as one graph would take their place.
     traced, arguments = _Traced(base), call.arguments()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())

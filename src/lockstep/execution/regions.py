@@ -27,6 +27,8 @@ def prepare_compiler() -> None:
     """Set the cache of compiled code and the number of graphs that a layer may have; before anything is
     compiled."""
     use_compile_cache()
+    # Global, because torch.compile takes no limit of its own (torch 2.11 to 2.13). Beyond it a layer compiled
+    # with fullgraph=True raises.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
 
 

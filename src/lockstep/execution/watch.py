@@ -128,6 +128,8 @@ class CompileWatch:
 
 def _now() -> _Counts:
     return _Counts(
+        # Not public, in torch 2.11 to 2.13: torch has no other count of graphs, and reasons only in its log
+        # of compilations.
         graphs=int(counters["stats"].get("unique_graphs", 0)),
         breaks=sum(counters["graph_break"].values()),
         seconds=float(sum(compilation_time_metrics.get("_compile.compile_inner", []))) + _build_seconds,

@@ -97,6 +97,7 @@ def as_parts(sizes: Sizes) -> list[MemoryPart]:
 
 def state_bytes(train: TrainConfig) -> int:
     """Bytes of optimizer states per Parameter."""
+    # Two moments, of four bytes or of one.
     return {"adamw": 8, "adamw8bit": 2, "sgd": 0}[train.optimizer]
 
 

@@ -53,6 +53,7 @@ def require_same_batches(
     """
     if group.size() == 1:
         return
+    # Not hash(): Python salts that of strings in each process.
     digest = zlib.crc32(repr([(batch.lengths, batch.sample_ids) for batch in batches]).encode())
     own = torch.tensor([len(batches), sum(batch.num_slots for batch in batches), digest])
     gather_device = torch.device("cpu") if "gloo" in str(dist.get_backend_config(group)) else device

@@ -245,6 +245,8 @@ class AdamW(MasterOptimizer):
         # The kernel counts the update itself, so it gets the count before this one; a piece has a count of
         # its own.
         counts = [(self.updates[p.index] - 1).to(self.device) for p in bucket]
+        # The functional form, because torch.optim.AdamW updates whole Parameters: here they are pieces of
+        # masters.
         adamw(
             [_flat(self.masters[p.index], p) for p in bucket],
             gradients,

@@ -125,6 +125,8 @@ class DeepSpeedBackend:
         self._lora = has_lora(self.module)
         self.ref = Reference(functools.partial(self._score, "ref")) if ref else None
         self._static = static_head(config, self.module)
+        # A copy made later would have what DeepSpeed and the compiler put into the module; at stage 3 its
+        # Parameters would be empty.
         reference = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         if config.activation_checkpointing:
             checkpoint_activations(self.module)
@@ -137,6 +139,8 @@ class DeepSpeedBackend:
         self._compile_watch = build.compile(self.module) if compiled else None
         self._zero = build.policy(self._outer, named, with_states=with_states)
         if self.deepcompile:
+            # DeepCompile replaces the engine's hooks by nodes of the graph, so it comes after
+            # deepspeed.initialize; it takes no other backend than inductor and eager.
             self._zero.engine.compile(backend="inductor")
             self._compile_watch = CompileWatch(max_recompiles=config.max_recompiles)
         watch = self._compile_watch
@@ -254,6 +258,8 @@ class DeepSpeedBackend:
         self._outer.train()
         try:
             for position, (index, batch) in enumerate(batches.items()):
+                # By hand: packs of one step may be any number, and DeepSpeed's own count of them is fixed by
+                # its config.
                 self._zero.engine.set_gradient_accumulation_boundary(position == len(batches) - 1)
                 watched = self._counting()
                 with self._memory_errors_explained(batch, index=index, count=count), watched:
@@ -274,6 +280,7 @@ class DeepSpeedBackend:
         with self.spans("forward"):
             value, tokens = self._forward(moved, rows, labels, loss)
         with self.spans("backward"):
+            # DeepSpeed takes the mean over ranks; gradients here are sums.
             self._zero.engine.backward(value * self.world_size)
         return MicroBatchOutput(loss=value.detach(), tokens=scatter(tokens, rows, batch.num_slots))
 
@@ -487,6 +494,8 @@ def _import_deepspeed(device: torch.device) -> Any:
     Raises:
         ConfigError: it is missing, has been imported for another accelerator, or cannot be compiled.
     """
+    # DeepSpeed chooses its accelerator once per process, and would choose CUDA wherever there is a GPU, also
+    # for a model on the CPU.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     find_ninja()
     try:

@@ -84,9 +84,12 @@ class ZeroBuilder:
         if self.config.zero_stage < 3:
             return compile_module(module, self.config, like=like)
         prepare_compiler()
+        # A leaf is gathered as a whole by its own hooks, so none is left on the modules inside the graph.
         layers, options = decoder_layers(module), compile_options(module)
         self.ds.utils.set_z3_leaf_modules(module, list({type(layer) for layer in layers}))
         for layer in layers:
+            # Not layer.compile(): that compiles the call with all hooks around forward, and ZeRO 3 gathers in
+            # hooks.
             compiled: Any = torch.compile(layer.forward, fullgraph=True, dynamic=False, options=options)
             layer.forward = compiled
         return CompileWatch(max_recompiles=self.config.max_recompiles)
@@ -96,6 +99,8 @@ class ZeroBuilder:
         """A context for `deepspeed.initialize`: what it prints is not this program's output."""
         if self.device.type == "cuda":
             index = self.device.index
+            # deepspeed.initialize asserts that LOCAL_RANK is set, and moves the model to the CUDA device of
+            # that number.
             os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if index is None else index)
         else:
             os.environ.setdefault("LOCAL_RANK", "0")

@@ -86,15 +86,22 @@ class ZeroEngine:
         """Forget every gradient since the last optimizer step, and whatever a forward or backward that failed
         left behind. Not collective."""
         engine, optimizer = self.engine, self.engine.optimizer
+        # The engine clears .grad of the module's Parameters only; buckets, sums and partitions are the
+        # optimizer's.
         engine.zero_grad()
         if self.stage in (1, 2):
             optimizer.zero_grad()
+            # DeepSpeed 0.19.8 has no public call for what follows. A backward that failed leaves gradients
+            # behind, and the next one would add to them.
             optimizer._release_preflattened_grad_buffers()
             for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors, self._shares):
+                # In place: the accessors of gradients hold these very dicts.
                 held.update(dict.fromkeys(held))
             for bucket in optimizer.ipg_buckets.values():
                 bucket.clear()
             optimizer._release_ipg_buffers()
+            # As DeepSpeed initialises it. Above 0 an offloaded gradient is added to what its buffer on the
+            # host holds.
             optimizer.micro_step_id = -1
         elif self.stage == 3:
             optimizer.zero_grad()
@@ -105,6 +112,8 @@ class ZeroEngine:
             for flat in self._flats():
                 if flat.grad is not None:
                     flat.grad.zero_()
+            # The norms that DeepSpeed clips by; a Parameter without a gradient in the next step would keep
+            # this step's.
             optimizer.norm_for_param_grads.clear()
             if self.stage < 3:
                 optimizer._offload_accumulated_param_ids = set()
@@ -114,16 +123,23 @@ class ZeroEngine:
         entered to be left, and every gradient of a backward to arrive."""
         optimizer = self.engine.optimizer
         if self.stage > 0:
+            # A backward that failed was never left: the next one would count as nested in it, with hooks of
+            # the first still to come.
             state = optimizer._backward_hook_state
             state.backward_active_depth = state.remaining_grad_acc_hooks = 0
             state.reset_for_new_step()
+            # DeepSpeed asserts that no gradient is reduced twice in one backward.
             reduced = optimizer.params_already_reduced
             for key in range(len(reduced)) if isinstance(reduced, list) else list(reduced):
                 reduced[key] = False
         if self.stage == 3 and not self.deepcompile:
             parameter_offload = self.ds.runtime.zero.parameter_offload
             for bucket in optimizer.ipg_buckets.values():
+                # Gradients that waited for their bucket to be full; the next reduction would take them along.
                 bucket.clear_params()
+            # A list of DeepSpeed's module, shared by all engines of the process: hooks push a module when it
+            # is entered and pop it when it is left. A weight that is read outside of its module is registered
+            # with the last entry.
             del parameter_offload.FWD_MODULE_STACK[:]
             parameter_offload.FWD_MODULE_STACK.append(self.outer)
             for module in self.outer.modules():
@@ -131,6 +147,8 @@ class ZeroEngine:
             offload = optimizer.parameter_offload
             offload.release_backward_leftovers()
             offload.partition_all_parameters()
+            # The recorded order of modules, by which weights are fetched ahead, ends where the forward
+            # failed.
             offload.get_param_coordinator()._invalidate_trace()
         self.drop_gradients()
 

@@ -153,13 +153,18 @@ def ds_config(
     if config.parameter_device == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     if stage == 3:
+        # Vectors (norms, biases) stay whole, in a model of any size. DeepSpeed's default of 100,000 elements
+        # would keep whole matrices of a small one.
         vectors = [p.parameter.numel() for p in named if p.parameter.ndim < 2]
         zero["stage3_param_persistence_threshold"] = max(vectors, default=0)
     return {
+        # DeepSpeed 0.19.8 asserts that a batch size is given. Nothing here reads it: a micro-batch is a pack,
+        # of any number of documents.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # boundaries are set by hand, so nothing is divided by it
         "gradient_clipping": config.max_grad_norm,
         "zero_optimization": zero,
+        # Otherwise DeepSpeed 0.19.8 asserts that the optimizer is in its own list, and torch's SGD is not.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # SGD in host memory is torch's
         # Without an optimizer stage 0 needs no masters.
@@ -172,6 +177,7 @@ def find_ninja() -> None:
     """Let torch compile extensions with the `ninja` beside the interpreter, if there is one: a virtual
     environment need not be activated. And always with the same one: ninja 1.11 and 1.13 hash commands
     differently, so that each compiles anew what the other has built, while every other process waits."""
+    # torch calls ninja by its bare name, so PATH is all that can be set.
     own = Path(sys.executable).parent
     if (own / "ninja").exists() and shutil.which("ninja") != str(own / "ninja"):
         os.environ["PATH"] = os.pathsep.join([str(own), os.environ.get("PATH", "")])
@@ -184,6 +190,7 @@ def announced_build(extensions: Sequence[str]) -> Iterator[None]:
     Raises:
         ConfigError: the tools for it are missing, or another process builds them for too long.
     """
+    # Before the builder is asked: its own wait (torch.utils.file_baton) has no deadline.
     for name in extensions:
         _wait_for_lock(_build_folder(name) / "lock")
     names = [name for name in extensions if not (_build_folder(name) / f"{name}.so").exists()]
@@ -204,6 +211,8 @@ def announced_build(extensions: Sequence[str]) -> Iterator[None]:
 
 
 def _build_folder(name: str) -> Path:
+    # Private, in torch 2.11 to 2.13: no public function says where an extension is built, which depends on
+    # TORCH_EXTENSIONS_DIR, Python and CUDA.
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(name, verbose=False))

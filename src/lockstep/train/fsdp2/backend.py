@@ -123,6 +123,7 @@ class FSDP2Backend(Rests):
         self.mesh = make_mesh(self.device, ring=config.ring, tp=config.tp)
         self._static = static_head(config, self.module)
         self._lora = has_lora(self.module)
+        # Before the policy is sharded: FSDP2 refuses to copy a module that is.
         frozen = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         decay = {p.name: p.decay for p in trained_parameters(self.module)}
         masters_here = total_steps > 0 and config.optimizer_device == "model"
@@ -340,6 +341,8 @@ class FSDP2Backend(Rests):
     def _norm(self, shards: dict[str, Tensor]) -> float:
         """Gradient norm from each rank's shards: squares are added up over all ranks, each element once,
         however many tensor parallel ranks have it."""
+        # torch.nn.utils.clip_grad_norm_ is no help here: it counts a Parameter once for each tensor parallel
+        # rank that has it, and does not mix DTensors with plain tensors (torch 2.13).
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for copies in (1, self.mesh.tp):
             norm = global_norm([g for n, g in shards.items() if self._policy.copies(n) == copies])
@@ -409,6 +412,8 @@ class FSDP2Backend(Rests):
     def _not_finite(self) -> list[str]:
         """Names of the Parameters whose gradient is not finite on some rank."""
         shards = self._shards()
+        # All ranks must find the same names: each decides by them whether it goes on to the next
+        # micro-batch's collectives.
         flags = torch.zeros(len(self._names), device=self.device)
         for index, name in enumerate(self._names):
             if name in shards and not bool(torch.isfinite(shards[name]).all()):

@@ -83,6 +83,8 @@ def make_mesh(device: torch.device, *, ring: int, tp: int) -> RankMesh:
     ensure_process_group(device)
     sizes = mesh_sizes(dist.get_world_size(), ring=ring, tp=tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "ring", "tp"))
+    # One axis: fully_shard takes a mesh of two for hybrid sharding, copies along the first and shards along
+    # the second. _flatten is private, in torch 2.11 to 2.13.
     shard = mesh["dp", "ring"]._flatten("shard")
     groups = {name: mesh.get_group(name) for name in ("dp", "ring", "tp")} | {"shard": shard.get_group()}
     for group in groups.values():

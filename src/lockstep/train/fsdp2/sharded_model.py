@@ -136,10 +136,14 @@ class ShardedModel:
             if rows.stop > rows.start:
                 values = source.read_part(name, dim=0, start=rows.start, stop=rows.stop, device=device)
                 local.copy_(values[(slice(None), *columns)])
+            # The shape is given because torch takes shards for equally large: it cannot see that the last
+            # rank has fewer rows. run_check would add collectives for every Parameter.
             whole = DTensor.from_local(
                 local, self.mesh.shard, [Shard(0)], run_check=False, shape=old.shape, stride=old.stride()
             )
             sharded[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        # FSDP2 takes over Parameters that were replaced after fully_shard when it is first used
+        # (reset_sharded_param, in _lazy_init).
         for module in self.module.modules():
             for key, empty in module._parameters.items():
                 if empty is not None:
@@ -243,6 +247,7 @@ class ShardedModel:
     def drop_gradients(self) -> None:
         """Forget every gradient, including those of an accumulation that was not reduced."""
         for part in self._parts:
+            # No public call forgets a sum that was not reduced: zero_grad sees the sharded Parameters alone.
             for group in _groups(part):
                 for parameter in group.fsdp_params:
                     parameter.sharded_param.grad = None

@@ -19,7 +19,10 @@ from torch.distributed import distributed_c10d
 @torch.library.custom_op("lockstep::tp_all_reduce", mutates_args=())
 def tp_all_reduce(x: Tensor, group_name: str) -> Tensor:
     """The sum of x over the ranks of the group; backward: identity, since every rank uses the same sum."""
+    # A custom op may neither change its input nor return it.
     total = x.clone(memory_format=torch.contiguous_format)
+    # The group travels by name because arguments of a custom op are tensors, numbers and strings. Private, in
+    # torch 2.11 to 2.13; torch's own functional collectives look groups up by it.
     resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
     dist.all_reduce(total, group=resolve(group_name))
     return total

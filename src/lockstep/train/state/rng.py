@@ -104,6 +104,7 @@ def check_rng_state(path: Path, state: Mapping[str, Tensor]) -> None:
                 f"{list(tensor.shape)}; the checkpoint was made with another version of torch or numpy"
             )
     for name, tensor in state.items():
+        # Seed and offset of Philox, 8 bytes each.
         if name.startswith(_CUDA) and (tensor.dtype, tensor.shape) != (torch.uint8, (16,)):
             raise CheckpointError(
                 f"{path}: generator {name!r} has a state of {list(tensor.shape)}, not of 16 bytes"

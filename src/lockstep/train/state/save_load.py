@@ -94,6 +94,7 @@ def save_state(
     """
     ranks = StateRanks(parts.group)
     tensors = dict(sorted(parts.tensors().items(), key=lambda item: not item[0].startswith(MODEL)))
+    # The same on every rank, and in every rank's list of files: loading tells files of two saves apart by it.
     save_id = ranks.gather(secrets.token_hex(8))[0]
     owners = share_out({name: meta.bytes for name, meta in tensors.items()}, ranks.size)
     needed = sum(meta.bytes for meta in tensors.values()) + _MARGIN * ranks.size
@@ -111,6 +112,7 @@ def save_state(
             assert tensor is not None, f"the owner of {name} got no tensor"
             files.put(name, tensor)
     files.copied()
+    # Now, not in `finish`: while a save in the background is written the loop draws on.
     files.rng = rng_state(all_devices=ranks.size == 1)
     if ranks.rank == 0:
         files.document = {
