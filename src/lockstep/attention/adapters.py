@@ -121,6 +121,8 @@ def _adapter(kernel: str) -> Callable[..., tuple[Tensor, None]]:
                 f"attention implementation {PREFIX + kernel!r} was called without cu_seqlens; run the model "
                 "through lockstep.models.forward.hidden_states, or load it with attention = 'hf:sdpa'"
             )
+        # transformers passes both to every implementation, so a kernel that ignored them would compute
+        # another model without a word.
         if dropout or softcap is not None:
             raise ModelError(
                 f"attention kernel {kernel!r} has no dropout and no softcap (got {dropout}, {softcap})"

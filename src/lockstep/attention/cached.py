@@ -39,6 +39,8 @@ _NO_SPLITS: dict[str, Any] = (
 )
 
 
+# One op for both, because the decode kernel does both at once. It is opaque to a compiler, which could not
+# trace the reference kernels of a CPU.
 @torch.library.custom_op("lockstep::store_and_attend", mutates_args=("k_cache", "v_cache"))
 def store_and_attend(  # signature: an op takes tensors and numbers, no records
     q: Tensor,
@@ -137,10 +139,14 @@ def cached_attention(  # signature: the op's
     group = q.shape[1] // kv_heads
     as_rows = decode and window is None and _rows_keep_blocks(q.device)
     if as_rows:
+        # All query heads of a kv head see the same keys, and a decoded token sees all of them: so they may be
+        # rows without a causal mask.
         rows = q.unflatten(1, (kv_heads, group)).transpose(1, 2).reshape(-1, kv_heads, q.shape[2])
         q, cu_q, max_q = rows, cu_q * group, group
     elif decode:
         max_q = 2  # with 1 the kernel would swap heads for rows, and split the keys
+    # The aten op, not torch.nn.attention.varlen: torch 2.11's varlen_attn has no seqused_k, without which a
+    # document would be taken to end where the next one begins.
     out: Tensor = _flash(
         q,
         k_cache,

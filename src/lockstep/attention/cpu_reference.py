@@ -38,6 +38,8 @@ def enable_cpu_reference() -> None:
             f"torch {torch.__version__} already has CPU kernels for {', '.join(taken)}, and Lockstep does "
             "not replace them; set train.attention = 'sdpa'"
         )
+    # Kernels under torch's own ops, so that without a GPU the very graph is traced, compiled and tested that
+    # runs on one.
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _forward, "CPU")
     library.impl("_flash_attention_backward", _backward, "CPU")
@@ -98,6 +100,7 @@ def _backward(  # signature: torch's flash op
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. With P = exp(S - logsumexp): dV = P'dO, dS = P * (dO V' - rowsum(dO * O))."""
+    # Rows of no document stay uninitialised here too, as in the CUDA kernel.
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     window = _window(is_causal, window_size_left, window_size_right)
     factor = q.shape[-1] ** -0.5 if scale is None else scale

@@ -58,6 +58,8 @@ def decode_kernel(
         return None
     if head_dim not in KEY_BLOCKS or heads > _ROWS * kv_heads or scale <= 0:
         return None
+    # The first: other key blocks, see cached._rows_keep_blocks. The second: documents are the grid's second
+    # dimension, of which CUDA has 65,535.
     if torch.cuda.get_device_capability(q.device) in ((8, 6), (8, 7), (8, 9)) or q.shape[0] >= 2**16:
         return None
     return _checked(q.device, q.dtype, (heads, kv_heads, head_dim), scale, reference)
@@ -131,10 +133,13 @@ def _compiled(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, scal
         "SCALE_LOG2": f"{scale_log2!r}f",
     }
     source = "".join(f"#define {name} {value}\n" for name, value in defined.items()) + _source()
+    # Private, in torch 2.11 to 2.13. torch's public way to a kernel of one's own (torch.utils.cpp_extension)
+    # needs nvcc and a C++ compiler on the machine.
     kernel: Any = torch.cuda._compile_kernel(source, "attend_one")
     bytes_of_blocks = 4 * keys * head_dim * dtype.itemsize  # keys and values, two blocks of each
     # besides: probabilities, rounded and exact, in rows that are padded by 8; four warps' maxima; sums
     shared = bytes_of_blocks + _ROWS * (keys + 8) * (dtype.itemsize + 4) + 5 * _ROWS * 4
+    # Above 48 KiB a kernel must ask for its shared memory, or the launch fails.
     kernel.set_shared_memory_config(shared)
 
     def attend(  # signature: the kernel's

@@ -31,6 +31,7 @@ from lockstep.attention.cpu_reference import enable_cpu_reference
 from lockstep.errors import ConfigError, ModelError
 from lockstep.schema.ring import RingShard, RingStep
 
+# Two apart: a message is two tensors, which take a tag each.
 _KV_TAG, _GRAD_TAG = 0, 2
 _flash = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward

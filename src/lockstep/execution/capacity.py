@@ -61,6 +61,7 @@ def pad_call(call: DecoderCall, capacities: Sequence[Capacity]) -> DecoderCall:
     tail = capacity.tokens - num_slots
     full, rest = divmod(tail, capacity.max_seqlen)
     pads = [capacity.max_seqlen] * full + ([rest] if rest else [])
+    # The tail is documents too: flash kernels leave rows that no document covers uninitialised.
     bounds = num_slots + torch.tensor(pads, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     bounds = F.pad(bounds, (0, capacity.documents - documents - len(pads)), value=capacity.tokens)
     positions = torch.cat([torch.arange(n) for n in pads]) if pads else torch.arange(0)

@@ -22,6 +22,7 @@ def whole(weight: Tensor) -> Tensor:
         return weight
     mesh = weight.device_mesh
     gathered = weight.redistribute(placements=[Replicate()] * mesh.ndim)
+    # Partial: each rank's gradient is of its own tokens, so redistribute's backward has to add them up.
     return gathered.to_local(grad_placements=[Partial()] * mesh.ndim)
 
 

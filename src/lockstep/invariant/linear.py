@@ -67,6 +67,8 @@ def _product(x: Tensor, transposed: Tensor, bias: Tensor | None, out: Tensor) ->
     return torch.addmm(bias, x, transposed, out=out)
 
 
+# A custom op because inductor takes no notice of a kernel registered for aten::mm: it calls extern kernels by
+# their out= form. An opaque op gives the same bits in eager, aot_eager and inductor.
 @torch.library.custom_op("lockstep::linear", mutates_args=(), device_types="cpu")
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Sequence[int], exact_backward: bool = False

@@ -25,6 +25,7 @@ _SPLIT_SUM = 2**15
 def row_sums(x: Tensor) -> Tensor:
     """[R, C] -> [R]; the sum of a row alone is bitwise that of the row among others."""
     if x.shape[0] == 1 and x.shape[1] >= _SPLIT_SUM:
+        # Two rows are never split: so a row alone is added up as one among others.
         return x.expand(2, -1).contiguous().sum(-1)[:1]
     return x.sum(-1)
 

@@ -318,6 +318,8 @@ def _known(choice: Any) -> str:
 
 def cache_file(device: torch.device, dtype: torch.dtype) -> Path:
     """Return the file of verdicts for this machine, torch and package."""
+    # What a verdict depends on. Threads, because ATen splits sums over them; the source, because a changed op
+    # must be tested anew.
     conditions = [
         _hardware(device),
         str(dtype),

@@ -90,6 +90,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None, *, out: Tensor | None = No
     if num_rows == 0:
         return out
     a = _aligned(a)
+    # By dtype alone, never by the number of rows: the order over K is that of the blocks.
     block_m, block_n, block_k = 64, 128, 32 if a.dtype == torch.float32 else 64
     programs = min(_num_processors(a.device), triton.cdiv(num_rows, block_m) * triton.cdiv(num_cols, block_n))
     with _on(a):
@@ -107,6 +108,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None, *, out: Tensor | None = No
             out.stride(0),
             programs,
             HAS_BIAS=bias is not None,
+            # Triton's default for float32 is TF32.
             PRECISION="ieee",
             WIDEN=_INTERPRETED,
             BLOCK_M=block_m,
@@ -129,6 +131,7 @@ def _rms_norm_kernel(  # signature: pointers, sizes and constants of a Triton ke
     BLOCK: tl.constexpr,
 ):
     """One row: see lockstep.invariant.row_ops.rms_norm."""
+    # 64 bits: rows times width passes 2**31 in a long pack.
     first = tl.program_id(0).to(tl.int64) * width
     cols = tl.arange(0, BLOCK)
     inside = cols < width

@@ -28,4 +28,5 @@ def checkpoint_activations(module: nn.Module) -> None:
     the module do not pay for it."""
     # In older transformers it goes by the older name only.
     enable = getattr(module, "activation_checkpointing_enable", None)
+    # Not reentrant: that needs an input with a gradient, and with LoRA the first layer's has none.
     (enable or causal_lm(module).gradient_checkpointing_enable)({"use_reentrant": False})

@@ -43,6 +43,8 @@ def fast_bfloat16(device: torch.device) -> tuple[bool, str]:
         return major >= 8, f"CUDA compute capability {major}.{minor}"
     if device.type != "cpu":
         return False, f"no known bfloat16 units on device type {device.type}"
+    # From the system: torch's own capability names (AVX512, AVX2) do not say whether there are bfloat16
+    # units.
     flags = cpu_flags() & {"amx_bf16", "avx512_bf16", "bf16"}
     if not flags:
         return False, "CPU without amx_bf16, avx512_bf16 or bf16"

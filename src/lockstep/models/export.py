@@ -189,6 +189,8 @@ def _never_wrapped() -> Iterator[None]:
     and imports deepspeed for that where it is installed, which takes seconds, or fails. A skeleton is in no
     container."""
     unwrap = modeling_utils.unwrap_model
+    # A module's function, so it is replaced for as long as save_pretrained runs. transformers 5.17 to 5.23
+    # have no argument for it; a save_pretrained that does not ask accelerate would let us drop this.
     modeling_utils.unwrap_model = lambda model, *args, **kwargs: model
     try:
         yield
@@ -216,6 +218,8 @@ def _replace(new: Path, place: Path) -> None:
         new.rename(place)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{place.name}.old-", dir=place.parent))
+    # A folder that is not empty cannot be renamed over, so for a moment there is none: a reader finds nothing
+    # rather than a mixture.
     place.rename(old)  # an empty folder may be renamed over
     new.rename(place)
     shutil.rmtree(old)

@@ -286,6 +286,8 @@ def _packed_kwargs(kernel: str, batch: PackedBatch, config: Any, *, compiled: bo
 
 def _hf_packed_kwargs(kernel: str, batch: PackedBatch) -> dict[str, Any]:
     """transformers' own kernels: flash takes these four; the others find the documents in position_ids."""
+    # All four, or none: with fewer transformers derives the documents from position_ids in every layer, which
+    # waits for the GPU and breaks a compiled graph.
     if not kernel.startswith("hf:flash_attention"):
         return {}
     return {

@@ -196,6 +196,7 @@ def share_parameters(module: nn.Module, *, attention: str) -> nn.Module:
         for own, theirs in ((target._parameters, source._parameters), (target._buffers, source._buffers)):
             own.clear()
             own.update(theirs)
+        # Otherwise buffers of the source that no checkpoint holds would be in the twin's state dict.
         target._non_persistent_buffers_set = set(source._non_persistent_buffers_set)
     left = [name for name, p in twin.named_parameters() if p.is_meta]
     if left:
@@ -246,6 +247,8 @@ def skeleton(module: nn.Module, implementation: str) -> nn.Module:
     """
     with torch.device("meta"), no_init_weights():
         source = causal_lm(module)
+        # _from_config is private. from_config of the Auto classes would choose a class by the config, and
+        # this module may be a classifier.
         bare: PreTrainedModel = type(source)._from_config(
             copy.deepcopy(source.config), dtype=source.dtype, attn_implementation=implementation
         )

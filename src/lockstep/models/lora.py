@@ -50,6 +50,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, seed: int) -> None:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
+            # Not get_peft_model: its wrapper is another class with another state dict, and code that looks
+            # for a transformers model would find peft's.
             peft.inject_adapter_in_model(adapter, module, adapter_name=_ADAPTER)
         except ValueError as error:
             raise ConfigError(
@@ -75,6 +77,7 @@ def add_lora_without_weights(
     """
     own = {part: part.weight for part in module.modules() if isinstance(part, nn.Linear)}
     for part, weight in own.items():  # peft makes an adapter beside the weight; these have no memory
+        # A tensor of one element, expanded: the shape, dtype and device that peft reads, without the memory.
         stand_in = torch.empty((), dtype=weight.dtype).expand(weight.shape)
         part.weight = nn.Parameter(stand_in, requires_grad=weight.requires_grad)
     try:

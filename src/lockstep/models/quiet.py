@@ -17,6 +17,7 @@ def quiet_transformers() -> Iterator[None]:
     standard output that there is no GPU.
     """
     deepspeed = logging.getLogger("DeepSpeed")
+    # A filter, because DeepSpeed sets its logger's level when it is imported, which may be inside.
     deepspeed.addFilter(_is_error)
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()

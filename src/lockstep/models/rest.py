@@ -60,6 +60,8 @@ class Rest:
             on_host.copy_(on_device, non_blocking=True)
         for storage, _ in self._storages:
             if storage.resizable():  # not on a CPU where a numpy array has had a view of it, as in a save
+                # The only way to free memory that views, Parameters and other libraries refer to: they keep
+                # the storage, and find it filled again.
                 storage.resize_(0)
 
     def _get_up(self) -> None:

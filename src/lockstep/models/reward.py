@@ -157,6 +157,8 @@ class RewardModel:
         ids_BL = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
         mask_BL = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         text = self._text_config
+        # The classifier itself finds a document's last token as the last one that is not this id: there is no
+        # argument for it (transformers 5.17 to 5.23).
         text.pad_token_id = pad
         try:
             with torch.inference_mode():
