@@ -157,6 +157,8 @@ class ChatFormat:
             DataError: the text holds half a surrogate pair, which has no bytes.
         """
         check_text(text, "a text to be tokenised")
+        # A rendered template has its special tokens in the text; the tokenizer would put a second bos in
+        # front.
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids if ids[: len(self.bos)] == self.bos else [*self.bos, *ids]
 

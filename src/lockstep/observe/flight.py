@@ -159,6 +159,8 @@ class FlightRecorder:
         ident = threading.main_thread().ident or 0
         pid = os.getpid()
         self._header = (_MAGIC, _VERSION, rank, world_size, pid, born(pid), time.time(), ident)
+        # After the handler is installed: without it the signal that a reader may send from now on ends the
+        # process.
         _HEADER.pack_into(self._map, 0, *self._header, True)
         os.replace(part, self.path)
 

@@ -47,6 +47,7 @@ class JsonlWriter:
             while line:
                 line = line[os.write(self._handle, line) :]
         except OSError:
+            # Otherwise a resumed run would append its first line to half a line.
             os.ftruncate(self._handle, size)
             raise
 

@@ -41,6 +41,7 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # O_NONBLOCK: opening a fifo without a reader would wait for ever; it is refused below.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with file_errors(path, ConfigError, "write"):
             handle = os.open(path, flags, 0o644)

@@ -51,6 +51,7 @@ def main(*, jobs: int, replies: int) -> None:
     """Answer jobs until their pipe closes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     supervise(jobs)
+    # After supervise(), which forks: the supervisor above has no such limit.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     while True:
         job = receive(jobs)

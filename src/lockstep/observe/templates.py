@@ -76,6 +76,8 @@ def _variables(
     }
     pairs = ", ".join(f"'{name}': {name}" for name in sorted(names) if _NAME.fullmatch(name))
     try:
+        # By transformers itself, so that what it adds (special tokens, tools as schemas) is what its own
+        # templates would get. Only this harmless template runs in our process.
         text = tokenizer.apply_chat_template(
             list(messages),
             chat_template="{{ {" + pairs + "} | tojson }}",

@@ -82,6 +82,8 @@ class Child:
         out, err = output if isinstance(output, tuple) else (output, output)
         try:
             process = subprocess.Popen(
+                # -I and -S: nothing of the user's environment or of site-packages is loaded, so neither slows
+                # it down or breaks it.
                 [sys.executable, "-I", "-S", str(_SUPERVISOR), *map(str, settings), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if out is None else out,

@@ -26,6 +26,8 @@ def search_rarely() -> None:
     cleans up. For a process that is all ours: of the 4.9 s that torch, transformers and the loop take to be
     imported and left again, 1.2 s were the last search and 0.4 s the others. A second call does nothing.
     """
+    # Python's own threshold is 700.
     gc.set_threshold(5_000, 10, 10)
     atexit.unregister(gc.freeze)
+    # freeze() takes all objects out of the search that Python makes when it ends.
     atexit.register(gc.freeze)

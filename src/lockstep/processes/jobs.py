@@ -69,6 +69,7 @@ class JobProcess(Child):
                 f"main(*{arguments!r}, jobs={theirs_in}, replies={theirs_out})"
             )
             process = subprocess.Popen(
+                # -P: otherwise Python would search the working directory for what our own sys.path lacks.
                 [sys.executable, *(["-I", "-B", "-W", "ignore"] if confined else ["-P"]), "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -78,6 +79,8 @@ class JobProcess(Child):
                 start_new_session=True,
             )
             ours.pop_all()  # kept: the process is there
+        # A pipe that is ready may have room for less than is written: a blocking write would wait for the
+        # child beyond every deadline.
         os.set_blocking(self._jobs, False)
         self._count = 0
         self._traceback = traceback

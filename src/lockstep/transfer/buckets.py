@@ -123,6 +123,7 @@ class BucketTransfer:
                             f"{self._config.update_seconds:g}, at bucket {packed.index}; raise it"
                         )
                     if self._keep_heads:
+                        # Now: the buffer is filled again for the bucket after the next.
                         self._heads.append((packed.specs, packed.heads()))
                     self._carrier.send(target, packed, session)
                 target.finish_update(session)

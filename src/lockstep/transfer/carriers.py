@@ -210,6 +210,8 @@ class CollectiveCarrier:
                 "number": 0 if self._group is None else self._group.count,
             },
         )
+        # Both halves must run at once: the engine's call returns when its workers have the bucket, for which
+        # the broadcast must have been entered here.
         half = _Broadcast(self, packed, session)
         half.start()
         failed: EngineError | None = None

@@ -31,6 +31,7 @@ class GroupError(WireError):
 
 def host_store(address: str = "127.0.0.1", *, seconds: float = _STORE_SECONDS) -> TCPStore:
     """Host a store that listens on `address` alone, on a free port (`store.port`)."""
+    # Bound by us: a TCPStore that makes its own socket listens on every address of the machine.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.bind((address, 0))
     listener.listen(64)
@@ -91,6 +92,8 @@ class Group:
                 self._group = self._connect(left)
             limit = left if isinstance(self._group, ProcessGroupGloo) else _NCCL_WATCHDOG
             self._work = self._group.broadcast(tensor, 0, limit)
+            # Polled: gloo's wait() would hold this thread beyond `cancel`, and nccl's makes the stream wait,
+            # not the host.
             while not self._work.is_completed():
                 if late():
                     raise GroupError(f"{self._at(number)} is not done: every rank had come to it")
@@ -232,6 +235,8 @@ def _gloo(store: PrefixStore, rank: int, world_size: int, *, timeout: timedelta,
         if local
         else ProcessGroupGloo.create_default_device()
     ]
+    # The class itself: torch.distributed.init_process_group would make the default group of the process,
+    # which belongs to the trainer here and to vLLM in its workers, and new_group wants members of that one.
     return ProcessGroupGloo(store, rank, world_size, options)
 
 

@@ -43,6 +43,8 @@ def export_handle(tensor: Tensor) -> dict[str, Any]:
     """
     if not tensor.is_cuda or not tensor.is_contiguous():
         raise WireError(f"only contiguous CUDA tensors can be shared, not {tensor.device} {tensor.stride()}")
+    # Private, in torch 2.11 to 2.13: torch's public way (multiprocessing's reductions) pickles, and a server
+    # that unpickles runs what it is sent.
     _, *fields = tensor.untyped_storage()._share_cuda_()
     return {
         "torch": torch.__version__,

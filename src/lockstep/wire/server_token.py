@@ -41,4 +41,6 @@ class RequireToken:
 
     def _is_ours(self, headers: Any) -> bool:
         sent = [value for name, value in headers if name.lower() == b"authorization"]
+        # One header and no more: of two, a proxy and we might each take another. compare_digest takes as long
+        # for a wrong first letter as for a wrong last one.
         return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)

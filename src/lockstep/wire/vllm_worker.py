@@ -91,6 +91,8 @@ def _last_line(error: BaseException) -> str:
 
 
 def _begin(worker: Any) -> dict[str, Any]:
+    # vLLM's own module for reloading, in 0.26 to 0.33. model.load_weights alone passes by the
+    # post-processing, so weights that are packed for a CPU or quantised would be wrong or refused.
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     if getattr(worker, "lockstep_session", None) is not None:

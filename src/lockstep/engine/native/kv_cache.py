@@ -90,6 +90,7 @@ def most_tokens(shape: KVShape, fraction: float | None, *, held: int = 0) -> int
     if shape.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(shape.device)
         cached = torch.cuda.memory_reserved(shape.device) - torch.cuda.memory_allocated(shape.device)
+        # What torch has reserved and not handed out is free for it, though not for the driver.
         free += cached
     else:
         free, total = available_bytes(shape.device)[0], total_bytes()

@@ -82,6 +82,8 @@ class Layers:
         hidden: Tensor = self._decoder.embed_tokens(token_ids[None])
         rotation = self._rotations(hidden, positions[None])
         for index, layer in enumerate(self.layers):
+            # Not the decoder's forward: its keyword arguments are the same for all layers, and each layer has
+            # a part of the cache of its own.
             hidden = layer(
                 hidden,
                 attention_mask=None,

@@ -197,6 +197,8 @@ class Scheduler:
         new: list[Sample] = []
         while self._waiting and len(new) < free:
             sample = self._waiting[0]
+            # A preempted sample may still have a token on its way; until that is read, its tokens are not all
+            # known here.
             block = None if sample.in_flight else self._room_for(sample)
             if block is None:
                 break

@@ -37,6 +37,8 @@ class Core:
         self._computed: tuple[int, int] = (0, 0)
         self._looked = 0.0
         arguments = vllm_constructor(config, spec) | {"disable_log_stats": True}
+        # LLMEngine and not LLM: only it can be stepped, so that samples join and end one by one. What follows
+        # reads its insides (output_processor, engine_core), of vLLM 0.26 to 0.33.
         from vllm import SamplingParams
         from vllm import __version__ as version
         from vllm.engine.arg_utils import EngineArgs
@@ -119,6 +121,8 @@ class Core:
         return bool(self._engine.reset_prefix_cache())
 
     def sleep(self) -> None:
+        # Level 2 drops the weights, and an engine that wakes before a whole update has come samples from
+        # garbage without a warning.
         self._engine.sleep(level=1)
 
     def wake(self) -> None:
@@ -129,6 +133,7 @@ class Core:
 
     @property
     def _scheduler(self) -> Any:
+        # Twice: the client of an engine in this process, then the engine itself.
         return self._engine.engine_core.engine_core.scheduler
 
     def shutdown(self) -> None:
@@ -136,6 +141,8 @@ class Core:
         with _kept_group(self._had_group):
             self._engine.engine_core.shutdown()
         del self._engine
+        # vLLM freezes all objects of the process when it starts, so that collections are short; its own would
+        # never be freed.
         gc.unfreeze()
         self._free_groups()
         gc.collect()
@@ -161,6 +168,8 @@ def _kept_group(keep: bool) -> Iterator[None]:
         if world is not None:
             world.destroy()
 
+    # Replaced for as long as a shutdown takes, in vLLM 0.26 to 0.33. A vLLM that leaves the groups of others
+    # alone needs none of this.
     original = state.destroy_distributed_environment
     if keep:
         state.destroy_distributed_environment = destroy_own

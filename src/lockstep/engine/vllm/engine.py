@@ -75,8 +75,11 @@ class VLLMEngine(Streaming):
         self.dirty = spec.weights == "pushed"
         """Whether the weights are not a complete update: the engine then refuses to generate."""
         self._thread = OwnThread(f"engine {NAME}")
+        # Before the thread imports vLLM, which reads its variables once.
         claim(self, vllm_environment(config, spec, in_process=True))
         try:
+            # vLLM seeds the global generators of torch and Python when it is made, and draws from torch's in
+            # samples without a seed.
             with same_noise(self._device), same_threads():
                 self._core = self._thread.call(
                     lambda: Core(config, spec),

@@ -116,6 +116,8 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     link = path / "lockstep"
     if not (link.is_symlink() and link.resolve() == _PACKAGE):
         link.unlink(missing_ok=True)
+        # A link, because the folder that holds this package may hold other packages (site-packages), which
+        # would hide those of the server's environment.
         link.symlink_to(_PACKAGE, target_is_directory=True)
     port = free_port()
     extra = dict(config.env)
@@ -346,6 +348,9 @@ class VLLMDriver:
     def finish(self, session: UpdateSession) -> None:
         self._call("lockstep_finish", {}, seconds=_left(session))
         if self._config.prefix_caching or self._server is None:
+            # vLLM does not reset it after a reload: prompts that it has cached were then answered with
+            # logprobs off by more than a nat (0.32). Its reply must be read, because it refuses while blocks
+            # are in use.
             reply = self._post("/reset_prefix_cache", seconds=_left(session))
             if reply.object().get("success") is not True:
                 raise EngineError(

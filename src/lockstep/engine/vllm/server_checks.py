@@ -134,6 +134,7 @@ def _server_info(client: HttpClient) -> dict[str, Any] | None:
 
 def _check_vocabulary(client: HttpClient, name: str, spec: EngineSpec, *, where: str) -> None:
     """Check that the largest id is accepted and the next one is not."""
+    # vLLM takes ids up to the larger of the two.
     size = max(spec.vocab_size, len(spec.tokenizer) if spec.tokenizer is not None else 0)
     last, beyond = _one_token(client, name, spec.vocab_size - 1), _one_token(client, name, size)
     if last.status == 403:

@@ -95,6 +95,7 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         "model": str(spec.folder),
         "tokenizer": str(spec.folder),
         "skip_tokenizer_init": spec.tokenizer is None,
+        # Never "auto": for a float32 checkpoint vLLM takes bfloat16 or float16.
         "dtype": spec.dtype,
         "seed": spec.seed,
         "max_model_len": spec.max_model_len,
@@ -103,8 +104,11 @@ def _shared_arguments(config: EngineConfig, spec: EngineSpec) -> dict[str, Any]:
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": config.eager,
         "enable_sleep_mode": config.sleep,
+        # Otherwise vLLM takes defaults (temperature, top_k, repetition_penalty) from the model folder's
+        # generation_config.json.
         "generation_config": "vllm",
         "logprobs_mode": vllm_logprobs_mode(spec.temperatures),
+        # Weights that a push replaces before the first sample need not be read.
         "load_format": "dummy" if spec.weights == "pushed" else "auto",
         "trust_remote_code": False,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -153,6 +157,7 @@ def vllm_sampling(
     _check(params, eos_token_ids=eos_token_ids, logprobs_mode=logprobs_mode)
     return {
         "n": 1,
+        # Every field, also those at vLLM's defaults: defaults differ between engines and come from files.
         "max_tokens": params.max_tokens,
         "min_tokens": params.min_tokens,
         "temperature": params.temperature,

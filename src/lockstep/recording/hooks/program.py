@@ -136,6 +136,7 @@ def _fused_temperature(module: nn.Module) -> float | None:
     cells = getattr(function, "__closure__", None)
     if cells is None or "temperature" not in names:
         return None
+    # TRL replaces the model's forward by a closure, of which the temperature is a variable.
     value = cells[names.index("temperature")].cell_contents
     return float(value) if isinstance(value, (int, float)) else None
 
@@ -201,6 +202,7 @@ def save_foreign_weights(policy: ForeignModule, directory: Path, *, writes: bool
         RecordingError: the weights are not all here (ZeRO-3), or cannot be written.
     """
     tensors = module_tensors(policy.module)
+    # ds_numel is what DeepSpeed writes onto a partitioned Parameter: its size when whole.
     absent = [
         n for n, p in policy.module.named_parameters() if getattr(p, "ds_numel", p.numel()) != p.numel()
     ]

@@ -204,6 +204,7 @@ class RecordHandle:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._current = None
         # A forward inside a backward is activation checkpointing running this very module again.
+        # Private, in torch 2.11 to 2.13: nothing public says that a backward is running.
         if torch._C._current_graph_task_id() != -1:
             return
         reason = self._reason_to_skip(kwargs)
@@ -476,6 +477,8 @@ def _around_compiled_call(
     Returns:
         A function that removes them.
     """
+    # Private, in torch 2.11 to 2.13: module.compile() keeps its compiled call there, hooks and all, and a
+    # call of the module runs it alone. torch has no hook around it.
     compiled = target._compiled_call_impl
     assert compiled is not None
 

@@ -156,6 +156,8 @@ def _watch_logits(seen: SeenCall, logits: Tensor, *, temperature: float) -> None
             return
         with torch.no_grad():
             scale = temperature
+            # torch's count of changes in place, such as logits.div_(temperature). Private, in torch 2.11 to
+            # 2.13.
             if source._version != version:
                 scale = _scale_now(seen, source, rows, labels, temperature)
             if not scale:

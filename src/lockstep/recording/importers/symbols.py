@@ -230,6 +230,7 @@ class LazyTensor:
         if not elements:
             self.built = torch.empty(self.size, dtype=self.dtype)
             return self.built
+        # A bool of a crafted file may hold a byte other than 0 and 1, for which torch defines nothing.
         kind = torch.uint8 if self.dtype == torch.bool else self.dtype
         flat = torch.frombuffer(raw, dtype=kind, count=len(raw) // item)
         values = flat.as_strided(self.size, self.stride, self.offset).clone(

@@ -247,6 +247,8 @@ class _Machine:
                     if self.marks:
                         self._bad("an open mark")
                     return value
+                # A table of what is known and not Python's Unpickler with a find_class: that one still runs
+                # instructions that call and set state, and has no budget.
                 step = _STEPS.get(code)
                 if step is None:
                     self._refuse(code)
