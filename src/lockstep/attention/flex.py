@@ -34,6 +34,8 @@ def attention(  # signature: every kernel's, see lockstep.attention
     Raises:
         TrainError: on a CPU with gradients; flex_attention has no CPU backward.
     """
+    # torch 2.11 to 2.13 raise NotImplementedError in that case, eager and compiled, and do not say what to
+    # do.
     if q.device.type == "cpu" and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         raise TrainError(
             "attention kernel 'flex' has no backward on a CPU; set train.attention = 'sdpa', "
@@ -89,4 +91,5 @@ def _kernel(device_type: str) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
+    # Static: the lengths in a BlockMask are numbers, by which torch 2.13 specialises its graph anyway.
     return torch.compile(flex_attention, dynamic=False)

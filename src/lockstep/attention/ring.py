@@ -144,7 +144,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _RingPass, scale: float | No
     for i, step in enumerate(shard.others, start=1):
         kv = in_flight.wait()
         in_flight = ring.send_on(kv, step=i + 1, tag=_KV_TAG)
+        # The keys are sent on first: they travel while this kernel runs.
         block = _attend(q[:rows], *kv, step, scale, causal=False)
+        # float32 between the merges; the last one also rounds.
         dtype = q.dtype if i == len(shard.others) else _sum_dtype(q)
         merged, merged_lse = _merge(merged, merged_lse, *block, dtype)
     if rows == len(out):

@@ -90,6 +90,7 @@ def _expected(detail: Any) -> str:
         expected = str(detail["ctx"]["expected"])
         near = difflib.get_close_matches(str(detail["input"]), re.findall(r"'([^']*)'", expected), n=1)
         return f"one of {expected}" + (f" (did you mean {near[0]!r}?)" if near else "")
+    # So begin the messages of pydantic 2; one that begins otherwise is shown whole.
     text = str(detail["msg"]).removeprefix("Input should be ").removeprefix("Input should ")
     return text
 

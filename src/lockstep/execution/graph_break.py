@@ -11,6 +11,8 @@ from torch import nn
 
 def explain(error: Exception, base: nn.Module) -> str:
     """Return the message for a decoder whose capture raised `error` (of torch's compiler)."""
+    # Where Dynamo (torch 2.11 to 2.13) keeps the frames of the code that it traced; it is no public
+    # attribute.
     stack = list(getattr(error, "real_stack", None) or [])
     reason = str(error).strip().partition("\n")[0].strip()
     detail = next(

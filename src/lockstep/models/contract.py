@@ -44,6 +44,7 @@ def kernel_contract(
         weights_dtype=name,
         device=device_name(device),
         torch=str(torch.__version__),
+        # ATen splits sums over a CPU's threads.
         threads=0 if on_gpu else torch.get_num_threads(),
     )
 

@@ -61,6 +61,7 @@ CONFIG_ERRORS = (
 )
 """What transformers raises over a config with impossible values."""
 _HUB_FILES = sorted(f"*{ending}" for ending in READ)
+# The same weights once more, in other formats.
 _HUB_IGNORED = ["original/*", "consolidated*", "onnx/*"]
 
 
@@ -363,6 +364,7 @@ def _read_module(
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
+            # Pickled weights are programs.
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, with the names
             local_files_only=True,
@@ -437,6 +439,8 @@ def _read_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
 
 def _eos_token_ids(module: nn.Module, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     text = text_config(module)
+    # All three, because published models disagree: an id that one of them names ends completions in some
+    # engine.
     sources = (
         getattr(getattr(module, "generation_config", None), "eos_token_id", None),
         getattr(text, "eos_token_id", None),

@@ -163,6 +163,7 @@ def without_lora(module: nn.Module) -> Iterator[None]:
     """Inside, the module computes with its base weights: the frozen reference policy without extra memory."""
     layers = _lora_layers(module)
     for _, layer in layers:
+        # Layer by layer: peft's own switch belongs to its wrapper, and there is none here.
         layer.enable_adapters(False)
     try:
         yield

@@ -205,6 +205,7 @@ def _load(folder: Path, config: RewardModelConfig, *, dtype: torch.dtype) -> Pre
                 config=hf_config,
                 dtype=dtype,
                 trust_remote_code=False,
+                # Pickled weights are programs.
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # reported below, with the names
                 local_files_only=True,

@@ -79,6 +79,7 @@ def fill_parameters(
 def fill(name: str, parameter: Tensor, *, seed: int, config: PretrainedConfig) -> None:
     """Draw one Parameter: matrices and biases N(0, initializer_range), a scalar head N(0, head_std); norm
     weights around what acts as 1."""
+    # Not hash(): Python salts that of strings in each process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if "norm" in name and parameter.ndim == 1:

@@ -103,6 +103,8 @@ class LocalBackend(Rests):
             config.execution != "eager" if config.static_capacity is None else config.static_capacity
         )
         self._static_head = static_head(config, self.module)
+        # Before the policy is checkpointed and compiled: the reference needs no recomputation, and is
+        # compiled by itself.
         frozen = copy.deepcopy(self.module).requires_grad_(False) if ref and not self._lora else None
         self.ref = Reference(functools.partial(self._score, "ref")) if ref else None
         named = trained_parameters(self.module)
@@ -241,6 +243,7 @@ class LocalBackend(Rests):
         """Find the micro-batch whose gradients are not finite by running each once more, alone."""
         pending = list(self._pending)
         self.drop_gradients()
+        # Only sums of gradients are kept, so which micro-batch it was can be found by running them again.
         for index, (batch, loss) in enumerate(pending):
             self._gradients.expect(len(batch.sample_ids) if self._by_sample else 1)
             self.module.train()
@@ -361,6 +364,8 @@ class LocalBackend(Rests):
                 background=background,
                 space=self._copies,
             )
+            # What rests gives its memory back when this context is left, and the thread would read what is no
+            # longer there.
             if self._rests:
                 self.wait_for_copy()
         return finish

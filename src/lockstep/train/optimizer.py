@@ -113,6 +113,7 @@ class MasterOptimizer(ABC):
         """
         local = self._to_host(gradients) if self.offloaded else list(gradients)
         for decay in (True, False):
+            # A call of torch's kernels has one weight_decay for all its tensors.
             weight_decay = self.config.weight_decay if decay else 0.0
             for bucket in self._buckets(local, decay):
                 flat = [_flat(local[p.index], p).to(torch.float32) for p in bucket]  # type: ignore[arg-type]

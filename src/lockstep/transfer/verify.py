@@ -140,6 +140,7 @@ class Verifier:
         return statistics.fmean(gaps)
 
     def _complaint(self, gap: float) -> str | None:
+        # Logits that are divided by a low temperature differ by more, too.
         limit = PROBE_LIMITS[self.dtype] / min(self.temperature, 1.0)
         if gap <= limit:
             return None

@@ -307,6 +307,7 @@ class NativeEngine(Streaming):
         before = 0 if self._kv_cache is None else self._kv_cache.capacity
         shape, config = self._layers.shape, self._config
         if config.kv_cache_tokens is None:
+            # By a quarter at least: another cache costs all CUDA graphs.
             tokens = max(tokens, before + before // 4)
             held = before * shape.token_bytes
             tokens = max(before, min(tokens, most_tokens(shape, config.memory_fraction, held=held)))

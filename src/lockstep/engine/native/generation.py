@@ -123,6 +123,8 @@ class Generation:
         return True
 
     def _bring_up(self, admission: Admission, abort: threading.Event) -> None:
+        # In this order: a copy reads what the prompts' forwards wrote, and the rest attends to what was
+        # copied.
         for parts in (admission.prompts, admission.rest):
             if parts is admission.rest:
                 self.scheduler.copies(admission)

@@ -59,6 +59,8 @@ _FINAL_ONLY = 2
 _NO_LOGPROB = -9999.0
 """vLLM's servers send it for NaN, minus infinity, and a token that has none."""
 _PACKAGE = Path(__file__).resolve().parents[2]
+# Run by the other interpreter, which may be of another Python: standard library only, and vLLM is not
+# imported, which takes seconds.
 _PROBE = """
 import importlib.metadata as m, importlib.util as u, json, pathlib, sys
 found = {"python": sys.version.split()[0]}
@@ -131,6 +133,8 @@ def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
     }
     token = new_token()
     secret = {"VLLM_API_KEY": token, TOKEN: token}  # vLLM's own check, and ours of every path
+    # Without the details a reply does not say how many prompt tokens came from the cache, by which a stale
+    # one is found.
     command = [str(python), *vllm_server_command(config, spec, port=port), "--enable-prompt-tokens-details"]
     if installed.scale_out:
         command.append("--enable-scale-out")
@@ -298,6 +302,7 @@ class VLLMDriver:
 
     def abort(self, ids: Sequence[str]) -> None:
         """Abort by id: a server at a url may have other clients."""
+        # vLLM 0.26 to 0.33 put this in front of the ids of that route's requests.
         names = [f"generate-tokens-{id}" for id in ids]
         self._post("/abort_requests", {"request_ids": names}, seconds=SHORT_SECONDS)
 

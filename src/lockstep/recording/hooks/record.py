@@ -188,6 +188,7 @@ class RecordHandle:
         else:
             removers = [
                 target.register_forward_pre_hook(before, with_kwargs=True).remove,
+                # always_call: after an error too, with None as the output.
                 target.register_forward_hook(after, with_kwargs=True, always_call=True).remove,
             ]
         signal = self.options.step
@@ -440,6 +441,7 @@ class RecordHandle:
             )
 
     def _at_exit(self) -> None:
+        # Python keeps the error that ends a program there, before it calls what atexit has.
         self.close(getattr(sys, "last_value", None))
 
     def __enter__(self) -> RecordHandle:

@@ -235,6 +235,7 @@ class ZeroEngine:
     def _fragment_at_1(self, parameter: nn.Parameter) -> Fragment:
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
+            # DeepSpeed maps what overlaps with this rank's partition, and nothing else.
             return Fragment(0, 0, self._flats()[0], 0)
         own, there = mapping.lp_fragment_address, mapping.hp_fragment_address
         flat = self._flats()[mapping.param_group_index]

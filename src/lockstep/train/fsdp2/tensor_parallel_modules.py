@@ -109,6 +109,7 @@ def share_input(block: nn.Module, group_name: str) -> None:
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
+            # transformers passes the hidden states to an MLP by position, to attention by keyword.
             return (sum_in_backward(args[0], group_name), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": sum_in_backward(kwargs["hidden_states"], group_name)}
 
