@@ -32,6 +32,7 @@ def enable_cpu_reference() -> None:
     global _library
     if _library is not None:
         return
+    # Private, in torch 2.11 to 2.13: nothing public asks the dispatcher.
     taken = [op for op in _OPS if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "CPU")]
     if taken:
         raise ModelError(

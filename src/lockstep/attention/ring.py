@@ -33,6 +33,8 @@ from lockstep.schema.ring import RingShard, RingStep
 
 # Two apart: a message is two tensors, which take a tag each.
 _KV_TAG, _GRAD_TAG = 0, 2
+# The ops behind torch's varlen_attn: a block's backward takes the log-sum-exp over all blocks, which that one
+# cannot be given.
 _flash = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
 
@@ -310,6 +312,7 @@ def _varies(dim: int, *tensors: Tensor) -> None:
     """The number of rows changes from pack to pack: one kernel must serve all. Heads do not change, and
     divisions by them must not be left for the kernel."""
     for tensor in tensors:
+        # maybe: torch specialises a length of 0 or 1, for which mark_dynamic would raise.
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 

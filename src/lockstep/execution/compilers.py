@@ -90,6 +90,8 @@ def _backward_compiler(graph: GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def _inductor(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    # Private, in torch 2.11 to 2.13. compile_fx, which torch.compile calls, takes a graph of forward alone
+    # and makes and partitions the joint one itself; here both halves are there already.
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 

@@ -98,6 +98,7 @@ def decoder_inputs(
         ConfigError: a ring with anything but plain causal attention over documents, packed and eager.
     """
     base = getattr(module, str(module.base_model_prefix))
+    # Private, in transformers 5.17 to 5.23, which keep the name nowhere else.
     kernel = attention.kernel_of(base.config._attn_implementation)
     compiled = is_compiled(module) if compiled is None else compiled
     if (kernel == "varlen" or ring is not None) and batch.token_ids.device.type == "cpu":

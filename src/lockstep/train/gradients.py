@@ -75,6 +75,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     if gradients[0].device.type == "cpu":
         norms = [_cpu_norm(g) for g in gradients]
     else:
+        # dtype: what it adds up in.
         norms = list(torch._foreach_norm(list(gradients), 2, dtype=torch.float32))
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total

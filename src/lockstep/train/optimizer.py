@@ -148,6 +148,8 @@ class MasterOptimizer(ABC):
         apart = [(t, m, p) for t, m, p in pairs if t.data_ptr() != m.data_ptr()]
         if apart:
             targets = [_flat(t.detach(), p) for t, _, p in apart]
+            # One launch for the bucket. These kernels have no public name; torch's own optimizers call them
+            # by this one.
             torch._foreach_copy_(targets, [_flat(m, p) for _, m, p in apart])
 
     def _to_host(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

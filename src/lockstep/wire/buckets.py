@@ -111,6 +111,7 @@ def pack(buffer: Tensor, specs: Sequence[TensorSpec], tensors: Sequence[Tensor])
     """Copy tensors to their places in `buffer`, [N] uint8; on a GPU without waiting."""
     with torch.no_grad():
         targets = [view(buffer, spec) for spec in specs]
+        # One launch for the bucket, not one for each tensor.
         torch._foreach_copy_(targets, [tensor.detach() for tensor in tensors], non_blocking=True)
 
 

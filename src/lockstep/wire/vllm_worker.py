@@ -137,6 +137,7 @@ def _load(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
 def _refuse_ignored(session: _Session, names: Iterable[str]) -> None:
     """Refuse names that vLLM would skip silently, such as biases of layers without one."""
     mapper = getattr(session.model, "hf_to_vllm_mapper", None)
+    # By either name: vLLM's versions from 0.26 to 0.33 do not agree on one.
     rename = getattr(mapper, "map_name", None) or getattr(mapper, "_map_name", None) or (lambda name: name)
     for name in names:
         own = {name, rename(name)} - {None}

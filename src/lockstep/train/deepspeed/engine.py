@@ -233,6 +233,8 @@ class ZeroEngine:
         return {id(p): m for own, masters in groups for p, m in zip(own, masters, strict=True)}
 
     def _fragment_at_1(self, parameter: nn.Parameter) -> Fragment:
+        # DeepSpeed 0.19.8 notes on a Parameter where it is in the partition; no accessor gives away the place
+        # itself.
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             # DeepSpeed maps what overlaps with this rank's partition, and nothing else.

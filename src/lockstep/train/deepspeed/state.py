@@ -87,6 +87,7 @@ class ZeroParts:
         return buffer if mine else None
 
     def _whole_weight(self, weight: nn.Parameter | Tensor, *, mine: bool) -> Tensor | None:
+        # ds_tensor is this rank's part of a Parameter that ZeRO 3 keeps empty.
         if self._zero.stage < 3 or not hasattr(weight, "ds_tensor"):
             return weight.detach() if mine else None
         assert isinstance(weight, nn.Parameter)

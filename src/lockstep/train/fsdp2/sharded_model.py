@@ -175,6 +175,7 @@ class ShardedModel:
 
     def local(self, name: str) -> Tensor:
         """This rank's shard: the stored memory itself."""
+        # Not to_local(), which is an op of autograd.
         return self.parameters[name]._local_tensor.detach()
 
     def whole(self, name: str, local: Tensor) -> Tensor:
@@ -269,6 +270,7 @@ class ShardedModel:
         """Reset FSDP2's hooks after a forward or backward that raised: they expect calls that will not
         come."""
         root = self._parts[0]
+        # Once torch 2.13 is the oldest, _reset_iter_state can go.
         if hasattr(root, "reset_iter_state"):
             root.reset_iter_state()
         else:  # torch before 2.13
@@ -312,6 +314,7 @@ def _retype(module: nn.Module, dtype: torch.dtype, *, frozen: torch.dtype) -> No
 
 
 def _state(part: FSDPModule | nn.Module) -> Any:
+    # Private, in torch 2.11 to 2.13, whose names inside differ: the two functions below even that out.
     return cast(FSDPModule, part)._get_fsdp_state()
 
 

@@ -192,6 +192,7 @@ def _hf_modules(module: nn.Module) -> dict[str, Split | Replicated]:
     model = causal_lm(module)
     base = model.base_model_prefix
     styles = {f"{base}.{key}": style for key, style in (text_config(module).base_model_tp_plan or {}).items()}
+    # Private, in transformers 5.17 to 5.23: the class's plan is of what is outside of the decoder.
     styles |= getattr(type(model), "_tp_plan", None) or {}
     if not styles:
         raise ConfigError(
