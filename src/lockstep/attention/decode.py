@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 KEY_BLOCKS = {64: 128, 128: 64}
 """Dimensions of a head -> keys of a block of flash attention. Others run as flash attention does."""
+# As in decode.cu: the query heads of a kv head are the rows of one mma tile; four warps multiply, a fifth
+# adds up.
 _ROWS, _THREADS = 8, 160
 _TYPES = {
     torch.bfloat16: ("__nv_bfloat16", "bf16", "__float2bfloat16_rn"),

@@ -220,6 +220,7 @@ class FlightRecorder:
         """Note that a collective has ended."""
         at = _RING_AT + (number - 1) % SLOTS * _SLOT.size
         with self._lock:
+            # The ring may have come round: the slot is another collective's then.
             if struct.unpack_from("<Q", self._map, at)[0] == number:
                 struct.pack_into("<d", self._map, at + 24, time.time())
 

@@ -6,6 +6,7 @@ import sys
 import unicodedata
 from typing import TextIO
 
+# Unicode's categories: control, format, unassigned, private, surrogate, line and paragraph separators.
 _UNSAFE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
 

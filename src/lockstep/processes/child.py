@@ -36,6 +36,7 @@ TRACEBACK_SECONDS = 5.0
 """How long a process that is asked for a traceback may take to write it."""
 END_SECONDS = 10.0
 """Time that a supervisor has to end, beyond grace and linger; then it is killed."""
+# For the kernel to end what was killed.
 _SESSION_SECONDS = 10.0
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 

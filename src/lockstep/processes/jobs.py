@@ -17,6 +17,7 @@ from lockstep.processes import child
 from lockstep.processes.child import END_SECONDS, Child, describe_status
 from lockstep.processes.messages import Message, packed
 
+# A child may be sandboxed because it may send anything: a longer reply is not read.
 REPLY_BYTES = 64 << 20
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 """The folder that Lockstep is imported from."""

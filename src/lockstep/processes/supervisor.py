@@ -46,6 +46,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def main(argv: list[str]) -> int:
     """Supervise a program; returns only if the owner has gone before it began."""
     owner, lifeline, grace, linger = int(argv[1]), int(argv[2]), float(argv[3]), float(argv[4])
+    # The owner may have died while this Python started.
     if os.getppid() != owner or hung_up(lifeline):
         return 1
     # As they were before this Python ignored or handled them: an exec keeps what is ignored.

@@ -220,6 +220,7 @@ class CollectiveCarrier:
         except EngineError as error:
             failed = error
             half.cancel.set()
+        # Ctrl-C as well: the thread would go on waiting for workers.
         except BaseException:
             half.cancel.set()
             raise

@@ -196,6 +196,7 @@ class VLLMDriver:
         self._mode = vllm_logprobs_mode(spec.temperatures)
         self._version = self._model = ""
         self._can_update = True
+        # CUDA IPC opens memory of the same GPU only, and a server at a url may be anywhere.
         shares = server is not None and spec.shares_device and spec.device != "cpu"
         self.transports: tuple[Transport, ...] = ("ipc", "disk") if shares else ("collective", "disk")
 

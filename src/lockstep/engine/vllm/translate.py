@@ -27,6 +27,7 @@ WORKER_EXTENSION = "lockstep.wire.vllm_worker.LockstepWorker"
 SERVER_TOKEN = "lockstep.wire.server_token.RequireToken"
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises anything between 0 and this to this, with a warning in its log."""
+# vLLM refuses a request above it.
 HIGHEST_TEMPERATURE = 2.0
 CPU_BATCHED_TOKENS = 8192
 """Tokens of one step on a CPU, at least."""

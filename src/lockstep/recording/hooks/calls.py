@@ -182,6 +182,7 @@ def _collect(
         scalars[name] = _scalar(value)
 
 
+# A foreign module may be given anything; so much of it is kept.
 _MOST_ARGUMENTS = 4096
 _DEEPEST = 8
 _NAME_CHARACTERS = 150

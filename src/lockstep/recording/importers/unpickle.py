@@ -41,6 +41,7 @@ MAX_NESTING = 24
 _MAX_ARCHIVES = 3
 """torch.save inside pickle inside ...: pickled tensors are one level."""
 _MAX_LINE = 512
+# MAGIC_NUMBER and PROTOCOL_VERSION of torch/serialization.py.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _ZIP = b"PK\x03\x04"

@@ -37,6 +37,7 @@ class StateRanks:
         failure: Exception | None = None
         try:
             yield
+        # Whatever it is, the others must hear of it: they would wait in the next collective.
         except Exception as error:
             failure = error
         if self.size == 1:
