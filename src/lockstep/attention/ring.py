@@ -142,6 +142,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, ring: _RingPass, scale: float | No
     out, lse = _attend(q, k, v, shard.own, scale, causal=True)
     if not shard.others:
         return out, lse
+    # Only rows of divided documents have keys elsewhere, and they come first.
     merged, merged_lse = out[:rows], lse[:, :rows].contiguous()
     for i, step in enumerate(shard.others, start=1):
         kv = in_flight.wait()

@@ -255,6 +255,8 @@ def _export(base: nn.Module, call: DecoderCall, compiler: GraphCompiler) -> _Gra
     # used here. A public export of forward and backward as one graph would take their place.
     traced, arguments = _Traced(base), call.arguments()
     with contextlib.ExitStack() as stack:
+        # For a call without gradients too: logprobs before a step come from the forward half of the step's
+        # own graph, and so have its bits.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_quiet())
         stack.enter_context(torch.fx.traceback.preserve_node_meta())

@@ -97,6 +97,7 @@ def _linear_fake(
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, tiles, exact_backward = inputs
+    # Beside a frozen weight (LoRA's base) nothing reads x again, so it is not kept.
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
     ctx.tiles, ctx.exact, ctx.has_bias = tiles, exact_backward, bias is not None
 

@@ -299,6 +299,7 @@ def read_config(folder: Path, config: ModelConfig) -> PretrainedConfig:
             f"model.name = {config.name!r}: {folder} holds no config.json; it is not a model folder"
         )
     try:
+        # Always offline: the folder has been fetched whole by now.
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code, local_files_only=True
         )

@@ -210,6 +210,8 @@ class LossModule(nn.Module):
         if loss is None:
             return linear_logprobs(hidden, weight, labels, head=head)[0]
         token_loss = loss
+        # Chunk by chunk: loss and gradients of a chunk are made while its logits are in cache, and the logits
+        # of all rows never exist together.
         if loss.separable:
             # The first entry has the rows of a batch that has none: no chunk is called then.
             terms_of = [hidden.new_empty(len(loss.terms), 0, dtype=torch.float32)]
@@ -247,6 +249,8 @@ class LossModule(nn.Module):
             output = loss(logprobs, entropy, batch, rows)
             self.tokens = token_rows(logprobs, entropy, output.terms)
             return output.loss
+        # Such a loss (DPO, a ratio of whole completions) needs every logprob of a document, which are on
+        # several ranks.
         whole = [_of_the_ring(values, rows, part, batch.num_slots) for values in (logprobs, entropy)]
         output = loss(whole[0], whole[1], batch, part.every)
         terms = None

@@ -67,6 +67,7 @@ class BucketTransfer:
         if receiver.dirty:  # new, or started again: it knows nothing of what was shared with it before
             self._carrier.reset()
         self._last = (source, target, policy_version)
+        # An engine that starts its server again in the middle of a generation gets the weights back by it.
         receiver.recover = self._recover
         self._send(source, receiver, policy_version=policy_version)
         self.after = take_memory_report(target, device=self._device)

@@ -71,6 +71,7 @@ def choose(config: EngineConfig, engine: ReceivesWeights, *, device: torch.devic
                 f"engine {config.name} can receive weights by {', '.join(offered) or 'nothing'}, and the "
                 f"trainer on {device} cannot send them so; put both on GPUs, or both on the CPU"
             )
+        # Engines list the fastest first.
         return possible[0]
     if config.transfer not in possible:
         raise EngineError(

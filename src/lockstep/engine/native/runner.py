@@ -237,6 +237,8 @@ class Runner:
             decode=True,
         )
         hidden = self._layers.norm(self._layers.run(token_ids, columns[POSITION], self.kv_cache, metadata))
+        # Logits without temperature: the forward's graph serves all temperatures, and only the draw has one
+        # for each.
         head_logits(hidden, self._layers.weight, self._plain, self._logits[:size])
 
     def _draw(self, size: int, temperature: float) -> None:

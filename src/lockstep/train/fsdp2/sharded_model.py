@@ -117,6 +117,7 @@ class ShardedModel:
                 fully_shard(layer, **policy)
             fully_shard(last, **stays)
         fully_shard(self.outer, **stays)
+        # The root is the first: modules() begins with the module itself.
         self._parts = [part for part in self.outer.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
             # Sums, not means: loss_weights hold the normaliser of the whole step. The factor alone would
