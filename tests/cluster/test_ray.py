@@ -19,9 +19,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from lockstep.ranks.hang import examine, find_records
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'lockstep-rl[cluster]'", allow_module_level=True)
@@ -184,6 +187,29 @@ def test_a_killed_rank_ends_the_world_by_name(tmp_path: Path, two_nodes: dict[st
     assert left(tmp_path) == []
 
 
+def test_a_rank_that_hangs_ends_the_world_with_the_report(tmp_path: Path, two_nodes: dict[str, str]) -> None:
+    flags = ("--cluster", "auto", "--cluster.nodes", "2", "--cluster.slots", "1", "--steps", "1000000")
+    with subprocess.Popen(
+        command("grpo", tmp_path / "run", *flags, "--rank-timeout", "10"),
+        env=two_nodes,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        ranks = ranks_of(tmp_path / "run", process)
+        os.kill(ranks[1], signal.SIGSTOP)
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, err
+    assert "lockstep: no rank has made progress for 10 s; the run was ended" in err
+    assert f"rank 1 (pid {ranks[1]}) is stopped by a signal" in err
+    (file,) = (tmp_path / "run").glob("logs/ranks/*/hang.json")
+    report = json.loads(file.read_text())
+    assert (report["cause"], report["culprits"]) == ("stopped process", [1])
+    assert any("gather" in frame or "reduce" in frame for frame in report["ranks"][0]["stack"])
+    assert examine(find_records(tmp_path / "run")).culprits == (1,)  # as `lockstep hang` does
+    assert left(tmp_path) == []
+
+
 def test_ctrl_c_saves_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     out = tmp_path / "run"
     flags = ("--cluster", "local", "--steps", "1000000")
@@ -198,7 +224,7 @@ def test_ctrl_c_saves_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     assert list((cache / "ray").iterdir()) == [] and left(cache / "ray") == []
 
 
-def ranks_of(out: Path, process: subprocess.Popen[bytes]) -> list[int]:
+def ranks_of(out: Path, process: subprocess.Popen[Any]) -> list[int]:
     """The pids of both ranks, once they have taken a step."""
     until = time.monotonic() + SECONDS
     metrics = out / "metrics.jsonl"

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.ranks.hang import examine
 from lockstep.ranks.launch import HANG_FILE, launch_command
-from lockstep.ranks.watchdog import Watchdog
+from lockstep.ranks.watchdog import Watchdog, signs
 
 WORKER = Path(__file__).with_name("hang_worker.py")
 SECONDS = 4.0
@@ -79,9 +79,9 @@ def test_signs_of_life(life: str, hangs: bool, tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(tmp_path), life], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        dog = Watchdog(tmp_path, seconds=1.0)
+        dog = Watchdog(lambda: signs(tmp_path), seconds=1.0)
         stalled = [dog.stalled() for _ in ticks(2.5)]
-        report = dog.report()
+        report = examine(tmp_path)
         for child in report.ranks[0].children:
             subprocess.run(["kill", child.split()[1]], check=True)
         process.kill()

@@ -232,7 +232,9 @@ def _launch_on_cluster(command: TrainCommand, argv: Sequence[str], *, log_dir: P
 
     assert command.cluster is not None
     config = _cluster_config(command)
-    return launch_train(["-m", "lockstep", *argv], config, provider=command.cluster, log_dir=log_dir)
+    watch = command.rank_timeout or WAIT_SECONDS
+    command_line = ["-m", "lockstep", *argv]
+    return launch_train(command_line, config, provider=command.cluster, log_dir=log_dir, watch=watch)
 
 
 def _check_heads(run: RunConfig) -> None:

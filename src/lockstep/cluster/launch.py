@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from lockstep.cluster.environment import travelling
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.observe.text import echo
 from lockstep.protocols.cluster import Placement, Provider, World
+from lockstep.ranks.hang import HangReport, diagnose, rank_states
 from lockstep.ranks.launch import Launch, signals_raised
+from lockstep.ranks.watchdog import Signs, signs
+
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 
 
 def launch_on(
-    provider: Provider, argv: Sequence[str], *, placement: Placement, log_dir: Path, graceful: bool = False
+    provider: Provider,
+    argv: Sequence[str],
+    *,
+    placement: Placement,
+    log_dir: Path,
+    graceful: bool = False,
+    watch: float | None = None,
 ) -> int:
     """Run `python ARGV` in every slot and wait for all.
 
@@ -30,7 +43,7 @@ def launch_on(
     log_dir.mkdir(parents=True, exist_ok=True)
     with signals_raised():
         launch = _ProviderLaunch(
-            argv, provider=provider, placement=placement, log_dir=log_dir, graceful=graceful
+            argv, provider=provider, placement=placement, log_dir=log_dir, graceful=graceful, watch=watch
         )
         return launch.run(None)
 
@@ -39,10 +52,17 @@ class _ProviderLaunch(Launch):
     """A launch whose ranks a provider starts."""
 
     def __init__(
-        self, argv: Sequence[str], *, provider: Provider, placement: Placement, log_dir: Path, graceful: bool
+        self,
+        argv: Sequence[str],
+        *,
+        provider: Provider,
+        placement: Placement,
+        log_dir: Path,
+        graceful: bool,
+        watch: float | None,
     ) -> None:
         self.address = provider.address
-        super().__init__(argv, ranks=placement.ranks, log_dir=log_dir, graceful=graceful, watch=None)
+        super().__init__(argv, ranks=placement.ranks, log_dir=log_dir, graceful=graceful, watch=watch)
         self.provider, self.placement = provider, placement
         self.world: World | None = None
 
@@ -77,6 +97,21 @@ class _ProviderLaunch(Launch):
         """End every rank with what it started."""
         if self.world is not None:
             self.provider.stop(self.world)
+
+    def look(self) -> list[Signs]:
+        """Signs of progress of the ranks whose nodes answer."""
+        return self._ask(functools.partial(signs, self.flights))
+
+    def report(self) -> HangReport:
+        """Say what the ranks wait for. Raises DataError if no node answers, or no rank keeps a record."""
+        states = self._ask(functools.partial(rank_states, self.flights))
+        if not states:
+            raise DataError(f"{self.flights}: no node has a flight record there")
+        return diagnose(states)
+
+    def _ask(self, question: Callable[[int], list[T]]) -> list[T]:
+        answers = [] if self.world is None else self.provider.ask(self.world, question)
+        return list(itertools.chain.from_iterable(answers))
 
     def environment(self, rank: int) -> dict[str, str]:
         """What a rank needs to find the others, and what of our environment travels."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -14,6 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.processes.child import Child, end
 from lockstep.protocols.cluster import Node, Placement, RankEnded, World
 
+T = TypeVar("T")
 _GRACE_SECONDS = 8.0
 
 
@@ -52,6 +54,10 @@ class LocalProvider:
             if (child.pid, rank) not in self._told and (status := child.poll()) is not None:
                 self._told.add((child.pid, rank))
                 yield RankEnded(rank=rank, status=status)
+
+    def ask(self, world: World, question: Callable[[int], T]) -> list[T]:
+        """Ask here."""
+        return [question(rank) for rank in range(world.placement.ranks)]
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:
         """Pass a signal on, or end all."""

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,10 @@ class RankHost:
             self._changed.notify_all()
         status = self._child.wait(max(0.0, until - time.monotonic())) if finished else None
         return out, err, status
+
+    def ask(self, question: Callable[[int], Any], rank: int) -> Any:
+        """What the function says of the rank, here."""
+        return question(rank)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the rank."""

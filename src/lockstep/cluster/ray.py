@@ -26,9 +26,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.cluster.environment import staying, travelling
 from lockstep.cluster.launch import LOOPBACK
@@ -41,6 +41,7 @@ from lockstep.processes.child import Child
 from lockstep.protocols.cluster import Node, Placement, RankEnded, World
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OLDEST = (2, 60)
 """Ray with token authentication for every part."""
@@ -49,6 +50,8 @@ START_SECONDS = 120.0
 _END_SECONDS = 30.0
 _FOLLOW_SECONDS = 1.0
 """How long an answer about a rank waits for news."""
+_ANSWER_SECONDS = 10.0
+"""For the answer of a node to a question about its rank."""
 _FREE_BYTES = 2**30
 _STALE_SECONDS = 60.0
 _LIMITS = {"RAY_ROTATION_MAX_BYTES": str(8 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "1"}
@@ -272,6 +275,17 @@ class RayProvider:
             while member.answer is not None and self._ray.wait([member.answer], timeout=0)[0]:
                 if (event := self._take(world, rank, member)) is not None:
                     yield event
+
+    def ask(self, world: World, question: Callable[[int], T]) -> list[T]:
+        """Call a function with the number of each rank on that rank's node; the answers of those that
+        answer."""
+        calls = [member.actor.ask.remote(question, rank) for rank, member in enumerate(world.members)]
+        there, _ = self._ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_SECONDS)
+        answers: list[T] = []
+        for call in (call for call in calls if call in there):
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                answers.append(self._ray.get(call))
+        return answers
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:
         """Pass a signal on, or end all and give their places back."""

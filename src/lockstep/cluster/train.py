@@ -19,10 +19,13 @@ def placement_of(config: ClusterConfig) -> Placement:
     return Placement(nodes=config.nodes, per_node=config.per_node, gpus=config.gpus > 0)
 
 
-def launch_train(argv: Sequence[str], config: ClusterConfig, *, provider: str, log_dir: Path) -> int:
+def launch_train(
+    argv: Sequence[str], config: ClusterConfig, *, provider: str, log_dir: Path, watch: float
+) -> int:
     """Run `python ARGV` as every rank that `config` says, and wait for all; their status.
 
     Args:
+        watch: as of lockstep.ranks.launch.launch_ranks.
         provider: local: Ray is started on this machine for this run alone; auto: the one that runs.
 
     Raises:
@@ -41,4 +44,4 @@ def launch_train(argv: Sequence[str], config: ClusterConfig, *, provider: str, l
         ray = stack.enter_context(contextlib.closing(RayProvider(address, config=config, log_dir=log_dir)))
         placement = placement_of(config)
         check_nodes(ray, placement)
-        return launch_on(ray, argv, placement=placement, log_dir=log_dir, graceful=True)
+        return launch_on(ray, argv, placement=placement, log_dir=log_dir, graceful=True, watch=watch)

@@ -313,9 +313,10 @@ def read(path: Path) -> Flight:
     )
 
 
-def read_all(folder: Path) -> list[Flight]:
-    """Read the files of all ranks in a folder, by rank. Raises as `read`."""
-    return sorted((read(path) for path in folder.glob("rank-*.flight")), key=lambda each: each.rank)
+def read_all(folder: Path, rank: int | None = None) -> list[Flight]:
+    """Read the files of all ranks, or of one, in a folder, by rank. Raises as `read`."""
+    files = folder.glob("rank-*.flight" if rank is None else f"rank-{rank}.flight")
+    return sorted((read(path) for path in files), key=lambda each: each.rank)
 
 
 def _text(path: Path, at: int, size: int) -> dict[str, Any]:

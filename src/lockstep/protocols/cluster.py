@@ -7,10 +7,12 @@ starts one process per slot with the command and the environment that it is give
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +112,11 @@ class Provider(Protocol):
 
     def watch(self, world: World) -> Iterator[RankEnded]:
         """Yield what has happened since the last call; does not wait."""
+        ...
+
+    def ask(self, world: World, question: Callable[[int], T]) -> list[T]:
+        """Call a function that can be pickled with the number of each rank, on that rank's node, also while
+        the rank is stopped or hangs; return what came, by rank, without the nodes that do not answer."""
         ...
 
     def stop(self, world: World, number: signal.Signals | None = None) -> None:

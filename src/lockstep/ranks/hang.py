@@ -182,13 +182,19 @@ def examine(folder: Path, *, stacks: bool = True) -> HangReport:
     Raises:
         DataError: a file is no flight record, or there is none.
     """
-    flights = flight.read_all(folder)
-    if not flights:
+    ranks = rank_states(folder, stacks=stacks)
+    if not ranks:
         raise DataError(f"{folder}: holds no flight records")
+    return diagnose(ranks)
+
+
+def rank_states(folder: Path, rank: int | None = None, *, stacks: bool = True) -> list[RankState]:
+    """Return the states of the ranks, or of one of them, that run on this machine and keep their records in
+    a folder. Args and errors as of `examine`, but none may be there."""
+    flights = flight.read_all(folder, rank)
     if stacks:
         _ask_for_stacks(flights)
-    ranks = tuple(_rank_state(each, stacks=stacks) for each in flights)
-    return _diagnose(ranks)
+    return [_rank_state(each, stacks=stacks) for each in flights]
 
 
 # --- what is looked at --------------------------------------------------------------------------------------
@@ -289,7 +295,9 @@ class _Difference:
         return _CROSSED if elsewhere else 1
 
 
-def _diagnose(ranks: tuple[RankState, ...]) -> HangReport:
+def diagnose(states: Sequence[RankState]) -> HangReport:
+    """Compare the states of ranks, at least one, wherever they were taken."""
+    ranks = tuple(states)
     by_rank = {each.rank: each for each in ranks}
     difference = _first_difference(ranks)
     if difference is None:

@@ -32,8 +32,8 @@ from lockstep.observe.files import write_atomic
 from lockstep.observe.text import echo
 from lockstep.processes.child import Child, describe_status, end
 from lockstep.ranks.environment import FLIGHT_DIR, LAUNCHER_PID, SECRET
-from lockstep.ranks.hang import OUT_OF_STEP, HangReport
-from lockstep.ranks.watchdog import Watchdog
+from lockstep.ranks.hang import OUT_OF_STEP, HangReport, examine
+from lockstep.ranks.watchdog import Signs, Watchdog, signs
 
 ENDED_KEY = "lockstep/ended/{rank}"
 """Store: how a rank ended, text, written by the launcher, as a killed rank cannot write it."""
@@ -228,7 +228,9 @@ class Launch:
         self.ended: dict[int, int] = {}
         self.stopped: set[int] = set()
         self._closed = False
-        self._watchdog = None if watch is None else Watchdog(log_dir, seconds=watch)
+        self.flights = log_dir.absolute()
+        """The folder of the ranks' flight records, on each machine."""
+        self._watchdog = None if watch is None else Watchdog(self.look, seconds=watch)
         self._hang: HangReport | None = None
 
     def run(self, timeout: float | None) -> int:
@@ -283,6 +285,14 @@ class Launch:
         """End every rank with what it started."""
         end(self._children)
 
+    def look(self) -> list[Signs]:
+        """Signs of progress of the ranks."""
+        return signs(self.flights)
+
+    def report(self) -> HangReport:
+        """Say what the ranks wait for. Raises DataError if none keeps a record."""
+        return examine(self.flights)
+
     def _watch(self, deadline: float | None) -> int:
         """Wait until all have ended, or one of them failed."""
         while len(self.ended) < self.ranks:
@@ -307,7 +317,7 @@ class Launch:
         if self._watchdog is None:
             return
         with contextlib.suppress(DataError):  # none has come so far as to keep a record
-            self._hang = self._watchdog.report()
+            self._hang = self.report()
             text = json.dumps(self._hang.as_dict(), indent=2)
             write_atomic(self.log_dir / HANG_FILE, text + "\n")
 
@@ -364,7 +374,7 @@ class Launch:
             SECRET: self._secret,
         }
         if self._watchdog is not None:
-            environment[FLIGHT_DIR] = str(self.log_dir.absolute())
+            environment[FLIGHT_DIR] = str(self.flights)
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = str(threads_per_rank(self.ranks))
         if "GLOO_SOCKET_IFNAME" not in os.environ and Path("/sys/class/net/lo").exists():

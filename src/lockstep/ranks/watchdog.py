@@ -1,28 +1,28 @@
 """Notices when ranks make no progress, from outside of them.
 
-    dog = Watchdog(folder, seconds=1800)
+    dog = Watchdog(lambda: signs(folder), seconds=1800)
     while ...:
         if dog.stalled():
-            echo(dog.report().text())
+            echo(examine(folder).text())
 
 A rank makes progress when its heartbeat or its collectives go on (lockstep.observe.flight), or when it
 computes: outside of collectives, CPU time of its process or of one below it is a sign of life, so a
 compilation of an hour, or a reward that works, is no hang. Inside a collective it depends on the others. One
-parent watches, whichever provider started the ranks; it needs their files only.
+parent watches, whichever provider started the ranks: their signs are read where they run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from lockstep.errors import DataError
 from lockstep.observe import flight
-from lockstep.observe.flight import Flight
-from lockstep.ranks.hang import HangReport, examine
 
 _COMPUTES = 0.05
 """Share of a core above which a rank outside of collectives computes."""
@@ -31,45 +31,67 @@ _LOOKS = 20
 _LONGEST_PAUSE = 5.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signs:
+    """What shows of a rank that it makes progress."""
+
+    rank: int
+    counts: tuple[int, int, float]
+    """Of its heartbeat and collectives; they change with each."""
+    inside: bool
+    """Whether it is in a collective."""
+    cpu: float
+    """Seconds, of its process and of those below it."""
+
+
+def signs(folder: Path, rank: int | None = None) -> list[Signs]:
+    """Return the signs of the ranks, or of one of them, that run on this machine and keep their records in a
+    folder; none from a record that cannot be read now."""
+    with contextlib.suppress(DataError, OSError):
+        return [
+            Signs(
+                rank=each.rank,
+                counts=each.signs,
+                inside=each.waiting is not None,
+                cpu=sum(flight.cpu_seconds(pid, flight.born(pid)) for pid in [each.pid, *_below(each.pid)]),
+            )
+            for each in flight.read_all(folder, rank)
+        ]
+    return []
+
+
 class Watchdog:
-    """Watches the flight records in a folder.
+    """Notices when no rank makes progress.
 
     Args:
+        look: returns the signs of all ranks that can be seen.
         seconds: without any progress of any rank, after which they hang.
     """
 
-    def __init__(self, folder: Path, *, seconds: float) -> None:
-        self.folder, self.seconds = folder, seconds
+    def __init__(self, look: Callable[[], Sequence[Signs]], *, seconds: float) -> None:
+        self.seconds, self._look = seconds, look
         self._pause = min(_LONGEST_PAUSE, seconds / _LOOKS)
         self._looked = self._progress = time.monotonic()
-        self._signs: dict[int, tuple[int, int, float]] = {}
-        self._cpu: dict[int, float] = {}
+        self._signs: dict[int, Signs] = {}
 
     def stalled(self) -> bool:
         """Return whether nothing has made progress for `seconds`. Looks a few times per deadline."""
         now = time.monotonic()
         if now - self._looked < self._pause:
             return False
-        flights: list[Flight] = []
-        with contextlib.suppress(DataError, OSError):
-            flights = flight.read_all(self.folder)
+        seen = self._look()
         # all of them, as each look updates what is known of a rank
-        progress = [self._has_progress(each, now - self._looked) for each in flights]
+        progress = [self._has_progress(each, now - self._looked) for each in seen]
         if any(progress):
             self._progress = now
         self._looked = now
-        return bool(flights) and now - self._progress > self.seconds
+        return bool(seen) and now - self._progress > self.seconds
 
-    def _has_progress(self, each: Flight, passed: float) -> bool:
-        before, self._signs[each.rank] = self._signs.get(each.rank), each.signs
-        used = sum(flight.cpu_seconds(pid, flight.born(pid)) for pid in [each.pid, *_below(each.pid)])
-        used_before, self._cpu[each.rank] = self._cpu.get(each.rank, used), used
-        computes = each.waiting is None and used - used_before > _COMPUTES * passed
-        return before != each.signs or computes
-
-    def report(self) -> HangReport:
-        """Examine the ranks. Raises DataError."""
-        return examine(self.folder)
+    def _has_progress(self, now: Signs, passed: float) -> bool:
+        before, self._signs[now.rank] = self._signs.get(now.rank), now
+        if before is None or before.counts != now.counts:
+            return True
+        return not now.inside and now.cpu - before.cpu > _COMPUTES * passed
 
 
 def _below(pid: int) -> list[int]:
