@@ -233,3 +233,11 @@ def test_a_folder_of_datasets_that_is_damaged(tmp_path: Path) -> None:
             except DataError as error:
                 assert str(error).isprintable(), ascii(str(error))
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("half", [b"\\ud800", b"\xed\xa0\x80"], ids=["escaped", "raw"])
+def test_half_a_surrogate_pair_in_a_row_is_one_error(half: bytes, tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"prompt": "' + half + b'", "completion": "a"}\n')
+    with pytest.raises(DataError, match=r"line 1: holds half a surrogate pair"):
+        load_sft(DataConfig(source=str(path)), tokenizer=tokenizer)

@@ -125,7 +125,8 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             if line.strip():
                 where = f"{path}, line {number}"
                 row = parse_row(line, where)
-                if b"\\u" in line:
+                # Half a pair stands in a line as an escape or, as json.loads takes it, as bytes from ED.
+                if b"\\u" in line or b"\xed" in line:
                     check_surrogates(row, where)
                 yield row
 
