@@ -1,12 +1,13 @@
-"""Shared by the argparse commands: values of flags, and where their results go."""
+"""Shared by the argparse commands: flags, their values, and where results go."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -108,11 +109,88 @@ def _bounded(kind: TypeAdapter[_Value], value: _Value, text: str) -> _Value:
         raise argparse.ArgumentTypeError(f"{text[:80]!r}: {message}") from None
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add --cluster: the run is a job that `lockstep submit` started."""
-    parser.add_argument(
-        "--cluster",
-        metavar="URL",
-        help="ask the Ray cluster with this dashboard (http://HEAD:8265) about a run that was submitted to "
-        "it, by its run directory or its job's id",
+METAVARS: dict[Callable[[str], Any], str] = {
+    **dict.fromkeys((positive, count, seed, ranks), "N"),
+    above_zero: "X",
+    seconds: "SECONDS",
+    path: "FILE",
+    steps: "A:B",
+}
+"""What stands for a value of this kind in the help."""
+
+
+def command_parser(prog: str, description: str | None, **more: Any) -> argparse.ArgumentParser:
+    """A parser that takes no abbreviated flags; a description of several lines is shown as it is."""
+    lines = description is not None and "\n" in description
+    shape = argparse.RawDescriptionHelpFormatter if lines else argparse.HelpFormatter
+    return argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=shape, allow_abbrev=False, **more
     )
+
+
+class Flags:
+    """The flags of a parser, or of a group with a title; a default is shown behind the help."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str | None = None) -> None:
+        self._group = parser if title is None else parser.add_argument_group(title)
+
+    def value(
+        self,
+        flag: str,
+        kind: Callable[[str], Any] | str,
+        text: str = "",
+        default: Any = None,
+        *,
+        metavar: str | None = None,
+    ) -> None:
+        """A flag with a value, which `kind` reads; a word as `kind` stands for any text in the help."""
+        if isinstance(kind, str):
+            kind, metavar = str, kind
+        self._group.add_argument(
+            flag,
+            type=kind,
+            default=default,
+            metavar=metavar or METAVARS[kind],
+            help=_with_default(text, default),
+        )
+
+    def choice(self, flag: str, choices: Sequence[Any], text: str = "", default: Any = None) -> None:
+        """A flag with one of some values, all of the same type."""
+        kind = type(choices[0])
+        self._group.add_argument(
+            flag, type=kind, choices=choices, default=default, help=_with_default(text, default)
+        )
+
+    def many(self, flag: str, metavar: str, text: str) -> None:
+        """A flag that may be given several times: a list of texts."""
+        self._group.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
+
+    def switch(self, flag: str, text: str) -> None:
+        """A flag without a value: True if it is given."""
+        self._group.add_argument(flag, action="store_true", help=text)
+
+    def on_off(self, flag: str, text: str, default: bool | None = None) -> None:
+        """--FLAG and --no-FLAG."""
+        self._group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
+
+    def cluster(self) -> None:
+        """--cluster: the run is a job that `lockstep submit` started."""
+        self.value(
+            "--cluster",
+            "URL",
+            "ask the Ray cluster with this dashboard (http://HEAD:8265) about a run that was submitted to "
+            "it, by its run directory or its job's id",
+        )
+
+    def results(self, command: str, json: str = "the result once more") -> None:
+        """--out, --json and --quiet of a command that writes a folder of results."""
+        self.value("--out", path, f"new folder (runs/{command}-TIME)", metavar="DIR")
+        self.value("--json", path, json)
+        self.switch("--quiet", "print the verdict only")
+
+
+def _with_default(text: str, default: Any) -> str:
+    if default is None or default == "":
+        return text
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return f"{text} ({shown})".lstrip()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, positive, ranks, seconds, seed
 from lockstep.cli.suites import conclude, say
 from lockstep.config.declarations import backends
 from lockstep.errors import ConfigError, unknown_name
@@ -69,99 +70,58 @@ def usage() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep bench step`."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep bench step",
-        description="Measure one RL step of the same work in several ways: each in processes of its own, in "
+    parser = arguments.command_parser(
+        "lockstep bench step",
+        "Measure one RL step of the same work in several ways: each in processes of its own, in "
         "turns, beside\nthe first of them.\n\nA cell is a name such as fsdp2+compile+native+invariant: "
         "words of backend, execution and engine, and\n`invariant`, joined by +.",
         epilog="Exit status 0: the first cell was measured, and every other one measured or refused. 1: a "
         "cell failed, ran\nout of memory or hung, or the first one was refused. 2: a wrong setting, or all "
         "cells were refused before a\nprocess was started; then nothing is written.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    cells = parser.add_argument_group("which cells")
-    cells.add_argument("--cells", metavar="LIST", help="cells joined by commas, in this order (eager+hf)")
+    cells = Flags(parser, "which cells")
+    cells.value("--cells", "LIST", "cells joined by commas, in this order (eager+hf)")
     for axis, values in AXES.items():
-        cells.add_argument(
-            f"--{axis}", metavar="LIST", help=f"of {', '.join(values)}; every combination ({values[0]})"
-        )
-    cells.add_argument(
-        "--ranks", type=arguments.ranks, metavar="N", help="of backends with ranks (all GPUs, or 2)"
-    )
-    cells.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
-    _work_flags(parser.add_argument_group("of what work"))
-    _output_flags(parser.add_argument_group("measuring and output"))
+        cells.value(f"--{axis}", "LIST", f"of {', '.join(values)}; every combination ({values[0]})")
+    cells.value("--ranks", ranks, "of backends with ranks (all GPUs, or 2)")
+    cells.choice("--device", ["auto", "cpu", "cuda"], default="auto")
+    _work_flags(Flags(parser, "of what work"))
+    _output_flags(Flags(parser, "measuring and output"))
     return parser
 
 
-def _work_flags(group: Any) -> None:
-    group.add_argument("--model", default="shape:tiny-llama", metavar="NAME", help="(shape:tiny-llama)")
-    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
-    group.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="as model.dtype (auto)"
-    )
-    group.add_argument(
-        "--attention",
-        default="auto",
-        metavar="NAME",
-        help="as train.attention (auto; varlen if any is invariant)",
-    )
-    group.add_argument("--prompts", type=arguments.positive, default=8, metavar="N", help="of a step (8)")
-    group.add_argument("--group", type=arguments.positive, default=4, metavar="N", help="samples each (4)")
-    group.add_argument(
-        "--prompt-tokens", type=arguments.positive, default=32, metavar="N", help="of each prompt (32)"
-    )
-    group.add_argument(
+def _work_flags(work: Flags) -> None:
+    work.value("--model", "NAME", default="shape:tiny-llama")
+    work.value("--num-layers", positive, "only the first N layers")
+    work.choice("--dtype", ["auto", "float32", "bfloat16"], "as model.dtype", "auto")
+    work.value("--attention", "NAME", "as train.attention; auto: varlen if any cell is invariant", "auto")
+    work.value("--prompts", positive, "of a step", 8)
+    work.value("--group", positive, "samples each", 4)
+    work.value("--prompt-tokens", positive, "of each prompt", 32)
+    work.value(
         "--longest",
-        type=arguments.positive,
-        default=512,
-        metavar="N",
-        help="tokens of prompt and completion, at most; lengths are lognormal, as in RL (512)",
+        positive,
+        "tokens of prompt and completion, at most; lengths are lognormal, as in RL",
+        512,
     )
-    group.add_argument(
-        "--token-budget",
-        type=arguments.positive,
-        metavar="N",
-        help="of a micro-batch (all of a step, up to 8192, or --longest)",
-    )
-    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help="(0)")
-    group.add_argument(
+    work.value("--token-budget", positive, "of a micro-batch (all of a step, up to 8192, or --longest)")
+    work.value("--seed", seed, default=0)
+    work.many(
         "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another setting of lockstep train grpo, of all cells, such as engine.max_batch=64; repeatable",
+        "NAME=VALUE",
+        "another setting of lockstep train grpo, of all cells, such as engine.max_batch=64; repeatable",
     )
 
 
-def _output_flags(group: Any) -> None:
-    group.add_argument(
-        "--repeats", type=arguments.positive, default=5, metavar="N", help="measured steps of each cell (5)"
+def _output_flags(output: Flags) -> None:
+    output.value("--repeats", positive, "measured steps of each cell", 5)
+    output.value("--warmup", positive, "steps before them", 2)
+    output.switch(
+        "--one-at-a-time", "each cell to its end before the next one starts, where two do not fit into memory"
     )
-    group.add_argument(
-        "--warmup", type=arguments.positive, default=2, metavar="N", help="steps before them (2)"
-    )
-    group.add_argument(
-        "--one-at-a-time",
-        action="store_true",
-        help="each cell to its end before the next one starts, where two do not fit into memory",
-    )
-    group.add_argument(
-        "--fresh-cache",
-        action="store_true",
-        help="compile everything anew, whatever this machine has compiled",
-    )
-    group.add_argument(
-        "--timeout",
-        type=arguments.seconds,
-        default=600.0,
-        metavar="S",
-        help="seconds of a cell's start, and of each of its steps (600)",
-    )
-    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/bench-TIME)")
-    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the result once more")
-    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+    output.switch("--fresh-cache", "compile everything anew, whatever this machine has compiled")
+    output.value("--timeout", seconds, "seconds of a cell's start, and of each of its steps", 600.0)
+    output.results("bench")
 
 
 def step(argv: Sequence[str]) -> int:

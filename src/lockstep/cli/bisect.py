@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.cli import replay as replay_cli
+from lockstep.cli.arguments import Flags, above_zero, positive, seconds
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
@@ -94,36 +95,26 @@ def _joined(words: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lockstep bisect",
+    parser = arguments.command_parser(
+        "lockstep bisect",
+        __doc__,
         usage='lockstep bisect [RECORDING] --a "FLAGS" --b "FLAGS" [OPTIONS] [FLAGS OF BOTH]',
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--a", default="", metavar="FLAGS", help="flags of cell a (as recorded)")
-    parser.add_argument("--b", default="", metavar="FLAGS", help="flags of cell b (as recorded)")
-    parser.add_argument(
+    flags = Flags(parser)
+    flags.value("--a", "FLAGS", "flags of cell a (as recorded)", default="")
+    flags.value("--b", "FLAGS", "flags of cell b (as recorded)", default="")
+    flags.value(
         "--tolerance",
-        type=arguments.above_zero,
-        metavar="X",
-        help="nats of a logprob, and relative difference of a tensor (measured: 4 times what reordering the "
+        above_zero,
+        "nats of a logprob, and relative difference of a tensor (measured: 4 times what reordering the "
         "documents does in cell a, with a floor for the dtype)",
     )
-    parser.add_argument("--crash", action="store_true", help="find the smallest input on which b crashes")
-    parser.add_argument(
-        "--max-trials", type=arguments.positive, default=200, metavar="N", help="of --crash (200)"
+    flags.switch("--crash", "find the smallest input on which b crashes")
+    flags.value("--max-trials", positive, "of --crash", 200)
+    flags.value(
+        "--trial-timeout", seconds, "a trial of --crash that takes longer hangs, which is a crash too", 300.0
     )
-    parser.add_argument(
-        "--trial-timeout",
-        type=arguments.seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="a trial of --crash that takes longer hangs, which is a crash too (300)",
-    )
-    parser.add_argument("--out", type=arguments.path, metavar="DIR", help="new directory (runs/bisect-TIME)")
-    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="the result, machine-readable")
-    parser.add_argument("--quiet", action="store_true", help="print the verdict only")
+    flags.results("bisect")
     return parser
 
 

@@ -30,13 +30,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lockstep hang",
-        description="Say what every rank of a run is doing: its phase, its last collective, its stack. "
+    parser = values.command_parser(
+        "lockstep hang",
+        "Say what every rank of a run is doing: its phase, its last collective, its stack. "
         "The run may be going on, hang, be stopped, or have ended; it is not disturbed.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
-    parser.add_argument("--no-stacks", action="store_true", help="send no signal to the ranks")
-    parser.add_argument("--json", type=values.path, metavar="FILE", help="write the report to this file")
+    flags = values.Flags(parser)
+    flags.switch("--no-stacks", "send no signal to the ranks")
+    flags.value("--json", values.path, "write the report to this file")
     return parser

@@ -66,14 +66,14 @@ def _follow(file: TextIO, run: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lockstep logs",
-        description="Print the end of a rank's log; what libraries printed is under logs/ranks/ of the run.",
-        allow_abbrev=False,
+    parser = values.command_parser(
+        "lockstep logs",
+        "Print the end of a rank's log; what libraries printed is under logs/ranks/ of the run.",
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
-    values.add_cluster(parser)
-    parser.add_argument("--rank", type=values.count, default=0, help="whose (0)")
-    parser.add_argument("--lines", type=values.positive, default=40, help="how many of the last lines (40)")
-    parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    flags = values.Flags(parser)
+    flags.cluster()
+    flags.value("--rank", values.count, "whose", 0)
+    flags.value("--lines", values.positive, "how many of the last lines", 40)
+    flags.switch("--follow", "go on until the run has ended")
     return parser

@@ -12,9 +12,10 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, above_zero, path, positive, seconds
 from lockstep.cli.suites import conclude, console, say
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable, write_json
@@ -23,7 +24,6 @@ from lockstep.observe.text import echo
 if TYPE_CHECKING:
     from lockstep.lab.matrix.run import MatrixOptions
 
-_SWITCH = argparse.BooleanOptionalAction
 _PASSED_ON = {
     "--max-inputs": ("N", "at most N inputs"),
     "--inputs": ("LIST", "these inputs, such as 3,7,10-20"),
@@ -41,81 +41,50 @@ _BASE = ("model", "dtype", "num_layers", "padding_side", "activation_checkpointi
 
 def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep matrix`."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep matrix",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = arguments.command_parser("lockstep matrix", __doc__)
     parser.add_argument(
         "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
     )
-    _cell_flags(parser.add_argument_group("which cells"))
-    shared = parser.add_argument_group("what all cells share (as in lockstep replay)")
+    _cell_flags(Flags(parser, "which cells"))
+    shared = Flags(parser, "what all cells share (as in lockstep replay)")
     for flag, (metavar, text) in _PASSED_ON.items():
-        shared.add_argument(flag, metavar=metavar, help=text)
-    shared.add_argument("--backward", action=_SWITCH, default=True, help="compute gradients")
-    shared.add_argument("--trust-remote-code", action="store_true", help="run code of a hub model")
-    _work_flags(parser.add_argument_group("how"))
+        shared.value(flag, metavar, text)
+    shared.on_off("--backward", "compute gradients", default=True)
+    shared.switch("--trust-remote-code", "run code of a hub model")
+    _work_flags(Flags(parser, "how"))
     return parser
 
 
-def _cell_flags(group: Any) -> None:
-    group.add_argument(
-        "--axes",
-        metavar="NAMES",
-        help="axes with their usual values, joined by commas (flash,compile,packing)",
-    )
-    group.add_argument(
+def _cell_flags(cells: Flags) -> None:
+    cells.value("--axes", "NAMES", "axes with their usual values, joined by commas (flash,compile,packing)")
+    cells.many(
         "--axis",
-        action="append",
-        default=[],
-        metavar="NAME=VALUES",
-        help="an axis with these values, joined by commas; may be repeated; `--axis list` shows all",
+        "NAME=VALUES",
+        "an axis with these values, joined by commas; may be repeated; `--axis list` shows all",
     )
-    group.add_argument(
+    cells.value(
         "--reference",
+        "WORDS",
+        "AXIS=VALUE words of the cell to compare with (padded, sdpa, eager, float32)",
         default="",
-        metavar="WORDS",
-        help="AXIS=VALUE words of the cell to compare with (padded, sdpa, eager, float32)",
     )
-    group.add_argument("--model", metavar="NAME", help="instead of the recorded one")
-    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the cells")
-    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
-    group.add_argument("--padding-side", choices=["left", "right"], help="of padded cells")
-    group.add_argument("--activation-checkpointing", action=_SWITCH, help="less memory, more time")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
+    cells.value("--model", "NAME", "instead of the recorded one")
+    cells.choice("--dtype", ["float32", "bfloat16", "float16"], "of the cells")
+    cells.value("--num-layers", positive, "only the first N layers")
+    cells.choice("--padding-side", ["left", "right"], "of padded cells")
+    cells.on_off("--activation-checkpointing", "less memory, more time")
+    cells.value("--device", "NAME", "auto, cpu, cuda or cuda:N", "auto")
 
 
-def _work_flags(group: Any) -> None:
-    group.add_argument(
-        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="seconds per cell (600)"
-    )
-    group.add_argument(
-        "--jobs",
-        type=arguments.positive,
-        default=1,
-        metavar="N",
-        help="N cells at a time, without comparable times (1)",
-    )
-    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/matrix-TIME)")
-    group.add_argument("--resume", action="store_true", help="go on in --out: what is done is not run again")
-    group.add_argument("--retry", action="store_true", help="with --resume: run again what did not work")
-    group.add_argument("--keep-outputs", action="store_true", help="keep every cell's logprobs and gradients")
-    group.add_argument(
-        "--tolerance-logprob",
-        type=arguments.above_zero,
-        metavar="NATS",
-        help="largest difference (1e-4 in float32)",
-    )
-    group.add_argument(
-        "--tolerance-gradient",
-        type=arguments.above_zero,
-        metavar="X",
-        help="relative error (1e-4 in float32)",
-    )
-    group.add_argument("--json", type=arguments.path, metavar="FILE", help="everything, once more")
-    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+def _work_flags(work: Flags) -> None:
+    work.value("--timeout", seconds, "seconds per cell", 600.0)
+    work.value("--jobs", positive, "N cells at a time, without comparable times", 1)
+    work.switch("--resume", "go on in --out: what is done is not run again")
+    work.switch("--retry", "with --resume: run again what did not work")
+    work.switch("--keep-outputs", "keep every cell's logprobs and gradients")
+    work.value("--tolerance-logprob", above_zero, "largest difference (1e-4 in float32)", metavar="NATS")
+    work.value("--tolerance-gradient", above_zero, "relative error (1e-4 in float32)")
+    work.results("matrix")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -206,30 +175,18 @@ def _list_axes() -> int:
 
 def diff_parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep matrix diff`."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep matrix diff",
-        description="What changed from matrix A to matrix B. Exit status 1: a cell that worked does not, or "
-        "one that agreed with its reference does not.",
-        allow_abbrev=False,
+    parser = arguments.command_parser(
+        "lockstep matrix diff",
+        "What changed from matrix A to matrix B. Exit status 1: a cell that worked does not, or one that "
+        "agreed with its reference does not.",
     )
-    parser.add_argument("a", type=arguments.path, metavar="A", help="folder or matrix.json, the older one")
-    parser.add_argument("b", type=arguments.path, metavar="B", help="the newer one")
-    parser.add_argument(
-        "--threshold",
-        type=arguments.above_zero,
-        default=0.1,
-        metavar="X",
-        help="tell a change of speed above this (0.1)",
-    )
-    parser.add_argument(
-        "--grew",
-        type=arguments.above_zero,
-        default=2.0,
-        metavar="X",
-        help="tell differences X times as large (2)",
-    )
-    parser.add_argument("--all", action="store_true", help="show cells that are as they were, too")
-    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="write the changes to this file")
+    parser.add_argument("a", type=path, metavar="A", help="folder or matrix.json, the older one")
+    parser.add_argument("b", type=path, metavar="B", help="the newer one")
+    flags = Flags(parser)
+    flags.value("--threshold", above_zero, "tell a change of speed above this", 0.1)
+    flags.value("--grew", above_zero, "tell differences X times as large", 2.0)
+    flags.switch("--all", "show cells that are as they were, too")
+    flags.value("--json", path, "write the changes to this file")
     return parser
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, above_zero, path, positive, ranks, seconds, seed
 from lockstep.cli.suites import conclude, say
 from lockstep.config.algorithm import PREFERENCES
 from lockstep.config.declarations import backends
@@ -81,102 +82,59 @@ def usage() -> str:
 def parser() -> argparse.ArgumentParser:
     """Every flag of `lockstep parity train`."""
     options = "\n".join(f"  {name:<12} {text}" for name, text in OPTIONS.items())
-    parser = argparse.ArgumentParser(
-        prog="lockstep parity train",
-        description="Train each stack in processes of its own, from the same weights, data order and seed, "
+    parser = arguments.command_parser(
+        "lockstep parity train",
+        "Train each stack in processes of its own, from the same weights, data order and seed, "
         "and compare\nevery step with the reference.\n\nA stack is NAME[:OPTION+OPTION...], NAME "
         f"{', '.join(backends())}:\n{options}",
         epilog="Read from the environment where no flag is given: "
         + ", ".join((*ENVIRONMENT, "TP_SIZE", "RING_SIZE"))
         + "; SKIP_DEEPSPEED, SKIP_RING, ... = 1 as --skip. Exit status 1: a stack failed or differs, or its "
         "loss does not fall.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    _stack_flags(parser.add_argument_group("which stacks"))
-    _work_flags(parser.add_argument_group("on what"))
-    _output_flags(parser.add_argument_group("verdict and output"))
+    _stack_flags(Flags(parser, "which stacks"))
+    _work_flags(Flags(parser, "on what"))
+    _output_flags(Flags(parser, "verdict and output"))
     return parser
 
 
-def _stack_flags(group: Any) -> None:
-    group.add_argument("--stacks", metavar="LIST", help=f"joined by commas ({','.join(DEFAULT_STACKS)})")
-    group.add_argument("--skip", metavar="LIST", help=f"{', '.join(SKIP_WORDS)} or names of stacks")
-    group.add_argument("--reference", default="local", metavar="STACK", help="to compare with (local)")
-    group.add_argument(
-        "--gpus",
-        type=arguments.ranks,
-        metavar="N",
-        help="ranks of each stack, on a CPU too (all GPUs, or 2; as many as tp * ring needs)",
+def _stack_flags(stacks: Flags) -> None:
+    stacks.value("--stacks", "LIST", f"joined by commas ({','.join(DEFAULT_STACKS)})")
+    stacks.value("--skip", "LIST", f"{', '.join(SKIP_WORDS)} or names of stacks")
+    stacks.value("--reference", "STACK", "to compare with", "local")
+    stacks.value(
+        "--gpus", ranks, "ranks of each stack, on a CPU too (all GPUs, or 2; as many as tp * ring needs)"
     )
-    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
+    stacks.choice("--device", ["auto", "cpu", "cuda"], default="auto")
 
 
-def _work_flags(group: Any) -> None:
-    group.add_argument(
-        "--algorithm", choices=["sft", "grpo", "ppo", "rm", *PREFERENCES], default="sft", help="(sft)"
+def _work_flags(work: Flags) -> None:
+    work.choice("--algorithm", ["sft", "grpo", "ppo", "rm", *PREFERENCES], default="sft")
+    work.value("--model", "NAME", "(bundled:smollm2-135m)")
+    work.value("--num-layers", positive, "only the first N layers")
+    work.choice(
+        "--dtype", ["auto", "float32", "bfloat16"], "auto: float32 on a CPU, bfloat16 on a GPU", "auto"
     )
-    group.add_argument("--model", metavar="NAME", help="(bundled:smollm2-135m)")
-    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
-    group.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16"],
-        default="auto",
-        help="auto: float32 on a CPU, bfloat16 on a GPU",
-    )
-    group.add_argument(
-        "--dataset", metavar="SOURCE", help="as data.source of lockstep train sft (made-up documents)"
-    )
-    group.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another setting of data; repeatable",
-    )
-    group.add_argument(
-        "--recording",
-        type=arguments.path,
-        metavar="PATH",
-        help="of --algorithm grpo or ppo (the shipped corpus)",
-    )
-    group.add_argument("--max-samples", type=arguments.positive, metavar="N", help="documents (160)")
-    group.add_argument(
-        "--batch-size", type=arguments.positive, default=8, metavar="N", help="documents of a step (8)"
-    )
-    group.add_argument(
-        "--steps", type=arguments.positive, metavar="N", help="optimizer steps (sft: one pass; grpo, ppo: 20)"
-    )
-    group.add_argument(
-        "--max-length", type=arguments.positive, default=1024, metavar="N", help="tokens of a document (1024)"
-    )
-    group.add_argument(
-        "--token-budget", type=arguments.positive, default=4096, metavar="N", help="of a micro-batch (4096)"
-    )
-    group.add_argument("--lr", type=arguments.above_zero, help="(1e-3 for shape: models, else 2e-5)")
-    group.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="(adamw)")
-    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help="(0)")
+    work.value("--dataset", "SOURCE", "as data.source of lockstep train sft (made-up documents)")
+    work.many("--data", "NAME=VALUE", "another setting of data; repeatable")
+    work.value("--recording", path, "of --algorithm grpo or ppo (the shipped corpus)", metavar="PATH")
+    work.value("--max-samples", positive, "documents (160)")
+    work.value("--batch-size", positive, "documents of a step", 8)
+    work.value("--steps", positive, "optimizer steps (sft: one pass; grpo, ppo: 20)")
+    work.value("--max-length", positive, "tokens of a document", 1024)
+    work.value("--token-budget", positive, "of a micro-batch", 4096)
+    work.value("--lr", above_zero, "(1e-3 for shape: models, else 2e-5)")
+    work.choice("--optimizer", ["adamw", "sgd"], default="adamw")
+    work.value("--seed", seed, default=0)
 
 
-def _output_flags(group: Any) -> None:
-    group.add_argument(
-        "--threshold",
-        type=arguments.above_zero,
-        default=0.05,
-        metavar="X",
-        help="largest relative difference of a loss (0.05)",
-    )
-    group.add_argument("--allow-flat", action="store_true", help="a loss that does not fall does not count")
-    group.add_argument(
-        "--gradients", action="store_true", help="compare gradients of the first and last step"
-    )
-    group.add_argument(
-        "--timeout", type=arguments.seconds, default=600.0, metavar="S", help="seconds per stack (600)"
-    )
-    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/parity-TIME)")
-    group.add_argument("--log-dir", type=arguments.path, metavar="DIR", help="of NAME_test.log (OUT/logs)")
-    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the result once more")
-    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+def _output_flags(output: Flags) -> None:
+    output.value("--threshold", above_zero, "largest relative difference of a loss", 0.05)
+    output.switch("--allow-flat", "a loss that does not fall does not count")
+    output.switch("--gradients", "compare gradients of the first and last step")
+    output.value("--timeout", seconds, "seconds per stack", 600.0)
+    output.value("--log-dir", path, "of NAME_test.log (OUT/logs)", metavar="DIR")
+    output.results("parity")
 
 
 def train(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, path, ranks
 from lockstep.cli.suites import console
 from lockstep.config.load import check
 from lockstep.config.model import ModelConfig
@@ -23,20 +24,18 @@ USUAL = ("local", *DEFAULT_STACKS, *CHECKED_STACKS)
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep parity check",
-        description="Validate the installation without a GPU: imports, the interface of each train backend, "
-        "the sizes that divide a model, and which stacks this machine could run. Exit status 1: an import or "
-        "an interface is broken, or a stack of --stacks cannot run.",
-        allow_abbrev=False,
+    parser = arguments.command_parser(
+        "lockstep parity check",
+        "Validate the installation without a GPU: imports, the interface of each train backend, the sizes "
+        "that divide a model, and which stacks this machine could run. Exit status 1: an import or an "
+        "interface is broken, or a stack of --stacks cannot run.",
     )
-    parser.add_argument(
-        "--model", default="bundled:smollm2-135m", metavar="NAME", help="(bundled:smollm2-135m)"
-    )
-    parser.add_argument("--stacks", metavar="LIST", help=f"({','.join(USUAL)})")
-    parser.add_argument("--gpus", type=arguments.ranks, metavar="N", help="ranks of each stack")
-    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="the findings, machine-readable")
-    parser.add_argument("--quiet", action="store_true", help="print the verdict only")
+    flags = Flags(parser)
+    flags.value("--model", "NAME", default="bundled:smollm2-135m")
+    flags.value("--stacks", "LIST", f"({','.join(USUAL)})")
+    flags.value("--gpus", ranks, "ranks of each stack")
+    flags.value("--json", path, "the findings, machine-readable")
+    flags.switch("--quiet", "print the verdict only")
     return parser
 
 

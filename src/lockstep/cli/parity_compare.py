@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, above_zero, path
 from lockstep.cli.suites import console
 from lockstep.observe.files import check_writable, write_json
 from lockstep.observe.text import echo
@@ -13,32 +14,22 @@ from lockstep.observe.text import echo
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep parity compare",
-        description="Compare the losses of two runs: run directories, metrics.jsonl, TensorBoard event files "
-        "or folders, trainer_state.json, text logs. Exit status 1: a loss differs by more than the "
-        "threshold, or is not finite.",
-        allow_abbrev=False,
+    parser = arguments.command_parser(
+        "lockstep parity compare",
+        "Compare the losses of two runs: run directories, metrics.jsonl, TensorBoard event files or folders, "
+        "trainer_state.json, text logs. Exit status 1: a loss differs by more than the threshold, or is not "
+        "finite.",
     )
-    parser.add_argument(
-        "a", type=arguments.path, metavar="A", help="the run that differences are relative to"
-    )
-    parser.add_argument("b", type=arguments.path, metavar="B", help="the other one")
-    parser.add_argument(
-        "--threshold",
-        type=arguments.above_zero,
-        default=0.05,
-        metavar="X",
-        help="largest relative difference (0.05)",
-    )
-    parser.add_argument(
-        "--key", metavar="NAME", help="the key or tag to take from both (a loss is looked for)"
-    )
-    parser.add_argument("--key-b", metavar="NAME", help="that of B, where it is another")
-    parser.add_argument("--common", action="store_true", help="compare the steps that both have")
-    parser.add_argument("--plot", type=arguments.path, metavar="FILE", help="draw both curves into this PNG")
-    parser.add_argument("--json", type=arguments.path, metavar="FILE", help="the result, machine-readable")
-    parser.add_argument("--quiet", action="store_true", help="print the verdict only")
+    parser.add_argument("a", type=path, metavar="A", help="the run that differences are relative to")
+    parser.add_argument("b", type=path, metavar="B", help="the other one")
+    flags = Flags(parser)
+    flags.value("--threshold", above_zero, "largest relative difference", 0.05)
+    flags.value("--key", "NAME", "the key or tag to take from both (a loss is looked for)")
+    flags.value("--key-b", "NAME", "that of B, where it is another")
+    flags.switch("--common", "compare the steps that both have")
+    flags.value("--plot", path, "draw both curves into this PNG")
+    flags.value("--json", path, "the result, machine-readable")
+    flags.switch("--quiet", "print the verdict only")
     return parser
 
 
@@ -49,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError: a run cannot be read, has no loss, or another number of them.
     """
     args = parser().parse_args(list(argv))
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        check_writable(path, flag=flag)
+    for flag, file in (("--json", args.json), ("--plot", args.plot)):
+        check_writable(file, flag=flag)
     from lockstep.lab.loss_curves.compare import compare_losses, plot, show
     from lockstep.lab.loss_curves.read import read_losses
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
+from lockstep.cli.arguments import Flags, above_zero, positive, seconds, seed
 from lockstep.cli.parity import device_of
 from lockstep.cli.suites import conclude, say
 from lockstep.errors import ConfigError, unknown_name
@@ -23,117 +24,81 @@ DEFAULT_ENGINES = "hf,vllm"
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep parity engines",
-        description="Ask several inference engines the same, each in a process of its own beside a trainer, "
+    parser = arguments.command_parser(
+        "lockstep parity engines",
+        "Ask several inference engines the same, each in a process of its own beside a trainer, "
         "and compare:\ngreedy tokens with the first engine's, logprobs with the trainer's, ids, stops, seeds "
         "and n; then\nonce more after an update of the weights.\n\nAn engine is hf, vllm, sglang or "
         "module:Class; NAME=ENGINE gives it a name, so that one can come twice.",
         epilog="Exit status 1: an engine failed or differs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    _engine_flags(parser.add_argument_group("which engines"))
-    _work_flags(parser.add_argument_group("on what"))
-    _output_flags(parser.add_argument_group("verdict and output"))
+    _engine_flags(Flags(parser, "which engines"))
+    _work_flags(Flags(parser, "on what"))
+    _output_flags(Flags(parser, "verdict and output"))
     return parser
 
 
-def _engine_flags(group: Any) -> None:
-    group.add_argument(
-        "--engines",
-        default=DEFAULT_ENGINES,
-        metavar="LIST",
-        help=f"joined by commas; the first is the reference ({DEFAULT_ENGINES})",
+def _engine_flags(engines: Flags) -> None:
+    engines.value("--engines", "LIST", "joined by commas; the first is the reference", DEFAULT_ENGINES)
+    engines.many(
+        "--python", "NAME=VALUE", "engine.python: the interpreter that starts its server; repeatable"
     )
-    for flag, what in (
-        ("--python", "engine.python: the interpreter that starts its server"),
-        ("--url", "engine.url: a server that is running already"),
-    ):
-        group.add_argument(
-            flag, action="append", default=[], metavar="NAME=VALUE", help=f"{what}; repeatable"
-        )
-    group.add_argument(
+    engines.many("--url", "NAME=VALUE", "engine.url: a server that is running already; repeatable")
+    engines.many(
         "--option",
-        action="append",
-        default=[],
-        metavar="NAME.KEY=VALUE",
-        help="a setting of engine (such as vllm.batch_invariant=true), or, where engine has none of that "
+        "NAME.KEY=VALUE",
+        "a setting of engine (such as vllm.batch_invariant=true), or, where engine has none of that "
         "name, one of the engine's own, which goes into engine.options; repeatable",
     )
 
 
-def _work_flags(group: Any) -> None:
-    group.add_argument(
-        "--model", default="bundled:smollm2-135m", metavar="NAME", help="(bundled:smollm2-135m)"
-    )
-    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
-    group.add_argument(
+def _work_flags(work: Flags) -> None:
+    work.value("--model", "NAME", default="bundled:smollm2-135m")
+    work.value("--num-layers", positive, "only the first N layers")
+    work.choice(
         "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="auto: float32 on a CPU, bfloat16 on a GPU",
+        ["auto", "float32", "bfloat16", "float16"],
+        "auto: float32 on a CPU, bfloat16 on a GPU",
+        "auto",
     )
-    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(auto)")
-    group.add_argument("--attention", default="auto", metavar="KERNEL", help="the trainer's (auto)")
-    group.add_argument(
+    work.choice("--device", ["auto", "cpu", "cuda"], default="auto")
+    work.value("--attention", "KERNEL", "the trainer's", "auto")
+    work.value(
         "--data",
-        metavar="NAME",
-        help="a recipe or .toml file, whose [data] is taken, or what data.source is "
+        "NAME",
+        "a recipe or .toml file, whose [data] is taken, or what data.source is "
         "(reasoning_gym:chain_sum; shape: models: ids)",
     )
-    group.add_argument(
-        "--max-prompts",
-        type=arguments.positive,
-        default=8,
-        metavar="N",
-        help="half of them longer than a cache block (8)",
-    )
-    group.add_argument(
-        "--max-tokens", type=arguments.positive, default=32, metavar="N", help="of a completion (32)"
-    )
-    group.add_argument(
-        "--samples", type=arguments.positive, default=4, metavar="N", help="of each prompt (4)"
-    )
-    group.add_argument(
-        "--temperature", type=arguments.above_zero, default=0.7, metavar="T", help="of samples (0.7)"
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="completions do not end by themselves")
-    group.add_argument(
+    work.value("--max-prompts", positive, "half of them longer than a cache block", 8)
+    work.value("--max-tokens", positive, "of a completion", 32)
+    work.value("--samples", positive, "of each prompt", 4)
+    work.value("--temperature", above_zero, "of samples", 0.7, metavar="T")
+    work.switch("--ignore-eos", "completions do not end by themselves")
+    work.choice(
         "--weights",
-        choices=["pushed", "folder"],
-        help="the engine's first ones: pushed by the trainer, or read by itself (pushed; folder without "
+        ["pushed", "folder"],
+        "the engine's first ones: pushed by the trainer, or read by itself (pushed; folder without "
         "an update)",
     )
-    group.add_argument(
-        "--update",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="change the weights, push them, ask everything again (on)",
-    )
-    group.add_argument(
+    work.on_off("--update", "change the weights, push them, ask everything again (on)", default=True)
+    work.value(
         "--update-scale",
-        type=arguments.above_zero,
-        metavar="X",
-        help="of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
+        above_zero,
+        "of the noise, in units of a matrix's root mean square (float32 0.1, else 0.3)",
     )
-    group.add_argument("--seed", type=arguments.seed, default=0, metavar="N", help="(0)")
+    work.value("--seed", seed, default=0)
 
 
-def _output_flags(group: Any) -> None:
-    group.add_argument(
+def _output_flags(output: Flags) -> None:
+    output.value(
         "--threshold",
-        type=arguments.above_zero,
-        metavar="NATS",
-        help="largest mean logprob gap; one token, and the margin of a tie: ten times that (float32 1e-4, "
+        above_zero,
+        "largest mean logprob gap; one token, and the margin of a tie: ten times that (float32 1e-4, "
         "float16 0.02, bfloat16 0.05, divided by a temperature below 1)",
+        metavar="NATS",
     )
-    group.add_argument(
-        "--timeout", type=arguments.seconds, default=900.0, metavar="S", help="seconds per engine (900)"
-    )
-    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new folder (runs/engines-TIME)")
-    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the result once more")
-    group.add_argument("--quiet", action="store_true", help="print the verdict only")
+    output.value("--timeout", seconds, "seconds per engine", 900.0)
+    output.results("engines")
 
 
 def main(argv: Sequence[str]) -> int:

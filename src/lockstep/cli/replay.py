@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments, replay_ranks
+from lockstep.cli.arguments import Flags, count, positive, seconds
 from lockstep.cli.replay_output import Progress, conclude
 from lockstep.errors import ConfigError
 from lockstep.observe.files import check_writable
@@ -21,135 +22,82 @@ if TYPE_CHECKING:
     from lockstep.lab.replay.options import ReplayOptions
     from lockstep.recording import Recording
 
-_SWITCH = argparse.BooleanOptionalAction
-
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep replay",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = arguments.command_parser("lockstep replay", __doc__)
     parser.add_argument(
         "recording", nargs="?", help="a recording, or a run directory; without it the shipped corpus"
     )
-    _input_flags(parser.add_argument_group("which inputs"))
-    _cell_flags(parser.add_argument_group("under what (default: as recorded, resolved for this device)"))
-    _work_flags(parser.add_argument_group("what is done"))
-    _output_flags(parser.add_argument_group("output"))
+    # torch's launchers give it; nobody else does
+    parser.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    _input_flags(Flags(parser, "which inputs"))
+    _cell_flags(Flags(parser, "under what (default: as recorded, resolved for this device)"))
+    _work_flags(Flags(parser, "what is done"))
+    _output_flags(Flags(parser, "output"))
     return parser
 
 
-def _input_flags(group: Any) -> None:
-    group.add_argument("--max-inputs", type=arguments.positive, metavar="N", help="at most N inputs")
-    group.add_argument("--inputs", type=_indices, metavar="LIST", help="these inputs, such as 3,7,10-20")
-    group.add_argument("--steps", type=arguments.steps, metavar="A:B", help="inputs of steps A to B - 1")
-    group.add_argument(
+def _input_flags(inputs: Flags) -> None:
+    inputs.value("--max-inputs", positive, "at most N inputs")
+    inputs.value("--inputs", _indices, "these inputs, such as 3,7,10-20", metavar="LIST")
+    inputs.value("--steps", arguments.steps, "inputs of steps A to B - 1")
+    inputs.switch(
         "--shuffle-inputs",
-        action="store_true",
-        help="in random order; several ranks get inputs of different lengths in the same step (2 simulated "
+        "in random order; several ranks get inputs of different lengths in the same step (2 simulated "
         "ones unless --ranks says how many)",
     )
-    group.add_argument("--random-seed", type=arguments.seed, default=0, metavar="S", help="of that order (0)")
+    inputs.value("--random-seed", arguments.seed, "of that order", 0)
 
 
-def _cell_flags(group: Any) -> None:
-    group.add_argument(
-        "--preset", choices=["all-off"], help="all-off: padded, sdpa, eager; other flags still count"
-    )
-    group.add_argument("--flash-attn", action=_SWITCH, help="--attention varlen, or --attention sdpa")
-    group.add_argument("--attention", metavar="KERNEL", help="sdpa, varlen, flex or hf:NAME")
-    group.add_argument("--compile", action=_SWITCH, help="every block of layers by torch.compile")
-    group.add_argument("--joint", action="store_true", help="the whole decoder as one graph")
-    group.add_argument("--deepcompile", action="store_true", help="DeepSpeed's compiler")
-    group.add_argument("--packing", action=_SWITCH, help="documents end to end, or one a row with pads")
-    group.add_argument(
+def _cell_flags(cell: Flags) -> None:
+    cell.choice("--preset", ["all-off"], "all-off: padded, sdpa, eager; other flags still count")
+    cell.on_off("--flash-attn", "--attention varlen, or --attention sdpa")
+    cell.value("--attention", "KERNEL", "sdpa, varlen, flex or hf:NAME")
+    cell.on_off("--compile", "every block of layers by torch.compile")
+    cell.switch("--joint", "the whole decoder as one graph")
+    cell.switch("--deepcompile", "DeepSpeed's compiler")
+    cell.on_off("--packing", "documents end to end, or one a row with pads")
+    cell.choice(
         "--layout",
-        choices=["packed", "padded", "shared"],
-        help="--packing, --no-packing, or packed with common prefixes computed once",
+        ["packed", "padded", "shared"],
+        "--packing, --no-packing, or packed with common prefixes computed once",
     )
-    group.add_argument("--padding-side", choices=["left", "right"], help="of --no-packing")
-    group.add_argument(
-        "--capacity", type=arguments.positive, metavar="TOKENS", help="static capacity of compiled packs"
-    )
-    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of the model")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (auto)")
-    group.add_argument("--zero-stage", type=int, choices=[0, 1, 2, 3], help="by DeepSpeed, at this stage")
-    group.add_argument("--num-layers", type=arguments.positive, metavar="N", help="only the first N layers")
-    group.add_argument("--activation-checkpointing", action=_SWITCH, help="less memory, more time")
-    group.add_argument("--batch-invariant", action=_SWITCH, help="as train.batch_invariant")
-    group.add_argument(
-        "--model", metavar="NAME", help="instead of the recorded one: folder, hub name, shape:NAME"
-    )
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that comes with a hub model"
-    )
-    group.add_argument(
-        "--ranks", type=arguments.ranks, metavar="N", help="so many processes, started here (1)"
-    )
-    group.add_argument("--simulate", action="store_true", help="the ranks of --ranks in this one process")
-    group.add_argument(
-        "--no-guard",
-        action="store_true",
-        help="ranks do not agree before a step: those without an input skip it",
-    )
-    group.add_argument(
-        "--rank-timeout",
-        type=arguments.seconds,
-        metavar="SECONDS",
-        help="how long a rank waits for another (300; 20)",
-    )
-    group.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    cell.choice("--padding-side", ["left", "right"], "of --no-packing")
+    cell.value("--capacity", positive, "static capacity of compiled packs", metavar="TOKENS")
+    cell.choice("--dtype", ["float32", "bfloat16", "float16"], "of the model")
+    cell.value("--device", "NAME", "auto, cpu, cuda or cuda:N", "auto")
+    cell.choice("--zero-stage", [0, 1, 2, 3], "by DeepSpeed, at this stage")
+    cell.value("--num-layers", positive, "only the first N layers")
+    cell.on_off("--activation-checkpointing", "less memory, more time")
+    cell.on_off("--batch-invariant", "as train.batch_invariant")
+    cell.value("--model", "NAME", "instead of the recorded one: folder, hub name, shape:NAME")
+    cell.switch("--trust-remote-code", "run Python code that comes with a hub model")
+    cell.value("--ranks", arguments.ranks, "so many processes, started here (1)")
+    cell.switch("--simulate", "the ranks of --ranks in this one process")
+    cell.switch("--no-guard", "ranks do not agree before a step: those without an input skip it")
+    cell.value("--rank-timeout", seconds, "how long a rank waits for another (300; 20)")
 
 
-def _work_flags(group: Any) -> None:
-    group.add_argument(
-        "--loss", choices=["recorded", "logprob-sum", "cross-entropy"], default="recorded", help="(recorded)"
-    )
-    group.add_argument("--backward", action=_SWITCH, default=True, help="compute gradients")
-    group.add_argument(
-        "--optimizer-step", action="store_true", help="a real one after each input: the weights move"
-    )
-    group.add_argument(
-        "--warmup", type=arguments.count, default=0, metavar="N", help="first run N inputs unmeasured (0)"
-    )
-    group.add_argument(
-        "--timeout",
-        type=arguments.seconds,
-        metavar="SECONDS",
-        help="end the replay when one input takes longer, in the warm-up too",
-    )
-    group.add_argument(
+def _work_flags(work: Flags) -> None:
+    work.choice("--loss", ["recorded", "logprob-sum", "cross-entropy"], default="recorded")
+    work.on_off("--backward", "compute gradients", default=True)
+    work.switch("--optimizer-step", "a real one after each input: the weights move")
+    work.value("--warmup", count, "first run N inputs unmeasured", 0)
+    work.value("--timeout", seconds, "end the replay when one input takes longer, in the warm-up too")
+    work.value(
         "--max-memory",
-        type=arguments.above_zero,
+        arguments.above_zero,
+        "refuse an input that would take more, by estimate (all memory of the device)",
         metavar="GIB",
-        help="refuse an input that would take more, by estimate (all memory of the device)",
     )
 
 
-def _output_flags(group: Any) -> None:
-    group.add_argument("--out", type=arguments.path, metavar="DIR", help="new directory (runs/replay-TIME)")
-    group.add_argument("--json", type=arguments.path, metavar="FILE", help="the summary, once more")
-    group.add_argument("--quiet", action="store_true", help="print the verdict only")
-    group.add_argument(
-        "--keep-outputs", action="store_true", help="write logprobs and gradients to DIR/outputs.safetensors"
-    )
-    group.add_argument(
-        "--gradient-inputs",
-        type=arguments.count,
-        default=8,
-        metavar="G",
-        help="of how many inputs gradients are kept (8)",
-    )
-    group.add_argument(
-        "--gradient-entries",
-        type=arguments.positive,
-        default=2**20,
-        metavar="N",
-        help="entries kept of one parameter's gradient (1048576)",
-    )
+def _output_flags(output: Flags) -> None:
+    output.results("replay", json="the summary, once more")
+    output.switch("--keep-outputs", "write logprobs and gradients to DIR/outputs.safetensors")
+    output.value("--gradient-inputs", count, "of how many inputs gradients are kept", 8)
+    output.value("--gradient-entries", positive, "entries kept of one parameter's gradient", 2**20)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli import arguments
-from lockstep.cli.arguments import positive
+from lockstep.cli.arguments import Flags, positive
 from lockstep.errors import ConfigError, DataError
 from lockstep.observe.files import check_writable, json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
@@ -152,10 +152,9 @@ def _text(answer: Any) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `lockstep select`."""
-    result = argparse.ArgumentParser(
-        prog="lockstep select",
-        description="From scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs).",
-        allow_abbrev=False,
+    result = arguments.command_parser(
+        "lockstep select",
+        "From scored samples to a set for SFT (best-of-n, rejection sampling) or DPO (pairs).",
     )
     result.add_argument(
         "--data",
@@ -178,20 +177,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="K",
         help="a chosen and a rejected answer, at most K pairs of each prompt (1), of similar length",
     )
-    result.add_argument(
-        "--min-reward", type=number, metavar="X", help="leave out samples below it; of pairs, as chosen ones"
-    )
-    result.add_argument(
-        "--min-gap", type=number, metavar="X", help="pairs: least difference of the rewards (any)"
-    )
-    result.add_argument("--by", metavar="NAME", help="pairs: go by the reward of this name, not by the total")
-    result.add_argument(
-        "--ends-in-number", action="store_true", help="pairs: leave out answers that do not end in a number"
-    )
-    result.add_argument("--finished", action="store_true", help="leave out samples that were cut off")
-    result.add_argument("--unique", action="store_true", help="leave out repeated answers to a prompt")
-    result.add_argument("--overwrite", action="store_true", help="replace the file")
-    result.add_argument("--json", type=arguments.path, metavar="FILE", help="write the result to this file")
+    flags = Flags(result)
+    flags.value("--min-reward", number, "leave out samples below it; of pairs, as chosen ones", metavar="X")
+    flags.value("--min-gap", number, "pairs: least difference of the rewards (any)", metavar="X")
+    flags.value("--by", "NAME", "pairs: go by the reward of this name, not by the total")
+    flags.switch("--ends-in-number", "pairs: leave out answers that do not end in a number")
+    flags.switch("--finished", "leave out samples that were cut off")
+    flags.switch("--unique", "leave out repeated answers to a prompt")
+    flags.switch("--overwrite", "replace the file")
+    flags.value("--json", arguments.path, "write the result to this file")
     return result
 
 

@@ -45,13 +45,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lockstep status",
-        description="Say whether runs go on, how many steps are done, and what each rank is doing. Reads the "
+    parser = values.command_parser(
+        "lockstep status",
+        "Say whether runs go on, how many steps are done, and what each rank is doing. Reads the "
         "run directory only; the run is not disturbed.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", type=values.path, nargs="*", metavar="RUN_DIR", help="run directories")
-    values.add_cluster(parser)
-    parser.add_argument("--json", type=values.path, metavar="FILE", help="write the same to this file")
+    flags = values.Flags(parser)
+    flags.cluster()
+    flags.value("--json", values.path, "write the same to this file")
     return parser

@@ -32,19 +32,13 @@ def _say(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lockstep stop",
-        description="Ask a run on this machine to save a checkpoint at its next step's boundary and end, as "
+    parser = values.command_parser(
+        "lockstep stop",
+        "Ask a run on this machine to save a checkpoint at its next step's boundary and end, as "
         "Ctrl-C does where it was started. All its ranks end together.",
-        allow_abbrev=False,
     )
     parser.add_argument("run", type=values.path, metavar="RUN_DIR", help="the run directory")
-    values.add_cluster(parser)
-    parser.add_argument(
-        "--timeout",
-        type=values.above_zero,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for it (600)",
-    )
+    flags = values.Flags(parser)
+    flags.cluster()
+    flags.value("--timeout", values.above_zero, "how long to wait for it", 600.0, metavar="SECONDS")
     return parser

@@ -68,16 +68,16 @@ def describe(row: Mapping[str, str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lockstep support",
-        description="What may be combined. Give axes to see only the rows that may apply to them; give all "
-        "seven to ask about one combination (exit status 1 when it is unsupported).",
-        allow_abbrev=False,
+    parser = values.command_parser(
+        "lockstep support",
+        "What may be combined. Give axes to see only the rows that may apply to them; give all seven to ask "
+        "about one combination (exit status 1 when it is unsupported).",
     )
+    flags = values.Flags(parser)
     for axis, known in AXES.items():
-        parser.add_argument(f"--{axis}", metavar="NAME", help=", ".join(known))
-    parser.add_argument("--status", choices=STATUSES)
-    parser.add_argument("--json", type=values.path, metavar="FILE", help="write the rows to this file")
+        flags.value(f"--{axis}", "NAME", ", ".join(known))
+    flags.choice("--status", STATUSES)
+    flags.value("--json", values.path, "write the rows to this file")
     return parser
 
 
