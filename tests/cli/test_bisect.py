@@ -9,7 +9,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from bisect_disk import write_recording
 
-from lockstep.cli.bisect import _joined, split_recording
+from lockstep.cli.arguments import leading_word
+from lockstep.cli.bisect import _joined
 from lockstep.cli.main import main
 
 
@@ -69,8 +70,8 @@ def test_what_cannot_be_compared_is_refused(recording, tmp_path, capsys, words, 
 
 
 def test_words_are_sorted_out():
-    assert split_recording(["runs/x", "--a", "-b"]) == ("runs/x", ["--a", "-b"])
-    assert split_recording(["--max-inputs", "3"]) == (None, ["--max-inputs", "3"])
+    assert leading_word(["runs/x", "--a", "-b"]) == ("runs/x", ["--a", "-b"])
+    assert leading_word(["--max-inputs", "3"]) == (None, ["--max-inputs", "3"])
     assert _joined(["--a", "--packing", "--b", "", "--out", "x"]) == ["--a=--packing", "--b=", "--out", "x"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lockstep.config.base import FilePath, Seconds, Seed
 from lockstep.config.run import MAX_RANKS
+from lockstep.errors import ConfigError
 
 MOST = 2**31 - 1
 """The largest value of a count."""
@@ -21,6 +23,7 @@ SMALLEST, LARGEST = 1e-30, 1e30
 _DIGITS = 400
 """Python refuses to read many more."""
 _Value = TypeVar("_Value", int, float, Path)
+_Options = TypeVar("_Options")
 _SEED: TypeAdapter[int] = TypeAdapter(Seed)
 _SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
 _PATH: TypeAdapter[Path] = TypeAdapter(FilePath)
@@ -86,6 +89,29 @@ def default_out(command: str) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
+def options(kind: type[_Options], args: argparse.Namespace, **others: Any) -> _Options:
+    """A dataclass of options: a field is from `others`, else from the flag of its name, else its default."""
+    names = (field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    same = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return kind(**same | others)
+
+
+def pair(flag: str, word: str, *, example: str) -> tuple[str, str]:
+    """The two parts of NAME=VALUE. Raises ConfigError."""
+    name, equals, value = word.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"{flag} {word!r}: write NAME=VALUE, such as {example}")
+    return name, value
+
+
+def leading_word(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Split (word, flags): what the command is about, such as a file, comes before all flags."""
+    words = list(argv)
+    if words and not words[0].startswith("-"):
+        return words[0], words[1:]
+    return None, words
+
+
 def nothing(_: str) -> None:
     """Says nothing, for --quiet."""
 
@@ -144,15 +170,9 @@ class Flags:
         metavar: str | None = None,
     ) -> None:
         """A flag with a value, which `kind` reads; a word as `kind` stands for any text in the help."""
-        if isinstance(kind, str):
-            kind, metavar = str, kind
-        self._group.add_argument(
-            flag,
-            type=kind,
-            default=default,
-            metavar=metavar or METAVARS[kind],
-            help=_with_default(text, default),
-        )
+        read, shown = (str, kind) if isinstance(kind, str) else (kind, metavar or METAVARS[kind])
+        text = _with_default(text, default)
+        self._group.add_argument(flag, type=read, default=default, metavar=shown, help=text)
 
     def choice(self, flag: str, choices: Sequence[Any], text: str = "", default: Any = None) -> None:
         """A flag with one of some values, all of the same type."""

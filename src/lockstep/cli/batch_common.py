@@ -1,4 +1,4 @@
-"""Shared by `lockstep generate`, `score` and `select`: short flags, settings from a file, progress."""
+"""Shared by `lockstep generate` and `score`: flags, settings from a file, the command around the work."""
 
 from __future__ import annotations
 
@@ -6,19 +6,92 @@ import hashlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
+import tyro
+
+from lockstep.cli.arguments import leading_word
+from lockstep.cli.flags import parse_flags
 from lockstep.config.base import Config
-from lockstep.config.load import check, merge, read_toml, to_values
+from lockstep.config.load import check, dump_toml, merge, read_toml, to_values
 from lockstep.config.problems import model_of, unknown_keys
 from lockstep.errors import ConfigError
+from lockstep.loop.interrupt import Interrupt
+from lockstep.observe.files import write_json
 from lockstep.observe.text import echo
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
+AnyCommand = TypeVar("AnyCommand", bound="BatchFlags")
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """Exit status after a signal that left rows to be done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFlags:
+    """The flags of both commands that are not settings."""
+
+    out: Annotated[Path | None, tyro.conf.arg(help="Where the rows go: .jsonl or .parquet.", metavar="FILE")]
+    overwrite: Annotated[bool, tyro.conf.arg(help="Begin anew, whatever is in the file.")]
+    json: Annotated[Path | None, tyro.conf.arg(help="Write the result to this file.", metavar="FILE")]
+    quiet: Annotated[bool, tyro.conf.arg(help="No progress.")]
+    print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved settings and do nothing.")]
+
+
+def run_command(
+    name: str,
+    command: AnyCommand,
+    config: Config,
+    work: Callable[[AnyCommand, Interrupt], dict[str, Any]],
+    verdict: Callable[[Mapping[str, Any]], str],
+) -> int:
+    """Do the work, or print the config; 0 when all rows are there, 130 or 143 when a signal came before."""
+    if command.print_config:
+        echo(dump_toml(config), end="")
+        return 0
+    with Interrupt() as interrupt:
+        try:
+            result = work(command, interrupt)
+        except KeyboardInterrupt:
+            if interrupt.signal is None:
+                raise
+            echo(f"{name}: interrupted; the same command goes on with {command.out}")
+            return STOPPED[interrupt.signal]
+    if command.json is not None:
+        write_json(command.json, result)
+    echo(verdict(result))
+    if result["outcome"] == "interrupted":
+        assert interrupt.signal is not None
+        return STOPPED[interrupt.signal]
+    return 0
+
+
+def parse_command(
+    prog: str,
+    argv: Sequence[str],
+    model: type[AnyConfig],
+    *,
+    flags: type[BatchFlags],
+    start: Mapping[str, Any],
+    short: Mapping[str, str],
+) -> tuple[AnyConfig, dict[str, Any]]:
+    """The checked config, on top of `start`, and the values of `flags`.
+
+    Raises:
+        ConfigError: with every setting that is wrong.
+    """
+    source, words = leading_word(argv)
+    base = _from_file(source, model, start=start)
+    values, overrides = parse_flags(
+        base,
+        ["--help" if word == "--help-all" else word for word in spelt_out(words, short)],
+        general=flags,
+        prog=prog,
+        description=model.__doc__ or "",
+    )
+    return check(merge(to_values(base), overrides), model, origin=prog), values
 
 
 def spelt_out(argv: Sequence[str], short: Mapping[str, str]) -> list[str]:
@@ -47,7 +120,7 @@ def spelt_out(argv: Sequence[str], short: Mapping[str, str]) -> list[str]:
     return expanded
 
 
-def from_file(source: str | None, model: type[AnyConfig], *, start: Mapping[str, Any]) -> AnyConfig:
+def _from_file(source: str | None, model: type[AnyConfig], *, start: Mapping[str, Any]) -> AnyConfig:
     """`start` with a TOML file over it, not checked as a whole yet: flags may still complete it.
 
     Raises:
@@ -65,11 +138,6 @@ def from_file(source: str | None, model: type[AnyConfig], *, start: Mapping[str,
     together = _over(start, known)
     fields = {name: _field(model, name, value, str(source)) for name, value in together.items()}
     return cast(AnyConfig, model.model_construct(**fields))
-
-
-def completed(base: AnyConfig, overrides: Mapping[str, Any], *, origin: str) -> AnyConfig:
-    """`base` with dotted overrides, checked. Raises ConfigError with all problems."""
-    return check(merge(to_values(base), overrides), type(base), origin=origin)
 
 
 def _field(model: type[Config], name: str, value: Any, origin: str) -> Any:

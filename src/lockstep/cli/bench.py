@@ -164,19 +164,16 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> BenchOptions
     if attention == "auto" and any(cell.invariant for cell in cells):
         attention = resolve_attention(attention, device=device, dtype=args.dtype, batch_invariant=True)
         notes.append("attention auto -> varlen in all cells, because one of them is invariant")
-    return BenchOptions(
+    return arguments.options(
+        BenchOptions,
+        args,
         cells=cells,
         run=_run(args, work=work, device=device, attention=attention),
         out=args.out or arguments.default_out("bench"),
         work=work,
-        device=device,  # type: ignore[arg-type]
+        device=device,
         ranks=args.ranks or gpus or 2,
         overrides=_overrides(args.set),
-        repeats=args.repeats,
-        warmup=args.warmup,
-        one_at_a_time=args.one_at_a_time,
-        fresh_cache=args.fresh_cache,
-        timeout=args.timeout,
         notes=notes,
         command=command,
     )
@@ -247,9 +244,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
     overrides = {}
     for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--set {word!r}: write NAME=VALUE, such as engine.max_batch=64")
+        name, text = arguments.pair("--set", word, example="engine.max_batch=64")
         _check_settable(name)
         overrides[name] = parse_value(text, origin=f"--set {name}")
     return overrides

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ConfigError, RecordingError, ModelError: before the first forward.
     """
-    where, rest = split_recording(argv)
+    where, rest = arguments.leading_word(argv)
     args, shared = _parser().parse_known_args(_joined(rest))
     shared = [word for word in shared if word != "--"]
     parsed = {name: _replay_args(name, text, shared) for name, text in (("a", args.a), ("b", args.b))}
@@ -71,14 +71,6 @@ def _without_shared_rows(options: ReplayOptions) -> ReplayOptions:
     return dataclasses.replace(
         options, cell=dataclasses.replace(options.cell, layout="packed"), notes=(*options.notes, note)
     )
-
-
-def split_recording(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split (RECORDING, flags): the recording comes first, so that no shared flag's value is taken for it."""
-    words = list(argv)
-    if words and not words[0].startswith("-"):
-        return words[0], words[1:]
-    return None, words
 
 
 def _joined(words: Sequence[str]) -> list[str]:

@@ -1,5 +1,4 @@
-"""What `lockstep sample` and `lockstep chat` share: the model of a run, a checkpoint or a folder, ready to
-generate."""
+"""Shared by the commands: the model of a run, a checkpoint or a folder, ready to generate; its heads."""
 
 from __future__ import annotations
 
@@ -160,6 +159,19 @@ def read_checkpoint(model: LoadedModel, directory: Path) -> None:
             )
         for name, load in weights.items():
             own[name].copy_(load())
+
+
+def check_heads(run: RunConfig) -> None:
+    """Raise ConfigError unless `train.tp` divides the heads of the model; ModelError: it is not here."""
+    if run.train.tp == 1:
+        return
+    import torch
+
+    from lockstep.models.causal_lm import text_config
+    from lockstep.models.load import meta_module
+    from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
+
+    check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
 
 
 def _complete(run_dir: Path) -> list[Path]:

@@ -14,19 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from lockstep.cli.batch_common import STOPPED, Rows, completed, from_file, spelt_out
-from lockstep.cli.flags import parse_flags
+from lockstep.cli.batch_common import BatchFlags, Rows, parse_command, run_command
 from lockstep.config.batch import GenerateConfig
-from lockstep.config.load import build, dump_toml, read_toml, to_values
+from lockstep.config.load import build, read_toml, to_values
 from lockstep.config.model import ModelConfig
 from lockstep.engine import ENGINES
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.loop.interrupt import Interrupt
-from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -61,31 +60,21 @@ _SAME_SAMPLES = ("name", "batch_invariant", "max_model_len", "options")
 """Of `engine`, what decides a sample; the rest says where and how fast."""
 
 
-class General(TypedDict):
-    """Flags of `lockstep generate` that are not settings."""
+@dataclass(frozen=True, kw_only=True)
+class Flags(BatchFlags):
+    """What is no setting."""
 
-    out: Annotated[Path | None, tyro.conf.arg(help="Where the rows go: .jsonl or .parquet.", metavar="FILE")]
     checkpoint: Annotated[
         str | None,
         tyro.conf.arg(help="With a run directory as model: export, last or a step.", metavar="NAME"),
     ]
-    overwrite: Annotated[bool, tyro.conf.arg(help="Begin anew, whatever is in the file.")]
-    json: Annotated[Path | None, tyro.conf.arg(help="Write the result to this file.", metavar="FILE")]
-    quiet: Annotated[bool, tyro.conf.arg(help="No progress.")]
-    print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved settings and do nothing.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(Flags):
     """A parsed command line."""
 
     config: GenerateConfig
-    out: Path | None
-    checkpoint: str | None
-    overwrite: bool
-    json: Path | None
-    quiet: bool
-    print_config: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,24 +96,7 @@ def main(argv: Sequence[str]) -> int:
         echo(USAGE)
         return 0 if argv else 2
     command = parse(argv)
-    if command.print_config:
-        echo(dump_toml(command.config), end="")
-        return 0
-    with Interrupt() as interrupt:
-        try:
-            result = generate(command, interrupt)
-        except KeyboardInterrupt:
-            if interrupt.signal is None:
-                raise
-            echo(f"generate: interrupted; the same command goes on with {command.out}")
-            return STOPPED[interrupt.signal]
-    if command.json is not None:
-        write_json(command.json, result)
-    echo(verdict(result))
-    if result["outcome"] == "interrupted":
-        assert interrupt.signal is not None
-        return STOPPED[interrupt.signal]
-    return 0
+    return run_command("generate", command, command.config, generate, verdict)
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -133,16 +105,14 @@ def parse(argv: Sequence[str]) -> Command:
     Raises:
         ConfigError: for everything that cannot be right.
     """
-    source, flags = (None, list(argv)) if argv[0].startswith("-") else (argv[0], list(argv[1:]))
-    base = from_file(source, GenerateConfig, start={"data": {"source": "", "shuffle": False}})
-    values, overrides = parse_flags(
-        base,
-        ["--help" if flag == "--help-all" else flag for flag in spelt_out(flags, SHORT)],
-        general=General,
-        prog="lockstep generate",
-        description="Samples of many prompts, into a file.",
+    config, values = parse_command(
+        "lockstep generate",
+        argv,
+        GenerateConfig,
+        flags=Flags,
+        start={"data": {"source": "", "shuffle": False}},
+        short=SHORT,
     )
-    config = completed(base, overrides, origin="lockstep generate")
     if not config.data.source:
         raise ConfigError("no prompts: give --data FILE (or reasoning_gym:TASK, a hub name, ids)")
     if config.engine.name not in (*ENGINES, "auto") and ":" not in config.engine.name:

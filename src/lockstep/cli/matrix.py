@@ -122,20 +122,15 @@ def make_options(args: argparse.Namespace, argv: Sequence[str]) -> MatrixOptions
     from lockstep.lab.matrix.run import MatrixOptions
 
     names = [name.strip() for name in args.axes.split(",")] if args.axes else []
-    return MatrixOptions(
+    return arguments.options(
+        MatrixOptions,
+        args,
         out=args.out if args.out is not None else arguments.default_out("matrix"),
         axes=parse_axes(names, axis_flags=args.axis),
         base=tuple((name, value) for name in _BASE if (value := getattr(args, name)) is not None),
-        device=args.device,
-        reference=args.reference,
         replay_flags=tuple(_shared(args)),
-        timeout=args.timeout,
-        jobs=args.jobs,
-        resume=args.resume,
-        retry=args.retry,
         logprob_limit=args.tolerance_logprob,
         gradient_limit=args.tolerance_gradient,
-        keep_outputs=args.keep_outputs,
         command=shlex.join(["lockstep", "matrix", *argv]),
     )
 

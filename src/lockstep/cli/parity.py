@@ -35,6 +35,7 @@ from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
+    from lockstep.config.model import ModelConfig
     from lockstep.lab.train_parity.run import ParityOptions
 
 COMMANDS = {
@@ -162,8 +163,6 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
     Raises:
         ConfigError: a value that cannot be right, named with its flag or variable.
     """
-    from lockstep.config.load import check
-    from lockstep.config.model import ModelConfig
     from lockstep.lab.train_parity.run import ParityOptions
 
     notes = take_environment(args, environ)
@@ -174,32 +173,21 @@ def make_options(args: argparse.Namespace, environ: Mapping[str, str], *, comman
         raise ConfigError(
             f"{reference.backend} is skipped, but it is the reference; name another with --reference"
         )
-    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if args.dtype == "auto" else args.dtype
-    model = args.model or "bundled:smollm2-135m"
-    settings = {"name": model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
-    return ParityOptions(
+    args.model = args.model or "bundled:smollm2-135m"
+    return arguments.options(
+        ParityOptions,
+        args,
         stacks=parse_stacks(args.stacks),
         reference=reference,
         out=args.out or arguments.default_out("parity"),
-        log_dir=args.log_dir,
         skip=skip,
-        algorithm=args.algorithm,
-        model=check(settings, ModelConfig, origin="--model, --num-layers, --seed"),
-        train=_train(args, model),
-        device=device,  # type: ignore[arg-type]
-        gpus=args.gpus,
+        model=model_of(args, device),
+        train=_train(args),
+        device=device,
         default_ranks=gpus or 2,
         data=_data(args),
-        recording=args.recording,
         max_samples=args.max_samples or 160,
-        batch_size=args.batch_size,
-        steps=args.steps,
-        max_length=args.max_length,
-        threshold=args.threshold,
         must_fall=not args.allow_flat,
-        timeout=args.timeout,
-        seed=args.seed,
-        gradients=args.gradients,
         notes=notes,
         command=command,
     )
@@ -286,11 +274,21 @@ def device_of(name: str) -> tuple[str, int]:
     return device, gpus if device == "cuda" else 0
 
 
-def _train(args: argparse.Namespace, model: str) -> Any:
+def model_of(args: argparse.Namespace, device: str) -> ModelConfig:
+    """The model of --model, --dtype, --num-layers and --seed. Raises ConfigError."""
+    from lockstep.config.load import check
+    from lockstep.config.model import ModelConfig
+
+    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if args.dtype == "auto" else args.dtype
+    settings = {"name": args.model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
+    return check(settings, ModelConfig, origin="--model, --num-layers, --seed")
+
+
+def _train(args: argparse.Namespace) -> Any:
     from lockstep.config.load import check
     from lockstep.config.train import TrainConfig
 
-    lr = args.lr or (1e-3 if model.startswith("shape:") else 2e-5)
+    lr = args.lr or (1e-3 if args.model.startswith("shape:") else 2e-5)
     settings = {"lr": lr, "optimizer": args.optimizer, "token_budget": args.token_budget}
     return check(settings, TrainConfig, origin="--lr, --token-budget")
 
@@ -309,9 +307,7 @@ def _data(args: argparse.Namespace) -> Any:
         return None
     overrides: dict[str, Any] = {"data.source": args.dataset}
     for word in args.data:
-        name, equals, text = word.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--data {word!r}: write NAME=VALUE, such as prompt_column=question")
+        name, text = arguments.pair("--data", word, example="prompt_column=question")
         overrides[f"data.{name}"] = parse_value(text, origin=f"--data {name}")
     if args.dataset == "ids" or args.dataset.startswith("reasoning_gym:"):
         from lockstep.config.data import DataConfig

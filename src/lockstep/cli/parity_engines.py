@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import arguments
 from lockstep.cli.arguments import Flags, above_zero, positive, seconds, seed
-from lockstep.cli.parity import device_of
+from lockstep.cli.parity import device_of, model_of
 from lockstep.cli.suites import conclude, say
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.files import check_writable
@@ -129,7 +129,6 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
         ConfigError, DataError, ModelError: a value that cannot be right.
     """
     from lockstep.config.load import check
-    from lockstep.config.model import ModelConfig
     from lockstep.config.rollout import SamplingConfig
     from lockstep.config.support import AXES, is_kernel
     from lockstep.config.train import TrainConfig
@@ -141,9 +140,7 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
     if args.max_prompts < 2:
         raise ConfigError("--max-prompts 1: one short and one long prompt are the least; set 2 or more")
     device = device_of(args.device)[0]
-    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device] if args.dtype == "auto" else args.dtype
-    settings = {"name": args.model, "dtype": dtype, "num_layers": args.num_layers, "seed": args.seed}
-    model = check(settings, ModelConfig, origin="--model, --num-layers, --seed")
+    model = model_of(args, device)
     train = check({"attention": args.attention}, TrainConfig, origin="--attention")
     if train.attention != "auto" and not is_kernel(train.attention):
         kernels = AXES["attention"]
@@ -156,23 +153,19 @@ def make_options(args: argparse.Namespace, *, command: str = "") -> EnginesOptio
         max_tokens=args.max_tokens,
         seed=args.seed,
     )
-    return EnginesOptions(
+    return arguments.options(
+        EnginesOptions,
+        args,
         engines=engines,
         prompts=prompts,
         model=model,
         out=args.out or arguments.default_out("engines"),
-        device=device,  # type: ignore[arg-type]
+        device=device,
         attention=train.attention,
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
         num_samples=args.samples,
-        ignore_eos=args.ignore_eos,
-        seed=args.seed,
         weights=args.weights or ("pushed" if args.update else "folder"),
-        update=args.update,
-        update_scale=args.update_scale or (0.1 if dtype == "float32" else 0.3),
-        threshold=args.threshold or default_threshold(dtype, args.temperature),
-        timeout=args.timeout,
+        update_scale=args.update_scale or (0.1 if model.dtype == "float32" else 0.3),
+        threshold=args.threshold or default_threshold(model.dtype, args.temperature),
         command=command,
     )
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import tyro
 
+from lockstep.cli.arguments import leading_word
+from lockstep.cli.common_model import check_heads
 from lockstep.cli.flags import parse_flags
 from lockstep.config.load import RUN_KINDS, load_run, override, recipes
 from lockstep.config.ppo import PPORun
@@ -74,8 +76,7 @@ def main(argv: Sequence[str]) -> int:
     from lockstep.loop.memory_plan import plan_memory
     from lockstep.models.memory import GIB, available_bytes
 
-    if run.train.tp > 1:
-        _check_heads(run)
+    check_heads(run)
     device = torch.device(_device(run, cuda=torch.cuda.is_available()))
     if general["memory_gib"] is not None:
         available, source = int(general["memory_gib"] * GIB), "given by --memory-gib"
@@ -123,7 +124,7 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     Raises:
         ConfigError: for everything that cannot be right.
     """
-    source, flags = (None, list(argv)) if argv[0].startswith("-") else (argv[0], list(argv[1:]))
+    source, flags = leading_word(argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")
     recipe = early.parse_known_args(flags)[0].recipe
@@ -209,17 +210,6 @@ def as_dict(plan: MemoryPlan, *, available: int) -> dict[str, Any]:
             for p in plan.parts
         ],
     }
-
-
-def _check_heads(run: RunConfig) -> None:
-    """Raise ConfigError unless `train.tp` divides the model's heads."""
-    import torch
-
-    from lockstep.models.causal_lm import text_config
-    from lockstep.models.load import meta_module
-    from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
-
-    check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
 
 
 def _device(run: RunConfig, *, cuda: bool) -> str:

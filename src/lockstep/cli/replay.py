@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from lockstep.lab.replay.options import ReplayOptions
     from lockstep.recording import Recording
 
+_CELL_FIELDS = (
+    *("attention", "layout", "padding_side", "dtype", "activation_checkpointing", "batch_invariant"),
+    *("zero_stage", "num_layers", "model", "ranks"),
+)
+"""Fields of Cell with a flag of the same name."""
+
 
 def parser() -> argparse.ArgumentParser:
     """Every flag."""
@@ -166,31 +172,15 @@ def cell_fields(args: argparse.Namespace) -> dict[str, Any]:
         from lockstep.lab.replay.cell import ALL_OFF
 
         fields |= ALL_OFF
-    for name in (
-        "attention",
-        "padding_side",
-        "dtype",
-        "activation_checkpointing",
-        "batch_invariant",
-        "zero_stage",
-        "num_layers",
-        "model",
-        "ranks",
-    ):
-        value = getattr(args, name)
-        fields |= {} if value is None else {name: value}
+    fields |= {name: value for name in _CELL_FIELDS if (value := getattr(args, name)) is not None}
     if args.flash_attn is not None:
         fields["attention"] = "varlen" if args.flash_attn else "sdpa"
     if args.compile is not None:
         fields["execution"] = "compile" if args.compile else "eager"
-    if args.joint:
-        fields["execution"] = "joint"
-    if args.deepcompile:
-        fields["execution"] = "deepcompile"
+    if args.joint or args.deepcompile:
+        fields["execution"] = "joint" if args.joint else "deepcompile"
     if args.packing is not None and args.layout is not None:
         raise ConfigError("--packing and --layout both choose the layout; give one of them")
-    if args.layout is not None:
-        fields["layout"] = args.layout
     if args.packing is not None:
         fields["layout"] = "packed" if args.packing else "padded"
     return fields
@@ -206,27 +196,14 @@ def make_options(
     cell, notes = resolve_cell(recording.header, device=args.device, overrides=overrides)
     if args.capacity is not None and (cell.execution == "eager" or cell.layout == "padded"):
         notes += (f"--capacity {args.capacity} changes nothing here: it is for packs of a compiled cell",)
-    return ReplayOptions(
+    return arguments.options(
+        ReplayOptions,
+        args,
         cell=cell,
         notes=notes,
-        loss=args.loss,
-        backward=args.backward,
-        optimizer_step=args.optimizer_step,
-        max_inputs=args.max_inputs,
-        inputs=args.inputs,
-        steps=args.steps,
         shuffle=args.shuffle_inputs,
         seed=args.random_seed,
-        capacity=args.capacity,
-        warmup=args.warmup,
-        timeout=args.timeout,
         max_memory=None if args.max_memory is None else int(args.max_memory * 2**30),
-        keep_outputs=args.keep_outputs,
-        gradient_inputs=args.gradient_inputs,
-        gradient_entries=args.gradient_entries,
-        trust_remote_code=args.trust_remote_code,
-        simulate=args.simulate,
-        local_rank=args.local_rank,
     )
 
 

@@ -11,25 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from lockstep.cli.batch_common import (
-    STOPPED,
-    Rows,
-    completed,
-    file_digest,
-    from_file,
-    spelt_out,
-)
-from lockstep.cli.flags import parse_flags
+from lockstep.cli.batch_common import BatchFlags, Rows, file_digest, parse_command, run_command
 from lockstep.config.batch import ScoreConfig
-from lockstep.config.load import dump_toml, to_values
+from lockstep.config.load import to_values
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.loop.interrupt import Interrupt
-from lockstep.observe.files import check_writable, write_json
+from lockstep.observe.files import check_writable
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -52,28 +44,18 @@ again goes on where it was stopped.
 SHORT = {"--reward": "--rewards...", "--rewards": "--rewards...", "--reward-model": "--reward-model.name"}
 
 
-class General(TypedDict):
-    """Flags of `lockstep score` that are not settings."""
+@dataclass(frozen=True, kw_only=True)
+class Flags(BatchFlags):
+    """What is no setting."""
 
     data: Annotated[Path | None, tyro.conf.arg(help="Samples, .jsonl or .parquet.", metavar="FILE")]
-    out: Annotated[Path | None, tyro.conf.arg(help="Where the rows go: .jsonl or .parquet.", metavar="FILE")]
-    overwrite: Annotated[bool, tyro.conf.arg(help="Begin anew, whatever is in the file.")]
-    json: Annotated[Path | None, tyro.conf.arg(help="Write the result to this file.", metavar="FILE")]
-    quiet: Annotated[bool, tyro.conf.arg(help="No progress.")]
-    print_config: Annotated[bool, tyro.conf.arg(help="Print the resolved settings and do nothing.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class Command(Flags):
     """A parsed command line."""
 
     config: ScoreConfig
-    data: Path | None
-    out: Path | None
-    overwrite: bool
-    json: Path | None
-    quiet: bool
-    print_config: bool
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,21 +68,7 @@ def main(argv: Sequence[str]) -> int:
         echo(USAGE)
         return 0 if argv else 2
     command = parse(argv)
-    if command.print_config:
-        echo(dump_toml(command.config), end="")
-        return 0
-    with Interrupt() as interrupt:
-        try:
-            result = score(command)
-        except KeyboardInterrupt:
-            if interrupt.signal is None:
-                raise
-            echo(f"score: interrupted; the same command goes on with {command.out}")
-            return STOPPED[interrupt.signal]
-    if command.json is not None:
-        write_json(command.json, result)
-    echo(verdict(result))
-    return 0
+    return run_command("score", command, command.config, score, verdict)
 
 
 def parse(argv: Sequence[str]) -> Command:
@@ -109,16 +77,7 @@ def parse(argv: Sequence[str]) -> Command:
     Raises:
         ConfigError: for everything that cannot be right.
     """
-    source, flags = (None, list(argv)) if argv[0].startswith("-") else (argv[0], list(argv[1:]))
-    base = from_file(source, ScoreConfig, start={})
-    values, overrides = parse_flags(
-        base,
-        ["--help" if flag == "--help-all" else flag for flag in spelt_out(flags, SHORT)],
-        general=General,
-        prog="lockstep score",
-        description="Rewards of samples in a file.",
-    )
-    config = completed(base, overrides, origin="lockstep score")
+    config, values = parse_command("lockstep score", argv, ScoreConfig, flags=Flags, start={}, short=SHORT)
     if not values["print_config"]:
         for name in ("data", "out"):
             if values[name] is None:
@@ -129,7 +88,7 @@ def parse(argv: Sequence[str]) -> Command:
     return Command(config=config, **values)
 
 
-def score(command: Command) -> dict[str, Any]:
+def score(command: Command, _: Interrupt) -> dict[str, Any]:
     """Score what is missing; the result."""
     from lockstep.rollout.rows import RowFile, check_out, read_rows
     from lockstep.rollout.scoring import check_columns, samples

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import tyro
 
+from lockstep.cli.arguments import leading_word
+from lockstep.cli.common_model import check_heads
 from lockstep.cli.flags import parse_flags
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
@@ -148,7 +150,7 @@ def parse(argv: Sequence[str]) -> TrainCommand:
     Raises:
         ConfigError: for everything that cannot be right.
     """
-    source, flags = (None, list(argv)) if argv[0].startswith("-") else (argv[0], list(argv[1:]))
+    source, flags = leading_word(argv)
     early = _early(flags)
     run = _base_run(source, early)
     values, overrides = parse_flags(
@@ -183,7 +185,8 @@ def launch(command: TrainCommand, argv: Sequence[str]) -> int:
 
     Their output, by rank, is under logs/ranks/ of the run directory.
     """
-    _check_heads(command.run)
+    with contextlib.suppress(ModelError):  # it is not on this machine yet: the ranks look at it
+        check_heads(command.run)
     folder = command.resume or command.run.run_dir or new_path(command.run.name)
     flags = [] if command.resume or command.run.run_dir else ["--run-dir", str(folder)]
     started = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -235,21 +238,6 @@ def _launch_on_cluster(command: TrainCommand, argv: Sequence[str], *, log_dir: P
     watch = command.rank_timeout or WAIT_SECONDS
     command_line = ["-m", "lockstep", *argv]
     return launch_train(command_line, config, provider=command.cluster, log_dir=log_dir, watch=watch)
-
-
-def _check_heads(run: RunConfig) -> None:
-    """Raise ConfigError unless `train.tp` divides the model's heads; a model that is not on this machine yet
-    is looked at by the ranks."""
-    if run.train.tp == 1:
-        return
-    import torch
-
-    from lockstep.models.causal_lm import text_config
-    from lockstep.models.load import meta_module
-    from lockstep.train.fsdp2.tensor_parallel import check_tensor_parallel_size
-
-    with contextlib.suppress(ModelError):
-        check_tensor_parallel_size(text_config(meta_module(run.model, dtype=torch.float32)), run.train.tp)
 
 
 def _is_finished(command: TrainCommand) -> bool:
