@@ -17,13 +17,28 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lockstep.config.base import Config
-from lockstep.config.load import parse_value, to_values
+from lockstep.config.load import RUN_KINDS, load_run, parse_value, to_values
 from lockstep.config.problems import model_of
 from lockstep.config.run import RunConfig
 from lockstep.config.toml import toml_value
 from lockstep.errors import ConfigError
 
 PAIRS = "KEY=VALUE"
+
+
+def named_run(source: str | None, recipe: str | None, *, nothing: str) -> RunConfig:
+    """The run that the first word of a command (a kind, a file, a recipe) and --recipe name.
+
+    Raises:
+        ConfigError: they name two, or none, which the text `nothing` says; or it cannot be read.
+    """
+    if source in RUN_KINDS:
+        return load_run(recipe, kind=source)
+    if source is not None and recipe is not None:
+        raise ConfigError(f"{source!r} and --recipe {recipe} both name a config; give one of them")
+    if source is None and recipe is None:
+        raise ConfigError(nothing)
+    return load_run(source or recipe)
 
 
 def parse_flags(

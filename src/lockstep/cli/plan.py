@@ -17,8 +17,8 @@ import tyro
 
 from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads
-from lockstep.cli.flags import parse_flags
-from lockstep.config.load import RUN_KINDS, load_run, override, recipes
+from lockstep.cli.flags import named_run, parse_flags
+from lockstep.config.load import override, recipes
 from lockstep.config.ppo import PPORun
 from lockstep.config.run import DPORun, GRPORun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
@@ -128,14 +128,9 @@ def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")
     recipe = early.parse_known_args(flags)[0].recipe
-    if source in RUN_KINDS:
-        run = load_run(recipe, kind=source)
-    elif source is not None and recipe is not None:
-        raise ConfigError(f"{source!r} and --recipe {recipe} both name a config; give one of them")
-    elif source is None and recipe is None:
-        raise ConfigError("nothing to plan: name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME")
-    else:
-        run = load_run(source or recipe)
+    run = named_run(
+        source, recipe, nothing="nothing to plan: name grpo, ppo, sft, dpo, rm, a TOML file or --recipe NAME"
+    )
     values, overrides = parse_flags(
         run,
         flags,

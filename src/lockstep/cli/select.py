@@ -65,16 +65,9 @@ def _documents(args: argparse.Namespace) -> dict[str, Any]:
             f"({dict(selection.left_out)}); lower --min-reward, or sample more of each prompt"
         )
     rows = [sft_row(row) for row in selection.rows]
-    write(args.out, rows)
-    return {
-        "data": str(args.data),
-        "out": str(args.out),
+    return _written(args, "sft", rows, selection) | {
         "rows": len(rows),
-        "prompts": selection.prompts,
-        "chosen_prompts": selection.chosen_prompts,
-        "left_out": dict(selection.left_out),
         "mean_reward": sum(row["reward"] for row in rows) / len(rows),
-        "train": train_command("sft", args.out, rows),
     }
 
 
@@ -97,18 +90,26 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
             f"({dict(selection.left_out)}); sample more of each prompt, or ask for less"
         )
     rows = list(selection.rows)
-    write(args.out, rows)
     lengths = [(len(_text(row["chosen"])), len(_text(row["rejected"]))) for row in rows]
+    return _written(args, "dpo", rows, selection) | {
+        "pairs": len(rows),
+        "mean_gap": sum(row["reward_chosen"] - row["reward_rejected"] for row in rows) / len(rows),
+        "chosen_is_longer": sum((a > b) + (a == b) / 2 for a, b in lengths) / len(rows),
+    }
+
+
+def _written(
+    args: argparse.Namespace, kind: str, rows: Sequence[Mapping[str, Any]], selection: Any
+) -> dict[str, Any]:
+    """Write the rows; return what the result says of both kinds of set."""
+    write(args.out, rows)
     return {
         "data": str(args.data),
         "out": str(args.out),
-        "pairs": len(rows),
         "prompts": selection.prompts,
         "chosen_prompts": selection.chosen_prompts,
         "left_out": dict(selection.left_out),
-        "mean_gap": sum(row["reward_chosen"] - row["reward_rejected"] for row in rows) / len(rows),
-        "chosen_is_longer": sum((a > b) + (a == b) / 2 for a, b in lengths) / len(rows),
-        "train": train_command("dpo", args.out, rows),
+        "train": train_command(kind, args.out, rows),
     }
 
 

@@ -26,9 +26,9 @@ import tyro
 
 from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads
-from lockstep.cli.flags import parse_flags
+from lockstep.cli.flags import named_run, parse_flags
 from lockstep.config.cluster import ClusterConfig
-from lockstep.config.load import RUN_KINDS, dump_toml, load_resumed, load_run, override, recipes
+from lockstep.config.load import dump_toml, load_resumed, override, recipes
 from lockstep.config.run import GRPORun, OfflineRun, RunConfig, check_ranks
 from lockstep.errors import ConfigError, ModelError, TrainError
 from lockstep.observe.files import check_writable, file_errors
@@ -332,15 +332,8 @@ def _base_run(source: str | None, early: argparse.Namespace) -> RunConfig:
         raise ConfigError(
             f"--checkpoint {early.checkpoint} says where to go on from; it needs --resume RUN_DIR"
         )
-    if source in RUN_KINDS:
-        return load_run(early.recipe, kind=source)
-    if source is not None and early.recipe is not None:
-        raise ConfigError(f"{source!r} and --recipe {early.recipe} both name a config; give one of them")
-    if source is None and early.recipe is None:
-        raise ConfigError(
-            "nothing to train: name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume RUN_DIR"
-        )
-    return load_run(source or early.recipe)
+    nothing = "nothing to train: name grpo, ppo, sft, dpo, rm, a TOML file, --recipe NAME or --resume RUN_DIR"
+    return named_run(source, early.recipe, nothing=nothing)
 
 
 def _origin(source: str | None, early: argparse.Namespace) -> str:
