@@ -3,6 +3,7 @@
     python benchmarks/faults.py hangs --n 2 --resume benchmarks/results/hangs.json
     python benchmarks/faults.py hangs --kind stopped --show
     python benchmarks/faults.py overhead --resume benchmarks/results/hangs.json
+    python benchmarks/faults.py provider --resume benchmarks/results/hangs.json
     python benchmarks/faults.py slow --n 1000 --resume benchmarks/results/hangs.json
 
 Each case is a run of `tiny.toml` (random weights, fsdp2, two ranks, gloo on the CPU) in which one rank has
@@ -14,7 +15,9 @@ holds. The exit status is 0 when every case that was run is right.
 its forward, by turns rank 1 alone, for which rank 0 waits in a collective, and both. It must end by itself.
 
 `overhead` runs a few steps of the recipe `demo` on two ranks, and counts the CPU seconds of each rank inside
-its flight record.
+its flight record. `provider` runs them on a Ray that it starts on this machine, and counts the CPU seconds,
+from the end of the first step to that of the last, of what there is beside the ranks: the driver, the process
+that hosts each rank, and Ray's own.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 SECONDS = 8.0
 """Deadline of the watchdog."""
@@ -295,6 +300,71 @@ def overhead(recipe: str = "demo") -> dict[str, Any]:
     }
 
 
+MOST_PROVIDER = 0.005
+"""Share of a step."""
+
+
+def provider_cpu() -> dict[str, float]:
+    """CPU seconds so far of this process and all below it, by part, without the ranks and what they start."""
+    used = {"driver": time.process_time(), "hosts": 0.0, "ray": 0.0}
+    waiting = psutil.Process().children()
+    while waiting:
+        process = waiting.pop()
+        try:
+            words, times, below = process.cmdline(), process.cpu_times(), process.children()
+        except psutil.NoSuchProcess:
+            continue
+        if "supervisor.py" not in " ".join(words) and {"lockstep", "train"} <= set(words):
+            continue  # a rank
+        part = "hosts" if "RankActor" in " ".join(words) else "ray"
+        used[part] += times.user + times.system
+        waiting += below
+    return used
+
+
+def provider(recipe: str = "demo") -> dict[str, Any]:
+    """CPU seconds of a provider over the seconds of the steps."""
+    from lockstep.cluster.launch import launch_on
+    from lockstep.cluster.ray import RayProvider, local_cluster
+    from lockstep.config.cluster import ClusterConfig
+    from lockstep.protocols.cluster import Placement
+
+    with tempfile.TemporaryDirectory(prefix="ls", dir="/tmp") as name:  # Ray's sockets need a short one
+        metrics, used = Path(name, "run/metrics.jsonl"), {}
+
+        class Counted(RayProvider):
+            def watch(self, *arguments: Any) -> Any:
+                done = metrics.read_text().count("\n") if metrics.exists() else 0
+                if done in (1, OVERHEAD_STEPS) and done not in used:
+                    used[done] = provider_cpu()
+                return super().watch(*arguments)
+
+        config = ClusterConfig(slots=2, temp_dir=Path(name, "ray"))
+        flags = ["--steps", str(OVERHEAD_STEPS), "--train.backend", "fsdp2", "--train.device", "cpu"]
+        flags += ["--eval.no-before", "--eval.no-after", "--eval.every", "0", "--checkpoint.no-save-at-end"]
+        words = ["-m", "lockstep", "train", "grpo", "--recipe", recipe, "--run-dir", f"{name}/run", *flags]
+        with local_cluster(config, ranks=2) as address:
+            ray = Counted(address, config=config, log_dir=Path(name, "logs"))
+            placement = Placement(nodes=1, per_node=2)
+            status = launch_on(ray, words, placement=placement, log_dir=Path(name, "logs"), watch=1800.0)
+            ray.close()
+        if status != 0:
+            raise RuntimeError(f"the run ended with status {status}")
+        steps = [json.loads(line)["time/step"] for line in metrics.read_text().splitlines()][1:]
+    parts = {part: used[OVERHEAD_STEPS][part] - cpu for part, cpu in used[1].items()}
+    return {
+        "recipe": recipe,
+        "ranks": 2,
+        "steps": len(steps),
+        "step_seconds": round(sum(steps), 2),
+        "cpu_seconds": {part: round(cpu, 3) for part, cpu in parts.items()},
+        "share": (parts["driver"] + parts["hosts"]) / sum(steps),
+        "share_of_ray_itself": parts["ray"] / sum(steps),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "ray": importlib.metadata.version("ray"),
+    }
+
+
 # --- slow but living ----------------------------------------------------------------------------------------
 
 SLOW_DEADLINE = 0.5
@@ -432,7 +502,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["slow-rank"]:
         return slow_main(*argv[1:])
     parser = argparse.ArgumentParser(description="Runs with one fault each; see the top of this file.")
-    parser.add_argument("what", choices=["hangs", "overhead", "slow"])
+    parser.add_argument("what", choices=["hangs", "overhead", "provider", "slow"])
     parser.add_argument(
         "--n", type=int, default=1, help="cases of each kind, those in --resume included; slow: steps"
     )
@@ -450,6 +520,12 @@ def main(argv: Sequence[str]) -> int:
         if arguments.resume is not None:
             arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
         return 0 if result["overhead"]["share"] <= MOST_OVERHEAD else 1
+    if arguments.what == "provider":
+        found = result["provider"] = provider()
+        print(f"faults: {found['share']:.3%} of a step in the provider: {found}")
+        if arguments.resume is not None:
+            arguments.resume.write_text(json.dumps(result, indent=1) + "\n")
+        return 0 if found["share"] <= MOST_PROVIDER else 1
     if arguments.what == "slow":
         found = result["slow"] = slow(arguments.n)
         print(f"faults: {found}")
