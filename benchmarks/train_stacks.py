@@ -37,11 +37,12 @@ from lockstep.config.algorithm import SFTConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
 from lockstep.errors import ConfigError
+from lockstep.lab.suite.job_files import read_lines
 from lockstep.lab.suite.machine import machine
 from lockstep.lab.suite.process import ProcessRunner, line_that_matters, read_tail
 from lockstep.lab.train_parity.compare import compare
 from lockstep.lab.train_parity.inputs import inputs_header, model_sizes, write_inputs
-from lockstep.lab.train_parity.job import InputsSpec, ParityJob, StepRow, read_outcome, read_rows
+from lockstep.lab.train_parity.job import METRICS, InputsSpec, Outcome, ParityJob, StepRow
 from lockstep.lab.train_parity.stacks import parse_stack
 from lockstep.observe.files import write_json
 from lockstep.packing import PackLimits, plan_micro_batches
@@ -173,7 +174,7 @@ def run(
     command = [sys.executable, "-u", "-m", "lockstep.lab.train_parity.worker", str(job.write())]
     log.unlink(missing_ok=True)
     ending = ProcessRunner().run(command, log=log, timeout=args.timeout + 20)
-    rows, outcome = read_rows(out), read_outcome(out)
+    rows, outcome = read_lines(out / METRICS, StepRow), Outcome.read(out)
     found: dict[str, Any] = {
         "stack": name,
         "gpus": gpus,

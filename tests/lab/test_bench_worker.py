@@ -16,10 +16,9 @@ import torch
 from lockstep.cli import bench as command
 from lockstep.errors import ConfigError, EngineError, ModelError
 from lockstep.lab.step_bench import run as lab
-from lockstep.lab.step_bench.job import READY, RESULT, BenchJob, BenchOutcome, read_outcome
+from lockstep.lab.step_bench.job import READY, BenchJob, BenchOutcome
 from lockstep.lab.step_bench.run import BenchOptions, run_bench
 from lockstep.lab.step_bench.worker import _Cell, run_rank
-from lockstep.observe.files import write_json
 from lockstep.ranks import context
 from lockstep.ranks.context import RankContext
 
@@ -92,7 +91,7 @@ def test_only_what_loading_raises_was_refused(
     monkeypatch.setattr(_Cell, "load", load)
     monkeypatch.setattr(_Cell, method, broken)
     assert run_rank(job) == exit_status
-    outcome = read_outcome(job.out)
+    outcome = BenchOutcome.read(job.out)
     assert outcome is not None and (outcome.status, outcome.reason) == (status, "the engine has died")
 
 
@@ -127,8 +126,8 @@ def test_the_gap_is_the_largest_of_what_was_sampled(
     )
     gap = cell._logprob_gap()
     assert str(gap) == largest
-    write_json(cell.job.out / RESULT, BenchOutcome(status="ok", logprob_gap=gap).model_dump())
-    outcome = read_outcome(cell.job.out)
+    BenchOutcome(status="ok", logprob_gap=gap).write(cell.job.out)
+    outcome = BenchOutcome.read(cell.job.out)
     assert outcome is not None and str(outcome.logprob_gap) == largest
 
 
@@ -161,7 +160,7 @@ def test_ranks_wait_for_each_other_as_long_as_the_suite_for_a_turn(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(context, "init_ranks", init_ranks)
     run_rank(job)
-    outcome = read_outcome(job.out)
+    outcome = BenchOutcome.read(job.out)
     assert outcome is not None and outcome.reason == "cpu 100.0"
 
 

@@ -1,5 +1,6 @@
 """Cells that crash in worker processes: errors, signals and hangs, planted by sitecustomize."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -7,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bisect_disk import write_recording
 
 from lockstep.lab.bisect.crash import CrashSearch, find_crash
 from lockstep.lab.bisect.report import crash_dict, crash_lines, crash_markdown, crash_verdict
-from lockstep.lab.bisect.shrink_worker import crash_of, options_from_json, options_to_json
+from lockstep.lab.bisect.shrink_worker import crash_of
 from lockstep.lab.replay.cell import Cell
 from lockstep.lab.replay.options import ReplayOptions
 from lockstep.recording import Recording
@@ -87,7 +89,8 @@ def test_a_hang_is_a_crash(tmp_path, monkeypatch):
 
 def test_options_survive_the_way_to_the_worker():
     options = ReplayOptions(cell=CELL, inputs=(1, 2), steps=(None, 3), loss="logprob-sum", capacity=64)
-    assert options_from_json(json.loads(json.dumps(options_to_json(options)))) == options
+    values = json.loads(json.dumps(dataclasses.asdict(options)))
+    assert TypeAdapter(ReplayOptions).validate_python(values) == options
 
 
 def test_a_crash_is_known_by_what_was_raised_first():

@@ -10,14 +10,15 @@ from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.lab.replay.losses import token_loss
+from lockstep.lab.suite.job_files import read_job_file, read_lines
 from lockstep.lab.train_parity.inputs import generated_rows, main, make_inputs, random_documents
 from lockstep.lab.train_parity.job import (
+    METRICS,
     InputsReport,
     InputsSpec,
+    Outcome,
     ParityJob,
-    read_job,
-    read_outcome,
-    read_rows,
+    StepRow,
 )
 from lockstep.recording import Recording
 from lockstep.schema.batch import PolicyBatch, PreferenceBatch, ValueBatch
@@ -180,7 +181,7 @@ def test_as_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
     job = ParityJob(stack="local", inputs=tmp_path, steps=((0, 1), (2,)), out=tmp_path, gradients_at=(1,))
-    assert read_job(job.write()) == job
+    assert read_job_file(job.write(), ParityJob) == job
 
 
 @pytest.mark.parametrize(
@@ -197,20 +198,20 @@ def test_a_job_that_cannot_be_run(tmp_path: Path, change: dict[str, Any], proble
     value = {"stack": "local", "inputs": "x", "steps": [[0], [1]], "out": "x"} | change
     (tmp_path / "job.json").write_text(json.dumps(value))
     with pytest.raises(ConfigError, match=problem):
-        read_job(tmp_path / "job.json")
+        read_job_file(tmp_path / "job.json", ParityJob)
 
 
 def test_files_of_a_worker_that_died(tmp_path: Path) -> None:
-    assert read_rows(tmp_path) == [] and read_outcome(tmp_path) is None
+    assert read_lines(tmp_path / METRICS, StepRow) == [] and Outcome.read(tmp_path) is None
     line = {"step": 1, "loss": "NaN", "grad_norm": 1.0, "lr": 0.1, "tokens": 1, "seconds": 1.0}
     line |= {"tokens_per_second": 1.0, "peak_memory_bytes": 1}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line)[:30])
-    (row,) = read_rows(tmp_path)
+    (row,) = read_lines(tmp_path / METRICS, StepRow)
     assert row.loss != row.loss
     (tmp_path / "result.json").write_text("{")
-    assert read_outcome(tmp_path) is None
+    assert Outcome.read(tmp_path) is None
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_job(tmp_path / "none.json")
+        read_job_file(tmp_path / "none.json", ParityJob)
 
 
 def test_dpo_prefers_documents_to_spoiled_ones_and_starts_at_ln_2(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from lockstep.errors import LockstepError
 from lockstep.lab.bisect.shrink import Crash, Trial
 from lockstep.lab.suite.failure import is_out_of_memory
@@ -56,7 +58,7 @@ class TrialRunner:
         self._setup = {
             "recording": None if recording is None else str(recording),
             "num_layers": num_layers,
-            "options": options_to_json(options),
+            "options": dataclasses.asdict(options),
         }
         self.index = 0
         """The input that trials are parts of."""
@@ -126,20 +128,6 @@ class TrialRunner:
             return log.read(1 << 16).decode("utf-8", "replace")
 
 
-def options_to_json(options: ReplayOptions) -> dict[str, Any]:
-    """Only what differs from the defaults is a plain value, so it survives JSON."""
-    return dataclasses.asdict(options)
-
-
-def options_from_json(values: Mapping[str, Any]) -> ReplayOptions:
-    """The inverse; lists become tuples again."""
-    from lockstep.lab.replay.cell import Cell
-    from lockstep.lab.replay.options import ReplayOptions
-
-    fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-    return ReplayOptions(**{**fields, "cell": Cell(**values["cell"])})
-
-
 def crash_of(error: BaseException) -> Crash:
     """Class and innermost line of what was raised first."""
     first = error
@@ -181,10 +169,11 @@ class Cut:
 
 class _Worker:
     def __init__(self, setup: Mapping[str, Any]) -> None:
+        from lockstep.lab.replay.options import ReplayOptions
         from lockstep.recording import Recording
 
         self._recording = Recording.open(setup["recording"])
-        self._options = options_from_json(setup["options"])
+        self._options = TypeAdapter(ReplayOptions).validate_python(setup["options"])
         self._whole_layers = setup["num_layers"]
         self._index, self._layers = -1, -1
         self._policy: Any = None

@@ -20,7 +20,6 @@ A *phase* is what the engine was asked under one version of the weights; a *pass
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
@@ -28,9 +27,9 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from lockstep.config.base import PositiveInt, Record, Seconds, Seed
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
-from lockstep.lab.suite.job_files import Job, WorkerOutcome, read_if_whole, read_job_file, read_lines
+from lockstep.lab.suite.job_files import Job, WorkerOutcome
 
-ROWS, PASSES, RESULT = "rows.jsonl", "passes.jsonl", "result.json"
+ROWS, PASSES = "rows.jsonl", "passes.jsonl"
 
 Phase = Literal["before", "after"]
 Kind = Literal["greedy", "stop", "sampled", "again", "alone", "other"]
@@ -139,23 +138,3 @@ class Outcome(WorkerOutcome):
     attention: str = ""
     engine: dict[str, str] = Field(default_factory=dict)
     """What the engine reports about itself, such as its version and command."""
-
-
-def read_job(path: Path) -> EnginesJob:
-    """Read a job file. Raises ConfigError."""
-    return read_job_file(path, EnginesJob)
-
-
-def read_outcome(folder: Path) -> Outcome | None:
-    """Read a worker's outcome; None if the worker ended before writing it, or the file is not one."""
-    return read_if_whole(folder / RESULT, Outcome)
-
-
-def read_rows(folder: Path) -> tuple[Row, ...]:
-    """Read all completions; a last line that is cut off is left out."""
-    return tuple(read_lines(folder / ROWS, Row))
-
-
-def read_passes(folder: Path) -> tuple[Pass, ...]:
-    """Read the records of all calls of generate."""
-    return tuple(read_lines(folder / PASSES, Pass))

@@ -17,20 +17,20 @@ from typing import Any, Literal
 from lockstep.config.engine import EngineConfig
 from lockstep.config.model import ModelConfig
 from lockstep.lab.engine_parity.job import (
+    PASSES,
+    ROWS,
     EnginesJob,
     Outcome,
+    Pass,
     Phase,
     Row,
     Weights,
-    read_outcome,
-    read_passes,
-    read_rows,
 )
 from lockstep.lab.engine_parity.judge import Limits, Problem, judge
 from lockstep.lab.engine_parity.phase import PhaseReport, report
 from lockstep.lab.engine_parity.prompts import Prompts
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
-from lockstep.lab.suite.job_files import check_seconds
+from lockstep.lab.suite.job_files import check_seconds, read_lines
 from lockstep.lab.suite.process import ExitStatus, ProcessRunner
 from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
 from lockstep.observe.files import write_json
@@ -124,7 +124,8 @@ class _Suite:
     def _result(
         self, choice: EngineChoice, *, folder: Path, log: Path, exit_status: ExitStatus
     ) -> EngineResult:
-        outcome, rows, passes = read_outcome(folder), read_rows(folder), read_passes(folder)
+        outcome, rows = Outcome.read(folder), tuple(read_lines(folder / ROWS, Row))
+        passes = read_lines(folder / PASSES, Pass)
         is_reference = not self.results
         if is_reference:
             self.reference_rows = rows

@@ -16,20 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, ModelError
-from lockstep.lab.engine_parity.job import (
-    PASSES,
-    RESULT,
-    ROWS,
-    EnginesJob,
-    Kind,
-    Outcome,
-    Pass,
-    Phase,
-    Row,
-    read_job,
-)
+from lockstep.lab.engine_parity.job import PASSES, ROWS, EnginesJob, Kind, Outcome, Pass, Phase, Row
+from lockstep.lab.suite.job_files import read_job_file
 from lockstep.lab.suite.worker import REFUSED, append_rows, failure, job_path, leave_with, run_job, watch
-from lockstep.observe.files import write_json
 from lockstep.observe.text import echo
 
 if TYPE_CHECKING:
@@ -44,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = job_path(argv, "lockstep.lab.engine_parity.worker")
     if path is None:
         return REFUSED
-    run = _Run(read_job(path))
+    run = _Run(read_job_file(path, EnginesJob))
     watch(run.job.timeout)
     try:
         refuses = (ConfigError, ModelError)
@@ -226,8 +215,7 @@ class _Run:
         """Write result.json."""
         from lockstep.lab.suite.machine import versions
 
-        outcome = Outcome(status=status, reason=reason, versions=versions(), **self.facts)
-        write_json(self.job.out / RESULT, outcome.model_dump())
+        Outcome(status=status, reason=reason, versions=versions(), **self.facts).write(self.job.out)
 
     def give_up(self, status: str, error: Exception) -> None:
         """Write the results so far and why there are no more."""

@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix.compare import Comparison, compare_outputs
-from lockstep.lab.matrix.result import CellResult, cell_from_dict, read_measures
+from lockstep.lab.matrix.result import CELL, CellResult, read_measures
+from lockstep.lab.suite.job_files import first_problem
 from lockstep.lab.suite.process import (
     ExitStatus,
     line_that_matters,
@@ -77,10 +80,10 @@ def read_cell(folder: Path) -> CellResult | None:
     if not file.exists():
         return None
     try:
-        return cell_from_dict(read_json(file, RecordingError))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return CELL.validate_python(read_json(file, RecordingError))
+    except ValidationError as error:
         raise RecordingError(
-            f"{file}: not a cell's result ({error!r}); delete {folder} and resume"
+            f"{file}: not a cell's result ({first_problem(error)}); delete {folder} and resume"
         ) from error
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix.compare import Comparison
+from lockstep.lab.suite.job_files import first_problem
 from lockstep.observe.files import read_json
 
 FORMAT, VERSION = "lockstep-matrix", 1
@@ -123,7 +126,7 @@ class MatrixResult:
     cells: tuple[CellResult, ...]
     complete: bool
     verdict: str = ""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def cell(self, name: str | None) -> CellResult | None:
         return next((cell for cell in self.cells if cell.name == name), None)
@@ -161,6 +164,11 @@ class MatrixResult:
         return {"format": FORMAT, "version": VERSION, **own, "cells": cells}
 
 
+CELL: TypeAdapter[CellResult] = TypeAdapter(CellResult)
+"""Reads a cell's JSON; keys that it does not know are left."""
+_MATRIX: TypeAdapter[MatrixResult] = TypeAdapter(MatrixResult)
+
+
 def read_matrix(path: Path) -> MatrixResult:
     """Read a result from its folder or its matrix.json.
 
@@ -175,30 +183,9 @@ def read_matrix(path: Path) -> MatrixResult:
             f"reads {FORMAT} {VERSION}, which `lockstep matrix` writes"
         )
     try:
-        cells = tuple(cell_from_dict(cell) for cell in values["cells"])
-        own = _known(MatrixResult, values) | {
-            "cells": cells,
-            "shared": tuple(values["shared"]),
-            "notes": tuple(values["notes"]),
-        }
-        return MatrixResult(**own)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RecordingError(f"{file}: not what `lockstep matrix` writes ({error!r})") from error
-
-
-def cell_from_dict(values: Mapping[str, Any]) -> CellResult:
-    """The inverse of dataclasses.asdict for a CellResult; keys it does not know are left.
-
-    Raises:
-        KeyError, TypeError, ValueError: the values do not make a CellResult.
-    """
-    own = _known(CellResult, values)
-    own["flags"] = tuple(own["flags"])
-    if own.get("measures") is not None:
-        own["measures"] = Measures(**_numbers(_known(Measures, own["measures"])))
-    if own.get("comparison") is not None:
-        own["comparison"] = Comparison(**_numbers(_known(Comparison, own["comparison"])))
-    return CellResult(**own)
+        return _MATRIX.validate_python(values)
+    except ValidationError as error:
+        raise RecordingError(f"{file}: not what `lockstep matrix` writes ({first_problem(error)})") from error
 
 
 def read_measures(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Measures:
@@ -344,16 +331,6 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RecordingError(f"{file}: a JSON object was expected, not {type(values).__name__}")
     return values
-
-
-def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f.name: values[f.name] for f in fields(kind) if f.name in values}
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """NaN and infinities are strings in JSON (see observe.files.jsonable)."""
-    names = ("NaN", "Infinity", "-Infinity")
-    return {k: float(v) if isinstance(v, str) and v in names else v for k, v in values.items()}
 
 
 def _number(value: Any) -> float | None:

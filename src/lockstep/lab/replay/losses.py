@@ -42,23 +42,15 @@ class LogprobSum:
         return {}
 
 
-class CrossEntropy:
+class CrossEntropy(LogprobSum):
     """A TokenLoss: mean negative logprob of the input's trained tokens, nats."""
-
-    separable = True
-    entropy_grad = False
-    terms: tuple[str, ...] = ()
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor, batch: PackedBatch, rows: Tensor | slice
     ) -> LossOutput:
         """See protocols.TokenLoss."""
-        total = torch.where(batch.loss_mask[rows], -logprobs, 0.0).sum()
+        total = super().__call__(logprobs, entropy, batch, rows).loss
         return LossOutput(total / batch.loss_mask.sum().clamp(min=1))
-
-    def metrics(self, batches: Sequence[PackedBatch], stats: StepStats) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 def token_loss(header: RecordingHeader, name: LossName) -> TokenLoss:

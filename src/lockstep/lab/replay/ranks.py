@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections import Counter
@@ -17,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from lockstep.errors import ConfigError
 from lockstep.lab.replay.deadline import Deadline
@@ -40,7 +41,7 @@ compilation of one rank; without it, waiting is what the replay demonstrates."""
 _FAREWELL_SECONDS = 5.0
 """After a desync or Ctrl-C: how long rank 0 waits for the other ranks' last reports."""
 
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_ROW: TypeAdapter[ReplayRow] = TypeAdapter(ReplayRow)
 
 OnRow = Callable[[ReplayRow, int, int], None]
 
@@ -430,15 +431,11 @@ def _rows_of_all(out: Path, world_size: int) -> list[ReplayRow]:
         path = out / f"rank-{rank}" / "results.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for line in lines:
-            # numbers that are not finite are strings there, see observe.files.jsonable
-            values: dict[str, Any] = {
-                k: float(v) if v in _NOT_FINITE else v for k, v in json.loads(line).items()
-            }
-            values["shape"] = None if values["shape"] is None else tuple(values["shape"])
-            error = values["error"]
-            if error is not None and error["log"]:
-                values["error"] = error | {"log": f"rank-{rank}/{error['log']}"}
-            rows.append(ReplayRow(**values))
+            row = _ROW.validate_json(line)
+            if row.error is not None and row.error["log"]:
+                error = {**row.error, "log": f"rank-{rank}/{row.error['log']}"}
+                row = dataclasses.replace(row, error=error)
+            rows.append(row)
     return sorted(rows, key=lambda row: (row.step, row.rank))
 
 

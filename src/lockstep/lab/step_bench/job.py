@@ -21,10 +21,10 @@ from pydantic import Field
 from lockstep.config.base import PositiveInt, Record, Seconds
 from lockstep.config.run import GRPORun
 from lockstep.lab.step_bench.work import BenchWork
-from lockstep.lab.suite.job_files import Job, WorkerOutcome, read_if_whole, read_job_file, read_lines
+from lockstep.lab.suite.job_files import Job, WorkerOutcome, read_if_whole, read_lines
 from lockstep.observe.files import write_atomic
 
-TURN, READY, ROWS, RESULT, RANK_LOGS = "turn", "ready.json", "rows.jsonl", "result.json", "ranks"
+TURN, READY, ROWS = "turn", "ready.json", "rows.jsonl"
 END = "end"
 PHASES = ("generate", "forward", "backward", "optimizer", "weights")
 """Of one step. weights: how the engine gets the new ones."""
@@ -101,19 +101,9 @@ class BenchOutcome(WorkerOutcome):
     statement: str = ""
 
 
-def read_job(path: Path) -> BenchJob:
-    """Read a job file. Raises ConfigError."""
-    return read_job_file(path, BenchJob)
-
-
 def read_ready(folder: Path) -> Ready | None:
     """Read ready.json; None: the cell is not warm yet."""
     return read_if_whole(folder / READY, Ready)
-
-
-def read_outcome(folder: Path) -> BenchOutcome | None:
-    """Read result.json; None: the worker has not ended, or ended before writing one."""
-    return read_if_whole(folder / RESULT, BenchOutcome)
 
 
 def read_times(folder: Path) -> list[StepTimes]:

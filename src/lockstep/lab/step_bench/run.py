@@ -28,7 +28,6 @@ from lockstep.lab.step_bench.job import (
     BenchOutcome,
     StepTimes,
     give_turn,
-    read_outcome,
     read_ready,
     read_times,
 )
@@ -227,7 +226,7 @@ class _Suite:
         if running is None:
             return CellResult(name=cell.name, status="interrupted", reason="it was not started")
         folder, work = running.job.out, running.job.work
-        outcome, times = read_outcome(folder), read_times(folder)
+        outcome, times = BenchOutcome.read(folder), read_times(folder)
         status, reason = self._status(running, outcome, times)
         return CellResult(
             name=cell.name,

@@ -16,19 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, EngineError, LockstepError, ModelError
-from lockstep.lab.step_bench.job import (
-    RANK_LOGS,
-    READY,
-    RESULT,
-    ROWS,
-    BenchJob,
-    BenchOutcome,
-    Ready,
-    StepTimes,
-    read_job,
-    read_turn,
-)
+from lockstep.lab.step_bench.job import READY, ROWS, BenchJob, BenchOutcome, Ready, StepTimes, read_turn
 from lockstep.lab.step_bench.work import peak_flops, requests, samples, training_flops
+from lockstep.lab.suite.job_files import RANK_LOGS, RESULT, read_job_file
 from lockstep.lab.suite.worker import (
     REFUSED,
     append_rows,
@@ -99,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = job_path(argv, MODULE)
     if path is None:
         return REFUSED
-    job = read_job(path)
+    job = read_job_file(path, BenchJob)
     if job.ranks > 1 and not in_launcher():
         command = [sys.executable, "-u", "-m", MODULE, str(path)]
         return launch_command(command, ranks=job.ranks, timeout=None, log_dir=job.out / RANK_LOGS)
@@ -323,15 +313,14 @@ class _Cell:
         """Write result.json. Collective."""
         outcome = self._outcome()
         if self.ranks.is_first:
-            write_json(self.job.out / RESULT, outcome.model_dump())
+            outcome.write(self.job.out)
 
     def give_up(self, status: str, error: Exception) -> None:
         """Write why there is no more into result.json. Called on any rank."""
         echo(f"{self.job.cell}: {status}: {error}", flush=True)
         first = hasattr(self, "ranks") and self.ranks.is_first
         if not says_it_already(self.job.out / RESULT, error, first=first):
-            outcome = BenchOutcome.model_validate(failure(status, error))
-            write_json(self.job.out / RESULT, outcome.model_dump())
+            BenchOutcome.model_validate(failure(status, error)).write(self.job.out)
 
     def _outcome(self) -> BenchOutcome:
         """Collective. Counters first: the gap has a forward of its own to compile."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from lockstep.config.base import Record, Seconds
 from lockstep.errors import ConfigError
+from lockstep.observe.files import write_json
 
+RESULT, RANK_LOGS = "result.json", "ranks"
+"""How a worker ended; the folder of what its ranks print."""
 _Kind = TypeVar("_Kind", bound=Record)
-
-
 _SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
 
 
@@ -39,6 +40,15 @@ class WorkerOutcome(Record):
     """Of the rank that needed most: allocated on a GPU, resident on a CPU."""
     versions: dict[str, str] = Field(default_factory=dict)
 
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Read a worker's outcome; None: it has written none, or the file holds something else."""
+        return read_if_whole(folder / RESULT, cls)
+
+    def write(self, folder: Path) -> None:
+        """Write result.json."""
+        write_json(folder / RESULT, self.model_dump())
+
 
 def check_seconds(value: float, setting: str) -> None:
     """Raises ConfigError: `value` is no time that can be waited for."""
@@ -55,9 +65,13 @@ def read_job_file(path: Path, kind: type[_Kind]) -> _Kind:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where or 'the job'}: {first['msg']}") from error
+        raise ConfigError(f"{path}: {first_problem(error)}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first field that is wrong, and what is wrong with it."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the job'}: {first['msg']}"
 
 
 def read_if_whole(path: Path, kind: type[_Kind]) -> _Kind | None:

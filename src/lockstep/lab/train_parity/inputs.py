@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from lockstep.algorithms.dpo import DPO
@@ -37,6 +36,7 @@ from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.lab.replay.losses import token_loss
+from lockstep.lab.suite.job_files import read_job_file
 from lockstep.lab.suite.machine import versions
 from lockstep.lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec
 from lockstep.lab.train_parity.pairs import read_pairs, scored, spoiled, unpaired, with_reference
@@ -455,11 +455,7 @@ def _kept(sizes: Sizes) -> dict[str, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the inputs; return 0."""
     path = Path((sys.argv[1:] if argv is None else argv)[0])
-    try:
-        spec = InputsSpec.model_validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {error.errors()[0]['msg']}") from error
-    report = make_inputs(spec)
+    report = make_inputs(read_job_file(path, InputsSpec))
     echo(json.dumps({"documents": report.documents, "tokens": report.tokens, "source": report.source}))
     return 0
 

@@ -22,10 +22,9 @@ from lockstep.config.base import PositiveInt, Record, Seconds, Seed
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.train import TrainConfig
-from lockstep.lab.suite.job_files import Job, WorkerOutcome, read_if_whole, read_job_file, read_lines
+from lockstep.lab.suite.job_files import Job, WorkerOutcome
 
-METRICS, LOGPROBS, RESULT = "metrics.jsonl", "logprobs.safetensors", "result.json"
-RANK_LOGS = "ranks"
+METRICS, LOGPROBS = "metrics.jsonl", "logprobs.safetensors"
 INPUTS, REPORT = "inputs", "inputs.json"
 VALUE_INPUTS = "inputs-value"
 """PPO: the recording of the value model's inputs."""
@@ -154,18 +153,3 @@ class Outcome(WorkerOutcome):
     dtype: str = ""
     spans: dict[str, float] = Field(default_factory=dict)
     """Seconds in forward and backward, of rank 0, where the backend times them."""
-
-
-def read_job(path: Path) -> ParityJob:
-    """Read a job file. Raises ConfigError."""
-    return read_job_file(path, ParityJob)
-
-
-def read_outcome(folder: Path) -> Outcome | None:
-    """Read a worker's outcome; None if the worker ended before writing it, or the file is not one."""
-    return read_if_whole(folder / RESULT, Outcome)
-
-
-def read_rows(folder: Path) -> list[StepRow]:
-    """Read the steps that were done; a last line that is cut off is left out."""
-    return read_lines(folder / METRICS, StepRow)

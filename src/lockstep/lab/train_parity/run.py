@@ -21,22 +21,22 @@ from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
-from lockstep.lab.suite.job_files import check_seconds
+from lockstep.lab.suite.job_files import RANK_LOGS, check_seconds, read_lines
 from lockstep.lab.suite.process import ExitStatus, ProcessRunner, line_that_matters, read_tail
 from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
 from lockstep.lab.train_parity.compare import compare
 from lockstep.lab.train_parity.job import (
     INPUTS,
-    RANK_LOGS,
+    METRICS,
     REPORT,
     VALUE_INPUTS,
     InputsReport,
     InputsSpec,
+    Outcome,
     ParityAlgorithm,
     ParityJob,
     Role,
-    read_outcome,
-    read_rows,
+    StepRow,
 )
 from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning, row_name
 from lockstep.lab.train_parity.stacks import Stack, skipped
@@ -165,7 +165,7 @@ class _Suite:
             return StackResult(status="refused", reason=str(error), **base)
         base |= {"ranks": job.ranks, "folder": folder.name, "log": str(log)}
         exit_status = self._run_job(job, log)
-        rows, outcome = tuple(read_rows(folder)), read_outcome(folder)
+        rows, outcome = tuple(read_lines(folder / METRICS, StepRow)), Outcome.read(folder)
         base |= {"rows": rows, "seconds": exit_status.seconds}
         if outcome is not None:
             base |= {name: getattr(outcome, name) for name in ("attention", "dtype", "statement")}

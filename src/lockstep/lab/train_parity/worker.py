@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.errors import ConfigError, ModelError
+from lockstep.lab.suite.job_files import RANK_LOGS, RESULT, read_job_file
 from lockstep.lab.suite.worker import (
     REFUSED,
     failure,
@@ -24,17 +25,8 @@ from lockstep.lab.suite.worker import (
     says_it_already,
     watch,
 )
-from lockstep.lab.train_parity.job import (
-    LOGPROBS,
-    METRICS,
-    RANK_LOGS,
-    RESULT,
-    Outcome,
-    ParityJob,
-    StepRow,
-    read_job,
-)
-from lockstep.observe.files import jsonable, write_json
+from lockstep.lab.train_parity.job import LOGPROBS, METRICS, Outcome, ParityJob, StepRow
+from lockstep.observe.files import jsonable
 from lockstep.observe.text import echo
 from lockstep.ranks.launch import in_launcher, launch_command
 
@@ -56,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = job_path(argv, MODULE)
     if path is None:
         return REFUSED
-    job = read_job(path)
+    job = read_job_file(path, ParityJob)
     if not in_launcher():
         command = [sys.executable, "-u", "-m", MODULE, str(path)]
         return launch_command(command, ranks=job.ranks, timeout=job.timeout, log_dir=job.out / RANK_LOGS)
@@ -237,7 +229,7 @@ class _Run:
         self.backend.close()
         if self._first:
             self._write_logprobs()
-            write_json(self.job.out / RESULT, self._outcome("ok").model_dump())
+            self._outcome("ok").write(self.job.out)
 
     def give_up(self, status: str, error: Exception) -> None:
         """Write what there is, and why it is not more. Called on any rank."""
@@ -247,7 +239,7 @@ class _Run:
         outcome = self._outcome(status).model_copy(update=failure(status, error))
         if self._first:
             self._write_logprobs()
-        write_json(self.job.out / RESULT, outcome.model_dump())
+        outcome.write(self.job.out)
 
     def _outcome(self, status: Any) -> Outcome:
         from lockstep.lab.suite.machine import versions
