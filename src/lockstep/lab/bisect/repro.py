@@ -7,9 +7,11 @@ them. Where there is no formula, the script compares what was recorded.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from lockstep.execution import decoder_layers, is_compiled
 from lockstep.lab.bisect.arms import Arm, Outcome, run
 from lockstep.lab.bisect.capture import KERNEL, Call, Capture, Key, token_rows
 from lockstep.lab.bisect.divergence import HEAD, Finding
-from lockstep.lab.bisect.repro_templates import script
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import head_of
 from lockstep.observe.files import jsonable, write_atomic
 from lockstep.schema.batch import PackedBatch
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
+_SOURCE = Path(__file__).with_name("repro_script.py")
+"""The script with the formulas of all kinds."""
 _ACTIVATIONS = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -44,7 +47,7 @@ class _Plan:
     """The part of the model that the script computes."""
 
     kind: str
-    """Key of repro_templates.PARTS."""
+    """Of compute_KIND in repro_script.py; recorded: there is no formula."""
     path: str
     """The module whose call is computed again."""
     wrt: str | None = None
@@ -98,12 +101,34 @@ def write_repro(finding: Finding, batch: PackedBatch, directory: Path) -> Path:
         f"{finding.description}.\ntorch {torch.__version__}."
     )
     title = f"Two ways to compute {first.key} that should agree, and differ by {meta['reported']:.6e}."
-    text = script(
-        plan.kind, title=_plain(title), body=_plain(body), meta=json.dumps(jsonable(meta), indent=1)
-    )
+    text = _script(plan.kind).replace("{title}", _plain(title)).replace("{body}", _plain(body))
+    text = text.replace("{meta}", json.dumps(jsonable(meta), indent=1))
     path = directory / SCRIPT
     write_atomic(path, text)
     return path
+
+
+def _script(kind: str) -> str:
+    """The script with the functions that one kind needs."""
+    source = _SOURCE.read_text(encoding="utf-8")
+    parts = ast.parse(source).body
+    functions = {part.name: part for part in parts if isinstance(part, ast.FunctionDef)}
+    needed = {f"compute_{kind}"} & functions.keys()
+    todo = [part for part in parts if getattr(part, "name", None) in {None, *needed}]
+    while todo:
+        used = {node.id for node in ast.walk(todo.pop()) if isinstance(node, ast.Name)}
+        new = used & functions.keys() - needed
+        needed |= new
+        todo += [functions[name] for name in new]
+    lines = source.splitlines(keepends=True)
+    starts = [0, *(part.lineno - 1 for part in parts[1:]), len(lines)]
+    kept = zip(parts, pairwise(starts), strict=True)
+    return "".join(
+        line
+        for part, (start, end) in kept
+        if getattr(part, "name", None) in {None, *needed}
+        for line in lines[start:end]
+    )
 
 
 def _plain(text: str) -> str:
