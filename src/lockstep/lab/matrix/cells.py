@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,20 +65,29 @@ class MatrixCell:
         return tuple(self.cell.flags())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+_Parse = Callable[[str], tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """What an axis sets, and the values that it takes."""
 
-    fields: tuple[str, ...]
-    parse: Callable[[str], tuple[str, dict[str, Any]]]
+    field: str
+    """The field of Cell that two axes must not both set."""
+    parse: _Parse
     """Value -> (label, fields of Cell). Raises ValueError, whose text says what is expected."""
     usual: tuple[str, ...]
     help: str
 
 
-def _flash(value: str) -> tuple[str, dict[str, Any]]:
-    kernel = "varlen" if _switch(value) else "sdpa"
-    return kernel, {"attention": kernel}
+def _off_or_on(field: str, off: tuple[str, Any], on: tuple[str, Any]) -> _Parse:
+    """Each of the two as (label, value of the field)."""
+
+    def parse(value: str) -> tuple[str, dict[str, Any]]:
+        label, sets = on if _switch(value) else off
+        return label, {field: sets}
+
+    return parse
 
 
 def _attention(value: str) -> tuple[str, dict[str, Any]]:
@@ -86,12 +96,7 @@ def _attention(value: str) -> tuple[str, dict[str, Any]]:
     return value, {"attention": value}
 
 
-def _compile(value: str) -> tuple[str, dict[str, Any]]:
-    execution = "compile" if _switch(value) else "eager"
-    return execution, {"execution": execution}
-
-
-def _one_of(field: str, *known: str) -> Callable[[str], tuple[str, dict[str, Any]]]:
+def _one_of(field: str, *known: str) -> _Parse:
     def parse(value: str) -> tuple[str, dict[str, Any]]:
         if value not in known:
             raise ValueError(unknown_name(field.replace("_", " "), value, known))
@@ -146,16 +151,6 @@ def _layers(value: str) -> tuple[str, dict[str, Any]]:
     return f"{count} layer{'s' if count > 1 else ''}", {"num_layers": count}
 
 
-def _checkpointing(value: str) -> tuple[str, dict[str, Any]]:
-    on = _switch(value)
-    return ("checkpointing" if on else "no checkpointing"), {"activation_checkpointing": on}
-
-
-def _batch_invariant(value: str) -> tuple[str, dict[str, Any]]:
-    on = _switch(value)
-    return ("batch-invariant" if on else "ordinary"), {"batch_invariant": on}
-
-
 def _ranks(value: str) -> tuple[str, dict[str, Any]]:
     count = _whole(value, least=1)
     return f"{count} rank{'s' if count > 1 else ''}", {"ranks": count}
@@ -167,64 +162,35 @@ def _model(value: str) -> tuple[str, dict[str, Any]]:
     return value, {"model": value}
 
 
+_OFF_ON = ("off", "on")
+_BACKEND_HELP = "; ".join(
+    name + "".join(f" ({field} {value})" for field, value in fields.items())
+    for name, fields in _REPLAYS.items()
+).replace("_", " ")
+_FLASH = _off_or_on("attention", ("sdpa", "sdpa"), ("varlen", "varlen"))
+_COMPILE = _off_or_on("execution", ("eager", "eager"), ("compile", "compile"))
+_EXECUTIONS = ("eager", "compile", "joint", "deepcompile")
+_CHECKPOINTING = _off_or_on("activation_checkpointing", ("no checkpointing", False), ("checkpointing", True))
+_INVARIANT = _off_or_on("batch_invariant", ("ordinary", False), ("batch-invariant", True))
+_PACKING_HELP = "off: padded rows; on: one packed row; shared: and common prefixes computed once"
 KINDS: dict[str, _Kind] = {
-    "flash": _Kind(
-        fields=("attention",), parse=_flash, usual=("off", "on"), help="off: sdpa; on: varlen (flash kernels)"
-    ),
-    "attention": _Kind(
-        fields=("attention",),
-        parse=_attention,
-        usual=("sdpa", "varlen", "flex"),
-        help="sdpa, varlen, flex, hf:NAME",
-    ),
-    "compile": _Kind(
-        fields=("execution",), parse=_compile, usual=("off", "on"), help="off: eager; on: compile"
-    ),
+    "flash": _Kind("attention", _FLASH, _OFF_ON, "off: sdpa; on: varlen (flash kernels)"),
+    "attention": _Kind("attention", _attention, ("sdpa", "varlen", "flex"), "sdpa, varlen, flex, hf:NAME"),
+    "compile": _Kind("execution", _COMPILE, _OFF_ON, "off: eager; on: compile"),
     "execution": _Kind(
-        fields=("execution",),
-        parse=_one_of("execution", "eager", "compile", "joint", "deepcompile"),
-        usual=("eager", "compile"),
-        help="eager, compile, joint, deepcompile",
+        "execution", _one_of("execution", *_EXECUTIONS), _EXECUTIONS[:2], ", ".join(_EXECUTIONS)
     ),
-    "packing": _Kind(
-        fields=("layout",),
-        parse=_packing,
-        usual=("off", "on"),
-        help="off: padded rows; on: one packed row; shared: and common prefixes computed once",
-    ),
-    "padding-side": _Kind(
-        fields=("padding_side",), parse=_padding_side, usual=("right", "left"), help="right, left"
-    ),
-    "dtype": _Kind(
-        fields=("dtype",), parse=_dtype, usual=("float32", "bfloat16"), help="float32 (fp32), bfloat16 (bf16)"
-    ),
-    "device": _Kind(fields=("device",), parse=_device, usual=("cpu", "cuda"), help="cpu, cuda, cuda:N"),
-    "backend": _Kind(
-        fields=("zero_stage",),
-        parse=_backend,
-        usual=tuple(_REPLAYS),
-        help="; ".join(
-            name + "".join(f" ({field} {value})" for field, value in fields.items())
-            for name, fields in _REPLAYS.items()
-        ).replace("_", " "),
-    ),
-    "zero-stage": _Kind(
-        fields=("zero_stage",),
-        parse=_zero_stage,
-        usual=("0", "1", "2", "3"),
-        help="0 to 3; none: no DeepSpeed",
-    ),
-    "layers": _Kind(
-        fields=("num_layers",), parse=_layers, usual=("2", "all"), help="a number of layers; all"
-    ),
-    "activation-checkpointing": _Kind(
-        fields=("activation_checkpointing",), parse=_checkpointing, usual=("off", "on"), help="off, on"
-    ),
-    "batch-invariant": _Kind(
-        fields=("batch_invariant",), parse=_batch_invariant, usual=("off", "on"), help="off, on"
-    ),
-    "ranks": _Kind(fields=("ranks",), parse=_ranks, usual=("1", "2"), help="processes of one replay"),
-    "model": _Kind(fields=("model",), parse=_model, usual=(), help="as --model takes it"),
+    "packing": _Kind("layout", _packing, _OFF_ON, _PACKING_HELP),
+    "padding-side": _Kind("padding_side", _padding_side, ("right", "left"), "right, left"),
+    "dtype": _Kind("dtype", _dtype, ("float32", "bfloat16"), "float32 (fp32), bfloat16 (bf16)"),
+    "device": _Kind("device", _device, ("cpu", "cuda"), "cpu, cuda, cuda:N"),
+    "backend": _Kind("zero_stage", _backend, tuple(_REPLAYS), _BACKEND_HELP),
+    "zero-stage": _Kind("zero_stage", _zero_stage, ("0", "1", "2", "3"), "0 to 3; none: no DeepSpeed"),
+    "layers": _Kind("num_layers", _layers, ("2", "all"), "a number of layers; all"),
+    "activation-checkpointing": _Kind("activation_checkpointing", _CHECKPOINTING, _OFF_ON, "off, on"),
+    "batch-invariant": _Kind("batch_invariant", _INVARIANT, _OFF_ON, "off, on"),
+    "ranks": _Kind("ranks", _ranks, ("1", "2"), "processes of one replay"),
+    "model": _Kind("model", _model, (), "as --model takes it"),
 }
 """Every axis by name."""
 
@@ -250,14 +216,12 @@ def parse_axes(names: Sequence[str], *, axis_flags: Sequence[str] = ()) -> tuple
         values[name] = tuple(value.strip() for value in rest.split(","))
     axes = tuple(_axis(name, own) for name, own in (values or dict.fromkeys(DEFAULT_AXES)).items())
     for one, other in itertools.combinations(axes, 2):
-        same = set(KINDS[one.name].fields) & set(KINDS[other.name].fields)
-        if same:
+        same = KINDS[one.name].field
+        if same == KINDS[other.name].field:
             raise ConfigError(
-                f"the axes {one.name} and {other.name} both set {same.pop().replace('_', ' ')}; keep one"
+                f"the axes {one.name} and {other.name} both set {same.replace('_', ' ')}; keep one"
             )
-    total = 1
-    for axis in axes:
-        total *= len(axis.values)
+    total = math.prod(len(axis.values) for axis in axes)
     if total > MAX_CELLS:
         raise ConfigError(f"these axes make {total} cells, more than {MAX_CELLS}; leave some values out")
     return axes
