@@ -30,7 +30,7 @@ from lockstep.lab.engine_parity.judge import Limits, Problem, judge
 from lockstep.lab.engine_parity.phase import PhaseReport, report
 from lockstep.lab.engine_parity.prompts import Prompts
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
-from lockstep.lab.suite.job_files import check_seconds, read_lines
+from lockstep.lab.suite.job_files import check_seconds, read_lines, same_fields
 from lockstep.lab.suite.process import ExitStatus, ProcessRunner
 from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
 from lockstep.observe.files import write_json
@@ -99,24 +99,8 @@ class _Suite:
         folder = self.out / file_stem(choice.name)
         log = self.out / "logs" / f"{file_stem(choice.name)}.log"
         folder.mkdir()
-        job = EnginesJob(
-            name=choice.name,
-            engine=choice.config,
-            model=options.model,
-            device=options.device,
-            attention=options.attention,
-            prompts=options.prompts.ids,
-            temperature=options.temperature,
-            max_tokens=options.max_tokens,
-            num_samples=options.num_samples,
-            ignore_eos=options.ignore_eos,
-            seed=options.seed,
-            weights=options.weights,
-            update=options.update,
-            update_scale=options.update_scale,
-            out=folder,
-            timeout=options.timeout,
-        )
+        own = {"name": choice.name, "engine": choice.config, "prompts": options.prompts.ids, "out": folder}
+        job = EnginesJob(**same_fields(EnginesJob, options) | own)
         argv = [sys.executable, "-u", *WORKER, str(job.write())]
         exit_status = self.runner.run(argv, log=log, timeout=options.timeout)
         return self._result(choice, folder=folder, log=log, exit_status=exit_status)

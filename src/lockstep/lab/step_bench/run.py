@@ -33,7 +33,7 @@ from lockstep.lab.step_bench.job import (
 )
 from lockstep.lab.step_bench.result import BenchResult, CellResult
 from lockstep.lab.step_bench.work import BenchWork
-from lockstep.lab.suite.job_files import check_seconds
+from lockstep.lab.suite.job_files import check_seconds, same_fields
 from lockstep.lab.suite.process import ExitStatus, ProcessRunner, read_tail
 from lockstep.lab.suite.run import Status, broken, check_folder, make_folder
 from lockstep.observe.files import write_json
@@ -329,17 +329,14 @@ def _job(cell: BenchCell, options: BenchOptions) -> BenchJob | str:
         check_ranks(run, ranks)
     except LockstepError as error:
         return " ".join(str(error).split()).removeprefix(f"{cell.name}: 1 problem ")
-    return BenchJob(
-        cell=cell.name,
-        ranks=ranks,
-        device=options.device,
-        run=run,
-        work=options.work,
-        warmup=options.warmup,
-        out=options.out.resolve() / cell.slug,
-        timeout=options.timeout,
-        patience=min(options.timeout * (len(options.cells) + 1), _MOST_SECONDS),
-    )
+    own = {
+        "cell": cell.name,
+        "ranks": ranks,
+        "run": run,
+        "out": options.out.resolve() / cell.slug,
+        "patience": min(options.timeout * (len(options.cells) + 1), _MOST_SECONDS),
+    }
+    return BenchJob(**same_fields(BenchJob, options) | own)
 
 
 def _all_refused(reasons: Mapping[str, str]) -> str:

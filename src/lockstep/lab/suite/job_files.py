@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -48,6 +48,11 @@ class WorkerOutcome(Record):
     def write(self, folder: Path) -> None:
         """Write result.json."""
         write_json(folder / RESULT, self.model_dump())
+
+
+def same_fields(kind: type[Record], options: object) -> dict[str, Any]:
+    """The fields of a job that the suite's options have by the same name."""
+    return {name: getattr(options, name) for name in kind.model_fields if hasattr(options, name)}
 
 
 def check_seconds(value: float, setting: str) -> None:

@@ -21,7 +21,7 @@ from lockstep.config.support import check_support
 from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
-from lockstep.lab.suite.job_files import RANK_LOGS, check_seconds, read_lines
+from lockstep.lab.suite.job_files import RANK_LOGS, check_seconds, read_lines, same_fields
 from lockstep.lab.suite.process import ExitStatus, ProcessRunner, line_that_matters, read_tail
 from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
 from lockstep.lab.train_parity.compare import compare
@@ -113,22 +113,15 @@ class _Suite:
         options = self.options
         ranks = max([self._ranks(stack) or 1 for stack in self.stacks])
         compiled = any(stack.execution != "eager" for stack in self.stacks)
-        spec = InputsSpec(
-            algorithm=options.algorithm,
-            model=options.model,
-            data=options.data,
-            recording=None if options.recording is None else options.recording.resolve(),
-            max_samples=options.max_samples,
-            batch_size=options.batch_size,
-            steps=options.steps,
-            min_packs=ranks,
-            token_budget=token_slots(options.train),
-            max_length=min(options.max_length, token_slots(options.train)),
-            static_capacity=compiled,
-            seed=options.seed,
-            device=options.device,
-            out=self.out,
-        )
+        own = {
+            "recording": None if options.recording is None else options.recording.resolve(),
+            "min_packs": ranks,
+            "token_budget": token_slots(options.train),
+            "max_length": min(options.max_length, token_slots(options.train)),
+            "static_capacity": compiled,
+            "out": self.out,
+        }
+        spec = InputsSpec(**same_fields(InputsSpec, options) | own)
         path = self.out / "inputs-spec.json"
         path.write_text(spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
         log = self.logs / "inputs.log"
