@@ -28,7 +28,7 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_710,
+    "lab": 11_530,
     "engine": 6_590,
     "recording": 4_980,
     "cli": 4_650,
