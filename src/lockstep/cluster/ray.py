@@ -48,7 +48,7 @@ OLDEST = (2, 60)
 START_SECONDS = 120.0
 """For Ray to start on this machine, and for the actors of a world to run."""
 _END_SECONDS = 30.0
-_FOLLOW_SECONDS = 1.0
+_FOLLOW_SECONDS = 10.0
 """How long an answer about a rank waits for news."""
 _ANSWER_SECONDS = 10.0
 """For the answer of a node to a question about its rank."""
