@@ -97,3 +97,9 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--help"]) == 0
     assert plan.main([]) == 2
     assert "lockstep plan RUN.toml" in capsys.readouterr().out
+
+
+def test_it_draws_the_models_that_a_rank_holds() -> None:
+    example = Path(__file__).parents[2] / "examples" / "ppo_ray" / "run.toml"
+    run, _ = plan.parse([str(example)])
+    assert plan._roles(run) == ("policy", "ref", "reward_model", "value")

@@ -19,7 +19,6 @@ from lockstep.cli.arguments import leading_word
 from lockstep.cli.common_model import check_heads
 from lockstep.cli.flags import named_run, parse_flags
 from lockstep.config.load import override, recipes
-from lockstep.config.ppo import PPORun
 from lockstep.config.run import DPORun, GRPORun, RunConfig, check_ranks
 from lockstep.errors import ConfigError
 from lockstep.observe.text import echo
@@ -110,12 +109,11 @@ def _ranks(run: RunConfig, given: int | None) -> int:
     return 1 if run.cluster is None else run.cluster.ranks
 
 
-def _roles(run: RunConfig) -> list[str]:
-    """The roles that every rank holds."""
-    needs_ref = isinstance(run, GRPORun) and run.algorithm.kl.coef > 0
-    needs_ref = needs_ref or (isinstance(run, DPORun) and run.algorithm.needs_ref)
-    roles = {"policy": True, "ref": needs_ref, "value": isinstance(run, PPORun)}
-    return [role for role, held in roles.items() if held]
+def _roles(run: RunConfig) -> Sequence[str]:
+    """The models that every rank holds, each in memory of its own."""
+    if isinstance(run, GRPORun):
+        return run.roles
+    return ["policy", "ref"] if isinstance(run, DPORun) and run.algorithm.needs_ref else ["policy"]
 
 
 def parse(argv: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
