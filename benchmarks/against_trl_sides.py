@@ -138,7 +138,8 @@ def lockstep_sft(settings: dict[str, Any], channel: Channel) -> None:
     algorithm = ALGORITHMS.load("sft")(run.algorithm)
     backend = build_backend(run, axes, model, total_steps=run.steps, temperature=1.0, ref=False)
     plan = Planner(
-        train=run.train,
+        token_budget=axes.token_budget,
+        layout=axes.layout,
         static_capacity=axes.static_capacity,
         max_seqlen=MAX_LENGTH,
         max_documents=DOCUMENTS_PER_STEP,

@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from lockstep import attention
-from lockstep.attention.masks import dense_mask
 from lockstep.errors import ConfigError, TrainError
-from lockstep.ops.masks import document_ids
+from lockstep.ops.masks import dense_mask, document_ids
 
 LENGTHS = (5, 1, 7, 3)
 CU = torch.tensor([0, 5, 6, 13, 16, 16], dtype=torch.int32)

@@ -145,7 +145,9 @@ def test_values_and_gradients_are_transformers(layout: str, static: bool) -> Non
     total.backward()  # type: ignore[no-untyped-call]
     train = TrainConfig(layout=layout, attention="sdpa", token_budget=64)  # type: ignore[arg-type]
     backend = LocalBackend(train.model_copy(update={"static_capacity": static}), model=model, total_steps=1)
-    planner = Planner(train=train, static_capacity=static, max_seqlen=12, max_documents=3)
+    planner = Planner(
+        token_budget=64, layout=train.layout, static_capacity=static, max_seqlen=12, max_documents=3
+    )
     batches = planner(samples, [sample.loss_mask.float() for sample in samples])
     scored = dict[int, Tensor]()
     for batch, values in zip(batches, backend.logprobs(batches), strict=True):

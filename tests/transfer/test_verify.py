@@ -23,7 +23,7 @@ def verifier_of(model: LoadedModel, engine: Any, *, when: Any, **settings: Any) 
     train = TrainConfig(device="cpu", token_budget=256)
     backend = LocalBackend(train, model=model, total_steps=0, temperature=0.7)
     transfer = transfer_to(engine, verify=when)
-    plan = Planner(train=train, static_capacity=False, max_seqlen=64, max_documents=64)
+    plan = Planner(token_budget=256, static_capacity=False, max_seqlen=64, max_documents=64)
     verifier = Verifier(
         when=when,
         backend=backend,

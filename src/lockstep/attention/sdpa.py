@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.attention.masks import aligned_mask, band, dense_mask
 from lockstep.attention.shared import Keys
-from lockstep.ops.masks import document_ids
+from lockstep.ops.masks import aligned_mask, band, dense_mask, document_ids
 
 
 def attention(  # signature: every kernel's, see lockstep.attention
@@ -81,16 +80,10 @@ def _per_document(
     for one_q, one_k, one_v in parts:
         if one_q.shape[0] == 0:
             continue
-        mask = _document_mask(one_q.shape[0], one_k.shape[0], window=window, device=q.device)
+        length, num_keys, mask = one_q.shape[0], one_k.shape[0], None
+        # The kernel's own causal mask aligns the first query with the first key, and knows no window.
+        if length != num_keys or (window is not None and window < length):
+            mask = band(torch.arange(num_keys, device=q.device), window=window)[num_keys - length :]
         rows = (x.transpose(0, 1)[None] for x in (one_q, one_k, one_v))
         outputs.append(dense(*rows, mask=mask, scale=scale)[0].transpose(0, 1))
     return torch.cat(outputs).to(dtype)
-
-
-def _document_mask(length: int, keys: int, *, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, keys] bool; None where the kernel's own causal mask is the same. With more keys than queries
-    it is not: that one aligns the first query with the first key."""
-    if length == keys and (window is None or window >= length):
-        return None
-    slots = torch.arange(keys, device=device)
-    return band(slots, window=window)[keys - length :]

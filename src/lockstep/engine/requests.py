@@ -17,7 +17,7 @@ class RequestCheck:
     def __init__(self, *, vocab_size: int, max_positions: int, tokenizer: Any | None) -> None:
         self._vocab_size, self._max_positions, self._tokenizer = vocab_size, max_positions, tokenizer
         self._good: tuple[SamplingParams, ...] = ()
-        """Settings that were checked: requests come in hundreds with the same."""
+        """Settings that were checked: the requests of a run have few different ones."""
 
     def __call__(self, request: GenerationRequest, *, index: int) -> None:
         """Raises EngineError naming the request, the value and what to change."""
@@ -37,7 +37,7 @@ class RequestCheck:
                 f"request {index}: token id {low if low < 0 else high} is outside the vocabulary of "
                 f"{vocab_size} entries; the prompt was made with another tokenizer"
             )
-        if not any(sampling is good for good in self._good):
+        if sampling not in self._good:
             _check_sampling(sampling, vocab_size=vocab_size)
             check_stop_strings(self._tokenizer, sampling.stop)
             self._good = (*self._good[1 - _REMEMBERED :], sampling)

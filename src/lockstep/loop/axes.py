@@ -19,7 +19,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import POLICY, PPORun
 from lockstep.config.run import GRPORun, PairRun, RunConfig
 from lockstep.config.support import check_device_support, check_support, shares_prompts, support_status
-from lockstep.config.train import TrainConfig, token_slots
+from lockstep.config.train import Layout, TrainConfig, token_slots
 from lockstep.errors import ConfigError
 from lockstep.loop.auto_budget import choose_token_budget
 from lockstep.loop.auto_execution import Choice, choose_execution
@@ -42,7 +42,7 @@ class Axes:
     engine: str | None
     attention: str
     execution: str
-    layout: str
+    layout: Layout
     dtype: str
     static_capacity: bool
     batch_invariant: bool

@@ -219,8 +219,9 @@ def _verifier(parts: OnlineParts) -> Verifier:
 
 def _planner(run: GRPORun, axes: Axes, ranks: RankContext) -> Planner:
     return Planner(
-        train=resolved_train(run.train, axes),
+        token_budget=axes.token_budget,
         static_capacity=axes.static_capacity,
+        layout=axes.layout,
         max_seqlen=run.data.max_prompt_tokens + run.rollout.sampling.max_tokens,
         max_documents=run.rollout.prompts_per_step * run.rollout.group_size,
         parts=data_parallel(run, ranks),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import OfflineRun
-from lockstep.loop.axes import Axes, as_started, resolved_train, total_device_bytes
+from lockstep.loop.axes import Axes, as_started, total_device_bytes
 from lockstep.loop.batch_invariance import batch_invariance_manifest
 from lockstep.loop.build import (
     build_backend,
@@ -126,8 +126,9 @@ def _load(run: OfflineRun, task: OfflineTask, model: LoadedModel) -> tuple[Offli
 
 def _planner(run: OfflineRun, axes: Axes, ranks: RankContext) -> Planner:
     return Planner(
-        train=resolved_train(run.train, axes),
+        token_budget=axes.token_budget,
         static_capacity=axes.static_capacity,
+        layout=axes.layout,
         max_seqlen=max(run.data.max_length, run.eval_data.max_length if run.eval_data else 0),
         max_documents=run.documents_per_update,
         parts=data_parallel(run, ranks),

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from lockstep import attention
 from lockstep.attention import Ring
-from lockstep.attention.masks import dense_mask
 from lockstep.errors import ConfigError
 from lockstep.execution import is_compiled
 from lockstep.models.architectures import layer_windows
 from lockstep.models.heads import Head, head_of
-from lockstep.ops.masks import document_ids
+from lockstep.ops.masks import dense_mask, document_ids
 from lockstep.packing import share
 from lockstep.schema.batch import PackedBatch
 from lockstep.schema.ring import RingShard, RingStep

@@ -8,10 +8,13 @@ uses they must not be read. On a CPU there is nothing to gain: the copy takes wh
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, UntypedStorage
+
+from lockstep.protocols.train import RestPart
 
 _BLOCK = 1 << 28
 """Bytes of pinned memory that are taken at once: torch rounds an allocation up to a power of two."""
@@ -93,3 +96,37 @@ def awake(*rests: Rest | None) -> Iterator[None]:
             if rest is not None:
                 stack.enter_context(rest.awake())
         yield
+
+
+class Rests(ABC):
+    """Base of the backends that can rest: they say which tensors a part has, and wake the parts that a call
+    uses."""
+
+    device: torch.device
+    _rests: dict[RestPart, Rest]
+
+    def rest(self, *parts: RestPart) -> None:
+        """See RestingBackend."""
+        weights = {_address(tensor) for tensor in self._tensors_of("weights")}
+        found = {
+            part: [
+                tensor
+                for tensor in self._tensors_of(part)
+                if tensor.device.type == self.device.type
+                # A float32 Parameter is its own master.
+                and (part == "weights" or _address(tensor) not in weights)
+            ]
+            for part in parts
+        }
+        self._rests.update({part: Rest(tensors) for part, tensors in found.items()})
+
+    def _awake(self, *parts: RestPart) -> contextlib.AbstractContextManager[None]:
+        return awake(*(self._rests.get(part) for part in parts))
+
+    @abstractmethod
+    def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:
+        """The tensors of a part, some of which may be in host memory."""
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -27,7 +27,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ _SLOT = struct.Struct("<QQdd24s24s48s64sQ")
 """Number (from 1), number in its group (from 1), began, ended (0: not yet), op, group, purpose, shapes, and
 the number again."""
 SLOTS = 400
+_MOST_LENGTHS = 32
 _SIZE = _RING_AT + SLOTS * _SLOT.size
 
 
@@ -272,6 +273,16 @@ def note(**values: Any) -> None:
     """Change the heartbeat of this process, if it records."""
     if _current.recorder is not None and (recorder := current()) is not None:
         recorder.note(**values)
+
+
+def note_micro_batch(index: int | None, lengths: Sequence[int]) -> None:
+    """Note in the heartbeat that a rank begins with a micro-batch of the step.
+
+    Args:
+        index: None: an empty one, which it runs because others have more.
+        lengths: tokens of its documents; the first are noted.
+    """
+    note(micro_batch=-1 if index is None else index, inputs=list(lengths[:_MOST_LENGTHS]))
 
 
 @contextlib.contextmanager

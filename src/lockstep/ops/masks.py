@@ -1,7 +1,11 @@
-"""Masked means, bounds and per-document sums of packed `[T]` tensors. Masked entries may hold anything, also
-NaN."""
+"""Masks of packed `[T]` tensors: masked means and bounds, where documents begin and end, sums over them, and
+the keys that each query may see. Masked entries may hold anything, also NaN."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +39,24 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(x, mask) / mask.sum().clamp(min=1)
 
 
+# --- documents ---
+
+
+def cu_seqlens(lengths: Sequence[int], segments: int = 0) -> Tensor:
+    """[max(segments, len(lengths)) + 1] int32: where each segment begins, and the end of the last one.
+
+    Args:
+        lengths: slots of each segment.
+        segments: how many there are to be; those behind `lengths` are empty.
+
+    Example:
+        >>> cu_seqlens([2, 3], 3).tolist()
+        [0, 2, 5, 5]
+    """
+    ends = [0, *accumulate(lengths)]
+    return torch.tensor(ends + [ends[-1]] * (segments + 1 - len(ends)), dtype=torch.int32)
+
+
 def document_ids(cu_seqlens: Tensor, num_slots: int) -> Tensor:
     """[T] int64: the document of every slot.
 
@@ -56,3 +78,57 @@ def document_means(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     sums = document_sums(masked(x, mask), cu_seqlens)
     counts = document_sums(mask.to(x.dtype), cu_seqlens)
     return sums / counts.clamp(min=1)
+
+
+# --- dense masks: the keys that each query may see ---
+
+
+def dense_mask(ids: Tensor, *, window: int | None) -> Tensor:
+    """[B, 1, S, S] bool from document ids [B, S]: True where the query (third axis) may see the key (last
+    axis).
+
+    Every query sees itself, so no row is empty.
+    """
+    slots = torch.arange(ids.shape[1], device=ids.device)
+    return (band(slots, window=window) & (ids[:, :, None] == ids[:, None, :]))[:, None]
+
+
+def band(slots: Tensor, *, window: int | None) -> Tensor:
+    """[S, S] bool: causal, and not further back than the window (which counts the query itself)."""
+    distance = slots[:, None] - slots[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+class Places(NamedTuple):
+    """Where queries or keys are."""
+
+    document: Tensor
+    """[n] int64."""
+    position: Tensor
+    """[n] int64, in the document: the last query of a document is at the position of its last key."""
+
+
+def aligned_places(
+    cu_seqlens: Tensor, cu_keys: Tensor, *, num_slots: int, num_keys: int
+) -> tuple[Places, Places]:
+    """The places of queries and keys of documents that have more keys than queries."""
+    of_query, of_key = document_ids(cu_seqlens, num_slots), document_ids(cu_keys, num_keys)
+    ends_q, ends_k = cu_seqlens[1:].long(), cu_keys[1:].long()
+    lengths = cu_keys.diff().long()
+    query, key = torch.arange(num_slots, device=of_query.device), torch.arange(num_keys, device=of_key.device)
+    return (
+        Places(of_query, lengths[of_query] + query - ends_q[of_query]),
+        Places(of_key, lengths[of_key] + key - ends_k[of_key]),
+    )
+
+
+def aligned_mask(
+    cu_seqlens: Tensor, cu_keys: Tensor, *, num_slots: int, num_keys: int, window: int | None
+) -> Tensor:
+    """[1, 1, T, S] bool, causal: True where a query may see a key. Every query sees the last key that stands
+    where it does."""
+    queries, keys = aligned_places(cu_seqlens, cu_keys, num_slots=num_slots, num_keys=num_keys)
+    distance = queries.position[:, None] - keys.position[None, :]
+    visible = (distance >= 0) & (queries.document[:, None] == keys.document[None, :])
+    return (visible if window is None else visible & (distance < window))[None, None]

@@ -61,6 +61,8 @@ def _split(lengths: Sequence[int], num_packs: int, budget: int, limit: int) -> P
     """The best split into exactly `num_packs` packs, or None when none was found that fits."""
     if num_packs == len(lengths):
         return [[i] for i in range(len(lengths))]
+    if num_packs == 1:  # `balance` begins with as many packs as tokens and documents need at least
+        return [list(range(len(lengths)))]
     ideal = -(-sum(lengths) // num_packs)
     best: Packs | None = None
     for heuristic in (_largest_differencing, _multifit):

@@ -72,7 +72,8 @@ def unit_slots(samples: Sequence[TrainSample], units: Units, *, shared: bool) ->
     slots = []
     for unit in units:
         members = [samples[i] for i in unit]
-        prompt = min(len(prompt_of(sample)) for sample in members) if shared else 0
+        prompts = [prompt_of(s.token_ids.numpy(), s.loss_mask.numpy()) for s in members] if shared else [()]
+        prompt = min(map(len, prompts))
         slots.append((prompt, sum(map(len, members)) - (len(unit) - 1) * prompt))
     return slots
 

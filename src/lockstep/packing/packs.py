@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep.config.train import TrainConfig, token_slots
+from lockstep.config.train import Layout
 from lockstep.errors import DataError
+from lockstep.ops.masks import cu_seqlens
 from lockstep.packing.balance import balance
-from lockstep.packing.boundaries import cu_seqlens
 from lockstep.packing.groups import balanced_groups, full_groups, prompt_groups, unit_slots
 from lockstep.packing.shared import count_all, count_rows, share, share_in_few_shapes
 from lockstep.schema.batch import (
@@ -260,8 +260,11 @@ def plan_micro_batches(
 class Planner:
     """Turns the train samples of one optimizer step into micro-batches, the same way all run long."""
 
-    train: TrainConfig
+    token_budget: int
+    """Most slots of one micro-batch."""
     static_capacity: bool
+    layout: Layout = "packed"
+    """auto: packed."""
     max_seqlen: int
     """Longest document that the run can have, in tokens; compiled graphs are made for it."""
     max_documents: int
@@ -279,9 +282,9 @@ class Planner:
         """Return balanced packs under the token budget, at static capacity where graphs need it; the same
         number for every rank where there are enough documents. whole: see plan_micro_batches."""
         limits = PackLimits(
-            token_budget=token_slots(self.train),
+            token_budget=self.token_budget,
             static_capacity=self.static_capacity,
-            layout="packed" if self.train.layout == "auto" else self.train.layout,
+            layout="packed" if self.layout == "auto" else self.layout,
             max_seqlen=self.max_seqlen if self.static_capacity else None,
             max_documents=self.max_documents if self.static_capacity else None,
             min_packs=self.parts,

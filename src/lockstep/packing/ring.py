@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from lockstep.packing.boundaries import cu_seqlens
+from lockstep.ops.masks import cu_seqlens
 from lockstep.schema.ring import RingShard, RingStep
 
 _WHOLE_SHARE = 32

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.errors import DataError
-from lockstep.packing.boundaries import cu_seqlens
+from lockstep.ops.masks import cu_seqlens
 from lockstep.schema.batch import PackedBatch, SharedRows, TrainSample
 
 Ids = NDArray[np.int64]
@@ -145,7 +145,7 @@ def count_all(samples: Sequence[TrainSample]) -> RowCounts:
 def same_prompt(one: TrainSample, other: TrainSample) -> bool:
     """Return whether two samples have one prompt. What a sample that trains nothing begins with counts as its
     prompt."""
-    prompts = [prompt_of(sample) for sample in (one, other)]
+    prompts = [prompt_of(s.token_ids.numpy(), s.loss_mask.numpy()) for s in (one, other)]
     common = _adjacent(*prompts)
     if common == 0:
         return False
@@ -155,14 +155,9 @@ def same_prompt(one: TrainSample, other: TrainSample) -> bool:
     ) and common == min(map(len, prompts))
 
 
-def prompt_of(sample: TrainSample) -> Ids:
-    """Return the leading tokens of a sample that may be shared."""
-    return _prompt(sample.token_ids.numpy(), sample.loss_mask.numpy())
-
-
-def _prompt(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
-    """The leading tokens that may be shared: those before the first trained slot, and never all of them, so
-    that every document has a row of its own."""
+def prompt_of(ids: Ids, mask: NDArray[np.bool_]) -> Ids:
+    """Return the leading tokens of a document that may be shared: those before the first trained slot, and
+    never all of them, so that every document has a row of its own."""
     trained = mask.argmax() if mask.any() else len(ids)
     prompt: Ids = ids[: min(int(trained), len(ids) - 1)]
     return prompt
@@ -177,7 +172,7 @@ def _adjacent(one: Ids, other: Ids) -> int:
 
 def _sorted(ids: Sequence[Ids], masks: Sequence[NDArray[np.bool_]]) -> tuple[list[int], list[int]]:
     """The documents in the order of their prompts, and what each has in common with the one behind it."""
-    prompts = [_prompt(document, mask) for document, mask in zip(ids, masks, strict=True)]
+    prompts = [prompt_of(document, mask) for document, mask in zip(ids, masks, strict=True)]
     # Of big-endian numbers, the order of the bytes is that of the numbers.
     order = sorted(range(len(prompts)), key=lambda i: (prompts[i].astype(">i8").tobytes(), i))
     return order, [_adjacent(prompts[a], prompts[b]) for a, b in pairwise(order)]
@@ -228,9 +223,14 @@ def _laid_out(
     row_of_key = torch.cat([_filled(keys, sum(key_lengths), 0), padding])
     row_lengths, key_lengths = row_lengths + pad_rows, key_lengths + pad_keys
     counts = torch.bincount(row_of_key, minlength=capacity.rows)
+    row_of_slot = torch.full((num_slots,), capacity.rows - 1)
+    for s in segments:
+        first, end = starts[s.document], starts[s.document + 1]
+        if first + s.stop == end:  # the document's last segment: its keys are the document's rows
+            row_of_slot[first:end] = _filled((*s.before, s.rows), end - first, 0)
     return SharedRows(
         slots=_filled(slots, capacity.rows, num_slots - 1),
-        rows=_rows_of_slots(segments, starts, num_slots, last=capacity.rows - 1),
+        rows=row_of_slot,
         keys=row_of_key,
         order=row_of_key.argsort(stable=True),
         ends=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
@@ -242,18 +242,6 @@ def _laid_out(
         max_keys=capacity.longest,
         num_rows=num_rows,
     )
-
-
-def _rows_of_slots(
-    segments: Sequence[_Segment], starts: Sequence[int], num_slots: int, *, last: int
-) -> Tensor:
-    """The last segment of a document ends with it: its keys are the rows of the document."""
-    rows = torch.full((num_slots,), last)
-    for s in segments:
-        first, end = starts[s.document], starts[s.document + 1]
-        if first + s.stop == end:
-            rows[first:end] = _filled((*s.before, s.rows), end - first, 0)
-    return rows
 
 
 def _padding(

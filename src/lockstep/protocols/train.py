@@ -93,11 +93,7 @@ class Scorer(Protocol):
 class Reference:
     """A Scorer over a function: the reference that a backend keeps beside the policy."""
 
-    score: Callable[[Sequence[PackedBatch]], list[Tensor]]
-
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """See Scorer."""
-        return self.score(batches)
+    logprobs: Callable[[Sequence[PackedBatch]], list[Tensor]]
 
 
 class TrainBackend(Protocol):

@@ -20,6 +20,8 @@ from lockstep.models.causal_lm import checkpoint_activations
 from lockstep.models.export import export_hf
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, merged_state_dict, without_lora
+from lockstep.models.rest import Rests
+from lockstep.observe import flight
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import FinishSave, Reference, RestPart, StepStats, TokenLoss
@@ -30,7 +32,6 @@ from lockstep.train import step_errors
 from lockstep.train.compiled import compile_module
 from lockstep.train.contract import contract_of
 from lockstep.train.gradients import GradientStore, global_norm
-from lockstep.train.heartbeat import note_micro_batch
 from lockstep.train.local_memory import advice
 from lockstep.train.loss_module import (
     LossModule,
@@ -43,7 +44,6 @@ from lockstep.train.loss_module import (
 )
 from lockstep.train.make_optimizer import make_optimizer
 from lockstep.train.optimizer import lr_at, trained_parameters
-from lockstep.train.rests import Rests
 from lockstep.train.single_samples import merge_samples, single_samples
 from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import MASTER, MODEL, Layout, LiveTensors, model_tensors, train_progress
@@ -151,7 +151,7 @@ class LocalBackend(Rests):
         with self._awake(used), torch.no_grad(), self._as_model(model) as outer, self._counting():
             for index, batch in enumerate(batches):
                 with self._memory_errors_explained(index, batches):
-                    note_micro_batch(index, batch)
+                    flight.note_micro_batch(index, batch.lengths)
                     values = []
                     for part in single_samples(batch, static=self._static) if self._by_sample else [batch]:
                         rows, labels = head_rows(part, static=self._static_head, device=self.device)
@@ -173,7 +173,7 @@ class LocalBackend(Rests):
             with self._awake("weights"), self._counting():
                 for index, batch in enumerate(batches):
                     with self._memory_errors_explained(index, batches):
-                        note_micro_batch(index, batch)
+                        flight.note_micro_batch(index, batch.lengths)
                         outputs.append(self._backward(batch, loss))
             stats = step_stats(outputs)
             require_finite(stats.losses, batches, step=self.steps_done)
@@ -320,7 +320,7 @@ class LocalBackend(Rests):
         lr = lr_at(self.steps_done, config=self.config, total_steps=self.total_steps)
         # the coefficient of torch.nn.utils.clip_grad_norm_
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        self.wait_for_copy()
+        self._copies.wait()
         with self._awake("states"):
             self._optimizer.step(gradients, lr=lr, scale=scale)
         return {"grad_norm": norm, "lr": lr}
@@ -367,12 +367,8 @@ class LocalBackend(Rests):
             # What rests gives its memory back when this context is left, and the thread would read what is no
             # longer there.
             if self._rests:
-                self.wait_for_copy()
+                self._copies.wait()
         return finish
-
-    def wait_for_copy(self) -> None:
-        """Wait until a save in the background has copied the state; called before the state changes."""
-        self._copies.wait()
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load, bitwise, what `save` or any other backend saved.
@@ -383,7 +379,7 @@ class LocalBackend(Rests):
         Raises:
             CheckpointError: missing, damaged or of another model or optimizer; nothing was changed.
         """
-        self.wait_for_copy()
+        self._copies.wait()
         with self._awake("weights", "states"):
             parts, progress = LiveTensors(self._live_state()), self._progress()
             restored = load_state(directory, parts=parts, progress=progress, layout=LAYOUT, verified=verified)

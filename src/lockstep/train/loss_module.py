@@ -22,7 +22,7 @@ from lockstep.errors import TrainError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_decoder
 from lockstep.models.heads import head_of, head_options
-from lockstep.models.scalar import linear_values, scalar_head
+from lockstep.models.scalar import SCORE_WEIGHT, linear_values, scalar_head
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.protocols.train import StepStats, TokenLoss
@@ -169,6 +169,8 @@ class LossModule(nn.Module):
         super().__init__()
         self.policy = policy
         self.config, self.temperature, self.compiled, self.vocab = config, temperature, compiled, vocab
+        self._static_head = static_head(config, policy)
+        self._has_scalar_head = scalar_head(policy) is not None
         self.tokens: Tensor | None = None
         self._head_parts: tuple[nn.Linear, HeadOptions] | None = None
 
@@ -197,12 +199,12 @@ class LossModule(nn.Module):
             ring=None if part is None else part.ring,
         )
         slots: Rows | Literal["rows"] = rows if part is None else part.local
-        if "shared" in inputs.kwargs and batch.shared is not None and static_head(self.config, self.policy):
+        if "shared" in inputs.kwargs and batch.shared is not None and self._static_head:
             slots = "rows"  # those of `head_rows`, in their order
         hidden = run_decoder(self.policy, inputs, slots)
-        scores = scalar_head(self.policy)
-        if scores is not None:  # read anew each time, like the head's Parameters below
-            values = linear_values(hidden, scores.weight, batch.loss_mask[rows])
+        if self._has_scalar_head:  # its weight is read anew each time, like the head's Parameters below
+            score = self.policy.get_parameter(SCORE_WEIGHT)
+            values = linear_values(hidden, score, batch.loss_mask[rows])
             if loss is None:
                 return values
             return self._loss_of(loss, values, torch.zeros_like(values), batch=batch, rows=rows, part=part)

@@ -95,6 +95,7 @@ class MasterOptimizer(ABC):
         self.device = torch.device("cpu") if config.optimizer_device == "cpu" else model_device
         self.offloaded = self.device.type != model_device.type
         self.masters = [self._master(p.parameter) for p in self.parameters]
+        self._casts = not self.offloaded and any(p.parameter.dtype != torch.float32 for p in parameters)
         self._pinned: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
@@ -118,7 +119,7 @@ class MasterOptimizer(ABC):
             for bucket in self._buckets(local, decay):
                 flat = [_flat(local[p.index], p).to(torch.float32) for p in bucket]  # type: ignore[arg-type]
                 self._update(bucket, flat, lr=lr, weight_decay=weight_decay, scale=scale)
-                if not self.offloaded:
+                if self._casts:
                     self._cast(bucket)
         if self.offloaded:
             self._to_device(local)

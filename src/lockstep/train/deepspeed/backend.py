@@ -25,6 +25,7 @@ from lockstep.models.export import export_tensors
 from lockstep.models.forward import decoder_inputs
 from lockstep.models.load import LoadedModel
 from lockstep.models.lora import has_lora, without_lora
+from lockstep.observe import flight
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.protocols.train import FinishSave, Reference, StepStats, TokenLoss
@@ -37,7 +38,6 @@ from lockstep.train.contract import contract_of
 from lockstep.train.deepspeed.build import ZeroBuilder
 from lockstep.train.deepspeed.setup import find_ninja, refuse_impossible
 from lockstep.train.deepspeed.state import ZeroParts, whole_weights
-from lockstep.train.heartbeat import note_micro_batch
 from lockstep.train.loss_module import (
     LossModule,
     MicroBatchOutput,
@@ -263,7 +263,7 @@ class DeepSpeedBackend:
                 self._zero.engine.set_gradient_accumulation_boundary(position == len(batches) - 1)
                 watched = self._counting()
                 with self._memory_errors_explained(batch, index=index, count=count), watched:
-                    note_micro_batch(index, batch)
+                    flight.note_micro_batch(index, batch.lengths)
                     outputs[index] = self._backward(batch, loss)
             self._gradients_ready = self._trained = bool(batches)
             self._zero.after_backward()

@@ -29,6 +29,8 @@ from lockstep.models.lora import (
     merged_weight,
     without_lora,
 )
+from lockstep.models.rest import Rests
+from lockstep.observe import flight
 from lockstep.observe.memory import is_out_of_memory
 from lockstep.observe.spans import Spans
 from lockstep.packing import ring_shard
@@ -43,7 +45,6 @@ from lockstep.train.fsdp2.mesh import make_mesh
 from lockstep.train.fsdp2.sharded_model import ShardedModel, device_of
 from lockstep.train.fsdp2.state import ShardedState
 from lockstep.train.gradients import global_norm
-from lockstep.train.heartbeat import note_micro_batch
 from lockstep.train.loss_module import (
     MicroBatchOutput,
     RingPart,
@@ -62,7 +63,6 @@ from lockstep.train.micro_batch_assignment import (
     share_stats,
 )
 from lockstep.train.optimizer import MasterOptimizer, NamedParameter, lr_at, trained_parameters
-from lockstep.train.rests import Rests
 from lockstep.train.state.copies import CopySpace
 from lockstep.train.state.parts import Layout, train_progress
 from lockstep.train.state.save_load import load_state, save_state
@@ -190,7 +190,7 @@ class FSDP2Backend(Rests):
         with self._awake(used), torch.no_grad(), sharded.resharded_after(), self._counting():
             for index, batch in self._assigned(batches):
                 with self._memory_errors_explained(index, batch, count=len(batches)):
-                    note_micro_batch(index, batch)
+                    flight.note_micro_batch(index, batch.lengths)
                     rows, labels, part = self._rows(batch)
                     logprobs = sharded.outer(batch.to(self.device), rows, labels, None, part)
                     if index is not None and self._shares_results:
@@ -227,7 +227,7 @@ class FSDP2Backend(Rests):
                 for position, (index, batch) in enumerate(assigned):
                     self._policy.last_backward(position == len(assigned) - 1)
                     with self._memory_errors_explained(index, batch, count=len(batches)):
-                        note_micro_batch(index, batch)
+                        flight.note_micro_batch(index, batch.lengths)
                         one = self._backward(batch, loss)
                     if index is not None and self._shares_results:
                         outputs[index] = one
