@@ -17,7 +17,7 @@ from lockstep.loop.determinism import weights_hash
 from lockstep.loop.memory_plan import plan_memory
 from lockstep.loop.online import OnlineTrainer
 from lockstep.models.memory import phase_totals
-from lockstep.models.rest import Rest, awake
+from lockstep.models.rest import Rest
 
 PPO = TINY.replace('kind = "grpo"', 'kind = "ppo"')
 
@@ -44,7 +44,7 @@ def test_tensors_come_back_as_they_were_left() -> None:
     rest = Rest(tensors)
     assert rest.bytes == 24 * 4 + 5 * 8
     assert whole.untyped_storage().nbytes() == 0 and tensors[2].untyped_storage().nbytes() == 0
-    with rest.awake(), awake(None, rest):
+    with rest.awake(), rest.awake():
         assert whole.tolist() == list(range(24))
         tensors[0].mul_(2)
     assert whole.untyped_storage().nbytes() == 0
@@ -91,7 +91,7 @@ def test_a_run_whose_roles_sleep_has_the_same_bits(dtype: str, tmp_path: Path) -
         parts.roles.load(folder)
         value = parts.value
         assert value is not None
-        with awake(value.backend._rests.get("weights")):
+        with value.backend._awake("weights"):
             seen.append((steps, weights_hash(parts.backend), weights_hash(value.backend), hashes.keys()))
         parts.close()
     assert seen[0] == seen[1]

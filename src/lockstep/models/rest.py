@@ -88,16 +88,6 @@ class Rest:
                 done, used = done + count, used + count
 
 
-@contextlib.contextmanager
-def awake(*rests: Rest | None) -> Iterator[None]:
-    """Have the tensors of all of them on their device; None: nothing rests."""
-    with contextlib.ExitStack() as stack:
-        for rest in rests:
-            if rest is not None:
-                stack.enter_context(rest.awake())
-        yield
-
-
 class Rests(ABC):
     """Base of the backends that can rest: they say which tensors a part has, and wake the parts that a call
     uses."""
@@ -120,8 +110,14 @@ class Rests(ABC):
         }
         self._rests.update({part: Rest(tensors) for part, tensors in found.items()})
 
-    def _awake(self, *parts: RestPart) -> contextlib.AbstractContextManager[None]:
-        return awake(*(self._rests.get(part) for part in parts))
+    @contextlib.contextmanager
+    def _awake(self, *parts: RestPart) -> Iterator[None]:
+        """Have the tensors of these parts on their device, whether they rest or not."""
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                if part in self._rests:
+                    stack.enter_context(self._rests[part].awake())
+            yield
 
     @abstractmethod
     def _tensors_of(self, part: RestPart) -> Iterable[Tensor]:

@@ -8,6 +8,7 @@ document of the batch has.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ from lockstep.models.dtypes import resolve_dtype
 from lockstep.models.folder import INDEX, WEIGHTS, check_total
 from lockstep.models.load import CONFIG_ERRORS, load_tokenizer, model_folder
 from lockstep.models.quiet import quiet_transformers
-from lockstep.models.rest import Rest, awake
+from lockstep.models.rest import Rest
 from lockstep.observe.templates import render_chat
 
 _LENGTHS = (5, 9, 20, 70)
@@ -143,7 +144,7 @@ class RewardModel:
     def score(self, documents: Sequence[Document]) -> list[float]:
         """Return the logit of each document, in float32; batched by length under `token_budget`."""
         scores = [0.0] * len(documents)
-        with awake(self._rest):
+        with contextlib.nullcontext() if self._rest is None else self._rest.awake():
             for batch in length_batches([len(d.ids) for d in documents], budget=self.config.token_budget):
                 logits = self._forward([documents[i].ids for i in batch])
                 for i, value in zip(batch, logits.tolist(), strict=True):

@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from lockstep.errors import DataError
 from lockstep.schema.rollout import Trajectory
 
 IGNORE_LABEL = -100
+Record = TypeVar("Record", "PackedBatch", "SharedRows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,10 +259,6 @@ class SharedRows:
     num_rows: int
     """Rows without padding: what the pack costs."""
 
-    def to(self, device: torch.device | str) -> SharedRows:
-        """Return it with every tensor on `device`."""
-        return dataclasses.replace(self, **_moved(self, device))  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedBatch:
@@ -311,9 +308,8 @@ class PackedBatch:
         return sum(self.lengths[: len(self.sample_ids)])
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Return the batch with every tensor on `device` (cu_seqlens too)."""
-        shared = None if self.shared is None else self.shared.to(device)
-        return dataclasses.replace(self, shared=shared, **_moved(self, device))  # type: ignore[arg-type]
+        """Return the batch with every tensor on `device` (cu_seqlens too, and those of `shared`)."""
+        return _moved(self, device)
 
     def split(self, per_token: Tensor) -> list[Tensor]:
         """Split `[T, ...]` into one `[L, ...]` per real document, in the order of `sample_ids`."""
@@ -370,10 +366,13 @@ class UnpairedBatch(PackedBatch):
     """[T] float32, nats, by the frozen reference."""
 
 
-def _moved(record: PackedBatch | SharedRows, device: torch.device | str) -> dict[str, Tensor]:
-    """The tensors of a record on `device`, by field."""
-    return {
-        field.name: value.to(device, non_blocking=True)
-        for field in dataclasses.fields(record)
-        if isinstance(value := getattr(record, field.name), Tensor)
-    }
+def _moved(record: Record, device: torch.device | str) -> Record:
+    """The record with every tensor on `device`."""
+    moved: dict[str, Any] = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = value.to(device, non_blocking=True)
+        elif isinstance(value, SharedRows):
+            moved[field.name] = _moved(value, device)
+    return dataclasses.replace(record, **moved)
