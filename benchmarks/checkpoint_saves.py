@@ -129,7 +129,7 @@ def training(args: argparse.Namespace) -> tuple[LocalBackend, Callable[[], float
         began = time.perf_counter()
         backend.forward_backward(batches, loss)
         asked = time.perf_counter()
-        backend.wait_for_copy()
+        backend._copies.wait()
         waits.append(time.perf_counter() - asked)
         backend.optimizer_step()  # reads the norm: the GPU is waited for
         return time.perf_counter() - began
