@@ -22,7 +22,7 @@ from lockstep.errors import TrainError
 from lockstep.models.causal_lm import causal_lm
 from lockstep.models.forward import DecoderInputs, Ring, decoder_inputs, run_decoder
 from lockstep.models.heads import head_of, head_options
-from lockstep.models.scalar import SCORE_WEIGHT, linear_values, scalar_head
+from lockstep.models.scalar import SCORE, linear_values, scalar_head
 from lockstep.ops.logprobs import HeadOptions, linear_logprob_loss, linear_logprobs
 from lockstep.ops.vocab_parallel import VocabShard
 from lockstep.protocols.train import StepStats, TokenLoss
@@ -203,8 +203,8 @@ class LossModule(nn.Module):
             slots = "rows"  # those of `head_rows`, in their order
         hidden = run_decoder(self.policy, inputs, slots)
         if self._has_scalar_head:  # its weight is read anew each time, like the head's Parameters below
-            score = self.policy.get_parameter(SCORE_WEIGHT)
-            values = linear_values(hidden, score, batch.loss_mask[rows])
+            scores = cast(nn.Linear, self.policy.get_submodule(SCORE))
+            values = linear_values(hidden, scores.weight, batch.loss_mask[rows])
             if loss is None:
                 return values
             return self._loss_of(loss, values, torch.zeros_like(values), batch=batch, rows=rows, part=part)
