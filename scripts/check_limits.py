@@ -29,10 +29,10 @@ MAX_P99_LINES = 50
 
 BUDGETS = {
     "lab": 11_530,
-    "engine": 6_580,
+    "engine": 6_500,
     "recording": 4_980,
-    "cli": 4_650,
-    "train": 4_260,
+    "cli": 4_400,
+    "train": 4_250,
     "loop": 3_760,
     "rollout": 2_950,
     "models": 2_740,
