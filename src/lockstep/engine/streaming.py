@@ -35,6 +35,11 @@ class Turn:
     after: Finished | None = None
     """The turn before; None: it is the first."""
 
+    @property
+    def index(self) -> int:
+        """The number of the request in messages. Engines outside of this tree read it, too."""
+        return self.handle.index
+
     def drawn_seed(self, sample: int) -> int:
         """The seed of sample number `sample` of `request` for an engine whose noise does not know positions:
         the sample's own in its first turn, another one in each later turn."""

@@ -110,7 +110,7 @@ def run(requests, *, capacity, max_rows, ahead, abort=None, **how):
             samples += more
             generation.add(more, mode=how.get("mode", generation.mode), roomy=False)
         for sample, reason, _ in generation.abort() if abort.is_set() else generation.step(abort):
-            key = sample.group.turn.handle.index, sample.index
+            key = sample.group.turn.index, sample.index
             assert key not in seen
             seen[key] = (sample.state.token_ids, reason)
             assert sample.state.token_ids == [] or len(sample.logprobs) == len(sample.state.token_ids)

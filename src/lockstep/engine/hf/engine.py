@@ -59,7 +59,7 @@ class HFEngine(Streaming):
         self._peak_bytes = 0
 
     def _check(self, turn: Turn) -> None:
-        self._check_request(turn.request, index=turn.handle.index)
+        self._check_request(turn.request, index=turn.index)
 
     def _advance(self) -> list[Ended]:
         try:

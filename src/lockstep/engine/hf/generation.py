@@ -223,14 +223,14 @@ class Generation:
             turn = row.group.turn
             if logprob != logprob:
                 raise EngineError(
-                    f"request {turn.handle.index}: the logits of token {len(row.state.token_ids)} of sample "
+                    f"request {turn.index}: the logits of token {len(row.state.token_ids)} of sample "
                     f"{turn.samples[row.sample]} are not finite; the weights have diverged or the compute "
                     "dtype overflows (model.dtype)"
                 )
             row.state.token_ids.append(token)
             row.logprobs.append(logprob)
             if self._on_token is not None:
-                self._on_token(turn.handle.index, turn.samples[row.sample], row.state.token_ids)
+                self._on_token(turn.index, turn.samples[row.sample], row.state.token_ids)
             ended = self._finish_reason(row, token)
             if ended is not None:
                 self._finish(row, *ended)

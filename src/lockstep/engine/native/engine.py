@@ -93,7 +93,7 @@ class NativeEngine(Streaming):
     # a stream
 
     def _check(self, turn: Turn) -> None:
-        self._check_request(turn.request, index=turn.handle.index)
+        self._check_request(turn.request, index=turn.index)
         most = self._most_keys(self._end_of(turn.request) - 1)
         if most is not None:
             self._refuse(turn, most)
@@ -326,7 +326,7 @@ class NativeEngine(Streaming):
             else "raise engine.memory_fraction, as the device's memory allows no more"
         )
         raise EngineError(
-            f"request {turn.handle.index}: a sample with a prompt of {len(request.prompt_token_ids)} tokens "
+            f"request {turn.index}: a sample with a prompt of {len(request.prompt_token_ids)} tokens "
             f"and max_tokens = {request.sampling.max_tokens} can need {self._end_of(request) - 1} tokens of "
             f"KV cache, which holds {max(0, capacity)}; {remedy}, or lower sampling.max_tokens"
         )

@@ -155,7 +155,7 @@ class Generation:
                 sample.logprobs.append(logprob)
                 if on_token is not None:
                     turn = sample.group.turn
-                    on_token(turn.handle.index, turn.samples[sample.index], sample.state.token_ids)
+                    on_token(turn.index, turn.samples[sample.index], sample.state.token_ids)
                 ended = _finish_reason(sample, token)
                 if ended is not None:
                     self.scheduler.finish(sample)
@@ -166,7 +166,7 @@ class Generation:
             if logprob != logprob and not sample.done:
                 turn = sample.group.turn
                 raise EngineError(
-                    f"request {turn.handle.index}: the logits of token {len(sample.state.token_ids)} of "
+                    f"request {turn.index}: the logits of token {len(sample.state.token_ids)} of "
                     f"sample {turn.samples[sample.index]} are not finite; the weights have diverged or the "
                     "compute dtype overflows (model.dtype)"
                 )

@@ -129,10 +129,10 @@ class RemoteEngine(Streaming):
 
     def _accept(self, turn: Turn) -> None:
         """Check a turn, and write the bodies of its requests."""
-        self._check_request(turn.request, index=turn.handle.index)
-        prefix = f"{uuid.uuid4().hex}-{turn.handle.index}"
+        self._check_request(turn.request, index=turn.index)
+        prefix = f"{uuid.uuid4().hex}-{turn.index}"
         jobs = [
-            Job(id=f"{prefix}-{k}", request=turn.request, index=turn.handle.index, sample=k, turn=turn)
+            Job(id=f"{prefix}-{k}", request=turn.request, index=turn.index, sample=k, turn=turn)
             for k in range(len(turn.samples))
         ]
         self._new.extend([(job, self._driver.body(job)) for job in jobs])

@@ -97,7 +97,7 @@ class VLLMEngine(Streaming):
 
     def _accept(self, turn: Turn) -> None:
         """Check a turn, and write vLLM's arguments of each of its samples."""
-        self._check_request(turn.request, index=turn.handle.index)
+        self._check_request(turn.request, index=turn.index)
         arguments = [
             vllm_sampling(
                 turn.request.sampling,
