@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.engine.remote.http import HttpBatch, HttpError
 from lockstep.engine.remote.server import ServerProcess
 from lockstep.engine.streaming import turn_seed
 from lockstep.errors import EngineError
@@ -172,6 +173,23 @@ def test_death_in_mid_batch_asks_again_only_for_what_is_missing(engines, tmp_pat
     assert again == [21]
     assert engine.stats().restarts == 1
     assert not engine.dirty  # it reads its weights from the folder
+
+
+def test_answers_that_come_with_the_news_of_a_death_are_taken(engines, tmp_path, monkeypatch):
+    engine = engines({"die_after_replies": 3, "seconds": {"21": 30.0}}, {})
+    poll, restarts = HttpBatch.poll, engine.stats().restarts
+
+    def late(batch, seconds):
+        found = poll(batch, seconds)
+        if engine.stats().restarts == restarts:
+            until(lambda: found.extend(poll(batch, 0.0)) or engine._server.ended() is not None)
+            found.extend(poll(batch, 1.0))
+        return sorted(found, key=lambda answer: not isinstance(answer[1], HttpError))
+
+    monkeypatch.setattr(HttpBatch, "poll", late)
+    results = engine.generate(requests_of(21, 22, 23, 24))
+    assert [c.token_ids[0] for c in results[0]] == [21, 22, 23, 24]
+    assert [b["sampling_params"]["seed"] for b in asked(tmp_path)[4:]] == [21]
 
 
 def test_death_again_and_again_ends_with_the_log(engines):

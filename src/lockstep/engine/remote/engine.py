@@ -503,7 +503,8 @@ class _PostFlow:
 
     def step(self) -> None:
         engine = self._engine
-        for key, reply in self._batch.poll(_POLL_SECONDS):
+        # Failures last: the first one that is a death ends the flow, and with it what is not taken yet.
+        for key, reply in sorted(self._batch.poll(_POLL_SECONDS), key=lambda answer: _failed(answer[1])):
             job, body = self._jobs[str(key)]
             sample = engine._sample(job, reply)
             if sample is not None:
@@ -535,6 +536,10 @@ class _PostFlow:
     def _end(self, job: Job, sample: Sample) -> None:
         del self._jobs[job.id]
         self._engine.ended(job, sample)
+
+
+def _failed(reply: Reply | HttpError) -> bool:
+    return isinstance(reply, HttpError) or reply.status >= 500
 
 
 def no_tokens() -> Sample:
