@@ -10,6 +10,7 @@ from torch import nn
 from lockstep import invariant
 from lockstep.config.model import LoraConfig
 from lockstep.errors import ModelError
+from lockstep.invariant.linear import TILES
 from lockstep.invariant.modules import STOCK, InvariantLinear, InvariantMLP, InvariantNorm, InvariantRotary
 from lockstep.invariant.selftest import _apply
 from lockstep.models.architectures import SUPPORTED
@@ -93,7 +94,8 @@ def test_gradients_are_those_of_the_stock_module(name):
         run(each).sin().sum().backward()
     for (label, left), right in zip(stock.named_parameters(), module.parameters(), strict=True):
         if left.grad is not None:
-            torch.testing.assert_close(right.grad, left.grad, rtol=1e-4, atol=1e-5, msg=label)
+            # Of the tensor's norm: its smallest elements are differences of large terms, 2e-5 off with AVX2.
+            assert (right.grad - left.grad).norm() <= 2e-6 * left.grad.norm(), label
 
 
 def test_exact_backward_gives_the_same_gradients():
@@ -116,10 +118,18 @@ def test_own_code_computes_what_has_an_exact_backward():
     assert ordinary.lm_head.stock
 
 
+def all_tiles(module):
+    """As where the self-test finds the rows of all tiles equal; which they are depends on the CPU."""
+    for part in module.modules():
+        if isinstance(part, InvariantLinear):
+            part.tiles = TILES
+
+
 def test_the_contract_says_which_shape_is_computed_how():
     """The same two kinds of product the other way round are other bits."""
     module = tiny("llama", torch.float32)
     invariant.convert(module)
+    all_tiles(module)
     assert "(" not in invariant.kernels_of(module)["gemm"]
     module.lm_head.tiles = (16,)
     gemm = invariant.kernels_of(module)["gemm"]
@@ -153,6 +163,7 @@ def test_kernels_of():
     with pytest.raises(ModelError, match="not converted"):
         invariant.kernels_of(module)
     invariant.convert(module)
+    all_tiles(module)
     assert invariant.kernels_of(module) == {
         "gemm": "cpu-tiles-128-64-32-16-8",
         "norm": "rms_norm cpu-row",

@@ -165,6 +165,14 @@ def test_a_folder_without_config_is_an_error(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.fixture
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable hides units of the CPU from torch."""
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("unlimited")
 @pytest.mark.parametrize(
     ("flags", "expected"), [({"avx2", "avx512f"}, torch.float32), ({"amx_bf16"}, torch.bfloat16)]
 )
@@ -177,6 +185,7 @@ def test_auto_dtype_follows_the_cpu(
     assert str(expected).removeprefix("torch.") in caplog.text
 
 
+@pytest.mark.usefixtures("unlimited")
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
