@@ -19,6 +19,16 @@ def test_only_listed_variables_travel() -> None:
     assert travelling(SHELL) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "LOCKSTEP_X": "1"}
 
 
+def test_what_limits_the_units_of_a_cpu_travels_as_it_decides_bits() -> None:
+    limits = {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "MKL_CBWR": "COMPATIBLE",
+    }
+    assert travelling(SHELL | limits) == travelling(SHELL) | limits
+
+
 def test_secrets_are_the_nodes_own() -> None:
     assert staying(SHELL) == {"PATH": "/bin"}
     assert staying(SHELL, secrets=["HF_TOKEN"]) == {"PATH": "/bin", "HF_TOKEN": "no"}
