@@ -1,6 +1,7 @@
 """The self-test catches a twin of every op whose bits depend on the number of rows; verdicts are kept."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -94,11 +95,11 @@ def test_twins_of_mean_and_bmm_are_caught():
 
 def test_tiles_that_disagree_are_not_used(monkeypatch):
     """A product of one row, a matrix-vector product, adds in another order than that of 16."""
-    monkeypatch.setattr(linear_ops, "TILES", (128, 16, 1))
+    monkeypatch.setattr(linear_ops, "TILES", (16, 1))
     module = tiny("llama", torch.float32, hidden_size=576)
     verdicts = invariant.convert(module).verdicts
-    assert verdicts["linear 160x576 with bias"].choice == "tiles 128 16"
-    assert module.model.layers[0].mlp.up_proj.tiles == (128, 16)
+    assert verdicts["linear 160x576 with bias"].choice == "tiles 16"
+    assert module.model.layers[0].mlp.up_proj.tiles == (16,)
 
 
 def test_a_tile_that_fails_is_rejected_for_the_next(monkeypatch):
@@ -111,7 +112,8 @@ def test_a_tile_that_fails_is_rejected_for_the_next(monkeypatch):
     module = tiny("llama", torch.float32)
     verdict = invariant.convert(module).verdicts["linear 256x64"]
     assert verdict.choice == "tiles 16"
-    assert verdict.rejected[0].startswith("tiles 128 64 32 16 8 (the first 1 of 251 rows alone: ")
+    # Which tiles are tried first depends on the CPU; they are several.
+    assert re.match(r"tiles( \d+){2,} \(the first 1 of 251 rows alone: ", verdict.rejected[0])
     assert module.lm_head.tiles == (16,)
 
 
