@@ -9,8 +9,8 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.errors import DataError
-from lockstep.observe.flight import FlightRecorder
-from lockstep.ranks.hang import HangReport, examine, find_records, parse_stacks
+from lockstep.observe.flight import FlightRecorder, read_all
+from lockstep.ranks.hang import Frame, HangReport, RankState, diagnose, examine, find_records, parse_stacks
 
 A, B = ("allreduce", "[8] float32", "step 1: optimizer"), ("broadcast", "[1] int64", "the step's metrics")
 
@@ -89,6 +89,25 @@ def test_only_the_last_dump_of_stacks_counts() -> None:
     threads = parse_stacks(dump.format(line=1) + dump.format(line=2), 0xB)
     assert [[frame.line for frame in frames] for frames in threads] == [[5, 9], [2]]
     assert threads[1][0].text == "rollout/rewards.py:2 score"
+
+
+def waiting_rank(folder: Path, *thread: Frame) -> RankState:
+    """A rank whose main thread waits for the result of another thread."""
+    recorder = FlightRecorder(folder, rank=0, world_size=1)
+    recorder.note(step=1, phase="log")
+    recorder.close()
+    (record,) = read_all(folder)
+    main = Frame(file="/lib/python3.11/threading.py", line=1, name="acquire")
+    return RankState(flight=record, state="S", threads=((main,), thread))
+
+
+def test_a_main_thread_that_waits_for_one_stuck_in_a_file_is_no_lock_that_nobody_frees(
+    tmp_path: Path,
+) -> None:
+    free = Frame(file="/lib/python3.11/threading.py", line=1, name="run")
+    write = Frame(file="/src/lockstep/observe/files.py", line=1, name="write_atomic")
+    assert diagnose([waiting_rank(tmp_path, free)]).cause == "lock that nobody frees"
+    assert diagnose([waiting_rank(tmp_path, write, free)]).cause == "slow or stuck file"
 
 
 def test_the_command_prints_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

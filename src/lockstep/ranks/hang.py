@@ -45,11 +45,12 @@ _ANYWHERE = (
 )
 """A likely cause, and what "file function source" of a frame is then, in any thread."""
 _FILES = (
-    "slow or stuck file",
-    r"observe/files\.py|\bfsync\b|safetensors/|/storage/\w+\.py|/checkpoint\w*\.py",
+    (
+        "slow or stuck file",
+        r"observe/files\.py|\bfsync\b|safetensors/|/storage/\w+\.py|/checkpoint\w*\.py",
+    ),
 )
-_IN_MAIN_THREAD = (
-    _FILES,
+_WAITS = (
     ("queue without a producer", r"queue\.py get\b|multiprocessing/(queues|connection)|\.get\(\)"),
     (
         "lock that nobody frees",
@@ -478,7 +479,8 @@ def _cause(each: RankState) -> tuple[str, str]:
             "lets it go on"
         )
     main, others = each.threads[:1], each.threads[1:]
-    for threads, causes in ((each.threads, _ANYWHERE), (main, _IN_MAIN_THREAD), (others, (_FILES,))):
+    # A main thread that waits may wait for the thread that is stuck in a file.
+    for threads, causes in ((each.threads, _ANYWHERE), (main, _FILES), (others, _FILES), (main, _WAITS)):
         for cause, pattern in causes:
             for frame in (frame for thread in threads for frame in thread if frame.name != _JOINS):
                 if re.search(pattern, f"{frame.file} {frame.name} {frame.source}"):
