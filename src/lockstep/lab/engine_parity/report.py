@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.lab.engine_parity.compare import BAR_NAMES, SeedMatch, Spread
@@ -19,9 +19,9 @@ from lockstep.lab.suite.report import (
     Report,
     Table,
     Tone,
+    heads,
     write_report,
 )
-from lockstep.lab.suite.report import number as figure
 from lockstep.observe.text import printable_lines
 
 PARTS = ("agreement", "samples", "speed")
@@ -81,7 +81,7 @@ def _part(result: EnginesResult, part: str) -> Table:
     columns = [column for column in COLUMNS if column.part == part]
     lines = []
     for engine, phase in lines_of(result):
-        figures = [NOTHING if phase is None else column.text(engine, phase) for column in columns]
+        figures = [NOTHING if phase is None else column.text(phase, engine) for column in columns]
         lines.append(
             Line(
                 [engine.name, engine.verdict, NOTHING if phase is None else phase.phase, *figures],
@@ -93,7 +93,7 @@ def _part(result: EnginesResult, part: str) -> Table:
             Head("engine", kind="name"),
             Head("verdict", kind="tone", terminal=False),
             Head("phase", kind=""),
-            *(Head(c.head, c.short, "" if part == "samples" else "n") for c in columns),
+            *heads(columns, "" if part == "samples" else "n"),
         ],
         lines=lines,
         wraps=True,
@@ -224,80 +224,58 @@ def progress_line(engine: EngineResult, done: int, total: int) -> str:
     )
 
 
-def _gap(name: str, gap: str = "gap") -> Callable[[EngineResult, PhaseReport], str]:
-    return lambda _, phase: number(getattr(getattr(phase, gap), name, None))
-
-
-def _equal(name: str) -> Callable[[EngineResult, PhaseReport], str]:
-    def text(_: EngineResult, phase: PhaseReport) -> str:
-        match: SeedMatch | None = getattr(phase, name)
-        return NOTHING if match is None else f"{match.equal}/{match.pairs}"
-
-    return text
-
-
-def _greedy(engine: EngineResult, phase: PhaseReport) -> str:
+def _greedy(phase: PhaseReport, engine: EngineResult) -> str | None:
     if engine.is_reference:
         return "reference"
-    return NOTHING if phase.greedy is None else f"{phase.greedy.equal}/{phase.greedy.prompts}"
+    return None if phase.greedy is None else f"{phase.greedy.equal}/{phase.greedy.prompts}"
 
 
-def _counts(name: str) -> Callable[[EngineResult, PhaseReport], str]:
-    def text(_: EngineResult, phase: PhaseReport) -> str:
-        counts: dict[str, int] = getattr(phase, name)
-        return ", ".join(f"{key} {value}" for key, value in sorted(counts.items())) or NOTHING
-
-    return text
+def _equal(match: SeedMatch) -> str:
+    return f"{match.equal}/{match.pairs}"
 
 
-def _spread(spread: Spread | None) -> str:
-    return NOTHING if spread is None else f"{spread.min}/{spread.median:g}/{spread.p90}/{spread.max}"
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in sorted(counts.items())) or NOTHING
 
 
-def _matrix(_: EngineResult, phase: PhaseReport) -> str:
-    return NOTHING if phase.matrix is None else f"{phase.matrix.samples} x {phase.matrix.longest}"
+def _spread(spread: Spread) -> str:
+    return f"{spread.min}/{spread.median:g}/{spread.p90}/{spread.max}"
 
 
-def _speed(name: str) -> Callable[[EngineResult, PhaseReport], str]:
-    return lambda _, phase: figure(getattr(phase, name), ",.0f")
+def _start(_: PhaseReport, engine: EngineResult) -> float | None:
+    return None if engine.outcome is None else engine.outcome.start_seconds
 
 
-def _start(engine: EngineResult, _: PhaseReport) -> str:
-    return figure(None if engine.outcome is None else engine.outcome.start_seconds, ".1f")
-
-
-def _push(engine: EngineResult, phase: PhaseReport) -> str:
+def _push(phase: PhaseReport, engine: EngineResult) -> float | None:
     """Seconds of the push that this phase began with."""
     pushes = () if engine.outcome is None else engine.outcome.push_seconds
     behind = len(engine.phases) - 1 - [p.phase for p in engine.phases].index(phase.phase)
     at = len(pushes) - 1 - behind
-    return f"{pushes[at]:.2f}" if 0 <= at < len(pushes) else NOTHING
+    return pushes[at] if 0 <= at < len(pushes) else None
 
 
 COLUMNS = (
-    Column("greedy equal", "greedy", "agreement", _greedy),
-    Column("logprob gap: mean", "gap mean", "agreement", _gap("mean")),
-    Column("p99", "p99", "agreement", _gap("p99")),
-    Column("max", "max", "agreement", _gap("max")),
-    Column("k3", "k3", "agreement", _gap("k3")),
-    Column("mean, short prompts", "short", "agreement", _gap("mean", "gap_short")),
-    Column("mean, long prompts", "long", "agreement", _gap("mean", "gap_long")),
-    Column("same seeds: equal", "again", "agreement", _equal("again")),
-    Column("alone: equal", "alone", "agreement", _equal("alone")),
-    Column("other seeds: equal", "other", "agreement", _equal("other")),
-    Column("of n: equal", "of n", "agreement", _equal("siblings")),
-    Column("finish", "finish", "samples", _counts("finish")),
-    Column("ended by", "ended by", "samples", _counts("stops")),
-    Column("special ids", "special ids", "samples", _counts("special")),
-    Column("prompt tokens (min/median/p90/max)", "prompt", "speed", lambda _, p: _spread(p.prompt_lengths)),
-    Column("completion tokens", "completion", "speed", lambda _, p: _spread(p.lengths)),
-    Column("token matrix", "matrix", "speed", _matrix),
-    Column("fill", "fill", "speed", lambda _, p: figure(getattr(p.matrix, "fill", None), ".0%")),
-    Column("cached", "cached", "speed", lambda _, p: figure(p.cache_hit_rate, ".0%")),
-    Column("tokens/s", "tokens/s", "speed", _speed("tokens_per_second")),
-    Column("tokens/s, cold", "cold", "speed", _speed("cold_tokens_per_second")),
-    Column(
-        "start s", "start s", "speed", lambda e, _: figure(getattr(e.outcome, "start_seconds", None), ".1f")
-    ),
-    Column("push s", "push s", "speed", _push),
+    Column("greedy equal", "agreement", _greedy, short="greedy"),
+    Column("logprob gap: mean", "agreement", "gap.mean", number, "gap mean"),
+    Column("p99", "agreement", "gap.p99", number),
+    Column("max", "agreement", "gap.max", number),
+    Column("k3", "agreement", "gap.k3", number),
+    Column("mean, short prompts", "agreement", "gap_short.mean", number, "short"),
+    Column("mean, long prompts", "agreement", "gap_long.mean", number, "long"),
+    Column("same seeds: equal", "agreement", "again", _equal, "again"),
+    Column("alone: equal", "agreement", "alone", _equal, "alone"),
+    Column("other seeds: equal", "agreement", "other", _equal, "other"),
+    Column("of n: equal", "agreement", "siblings", _equal, "of n"),
+    Column("finish", "samples", "finish", _counts),
+    Column("ended by", "samples", "stops", _counts),
+    Column("special ids", "samples", "special", _counts),
+    Column("prompt tokens (min/median/p90/max)", "speed", "prompt_lengths", _spread, "prompt"),
+    Column("completion tokens", "speed", "lengths", _spread, "completion"),
+    Column("token matrix", "speed", "matrix", lambda m: f"{m.samples} x {m.longest}", "matrix"),
+    Column("fill", "speed", "matrix.fill", ".0%"),
+    Column("cached", "speed", "cache_hit_rate", ".0%"),
+    Column("tokens/s", "speed", "tokens_per_second", ",.0f"),
+    Column("tokens/s, cold", "speed", "cold_tokens_per_second", ",.0f", "cold"),
+    Column("start s", "speed", _start, ".1f"),
+    Column("push s", "speed", _push, ".2f"),
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.lab.matrix.report import difference, result_text
+from lockstep.lab.matrix.report import result_text
 from lockstep.lab.matrix.result import CellResult, MatrixResult
 from lockstep.lab.suite.report import NOTHING, Head, Line, Table, Tone, print_line, print_table
 
@@ -228,4 +228,4 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 def _arrow(pair: tuple[float | None, float | None]) -> str:
     if pair[0] is None and pair[1] is None:
         return NOTHING
-    return f"{difference(pair[0])} -> {difference(pair[1])}"
+    return " -> ".join(NOTHING if value is None else f"{value:.2g}" for value in pair)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.lab.matrix.result import (
@@ -13,10 +13,8 @@ from lockstep.lab.matrix.result import (
     ROUNDING_FACTOR,
     CellResult,
     MatrixResult,
-    Measures,
 )
 from lockstep.lab.suite.report import (
-    GIB,
     NOTHING,
     Cell,
     Column,
@@ -26,9 +24,10 @@ from lockstep.lab.suite.report import (
     Report,
     Table,
     Tone,
+    gib,
+    heads,
     write_report,
 )
-from lockstep.lab.suite.report import number as figure
 from lockstep.observe.text import printable_lines
 
 MARKS = ("†", "‡", "§", "¶")
@@ -81,7 +80,7 @@ def _part(result: MatrixResult, part: str) -> Table:
         on=("terminal", "page"),
         heads=[
             *(Head("cell", kind="name"), Head(head, kind="tone")),
-            *(Head(column.head, column.short) for column in columns),
+            *heads(columns),
             Head("log", kind="", terminal=False),
         ],
         lines=[
@@ -112,7 +111,7 @@ def _whole(result: MatrixResult) -> Table:
     heads = [*(Head(axis, kind="") for axis in axes), Head("result", kind="")]
     return Table(
         on=("markdown",),
-        heads=[*heads, *(Head(c.head) for c in COLUMNS), Head("log", kind="", terminal=False)],
+        heads=[*heads, *heads(COLUMNS), Head("log", kind="", terminal=False)],
         lines=lines,
     )
 
@@ -120,7 +119,7 @@ def _whole(result: MatrixResult) -> Table:
 def _figures(result: MatrixResult, cell: CellResult, columns: Sequence[Column]) -> list[str | Cell]:
     texts: list[str | Cell] = []
     for column in columns:
-        text = column.text(result, cell)
+        text = column.text(cell, result)
         has_bar = column.head == "tokens/s" and text != NOTHING
         texts.append(Cell(text, bar=bar_share(result, cell)) if has_bar else text)
     return texts
@@ -224,18 +223,9 @@ def bar_share(result: MatrixResult, cell: CellResult) -> float:
     return mine / top if mine and top else 0.0
 
 
-def difference(value: float | None) -> str:
-    """Format a small difference: "0", "2.4e-07", "inf"."""
-    return "0" if value == 0 else figure(value, ".2g")
-
-
 def _is_reference(result: MatrixResult, name: str) -> bool:
     cell = result.cell(name)
     return cell is not None and cell.reference is None
-
-
-def _measures(cell: CellResult) -> Measures:
-    return cell.measures if cell.measures is not None else Measures()
 
 
 def _mark(result: MatrixResult, note: str) -> str:
@@ -243,55 +233,34 @@ def _mark(result: MatrixResult, note: str) -> str:
     return MARKS[notes.index(note) % len(MARKS)] if note in notes else ""
 
 
-def _measured(name: str, form: str) -> Callable[[MatrixResult, CellResult], str]:
-    return lambda _, cell: figure(getattr(_measures(cell), name), form)
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _ms(name: str) -> Callable[[MatrixResult, CellResult], str]:
-    def text(_: MatrixResult, cell: CellResult) -> str:
-        value = getattr(_measures(cell), name)
-        return figure(value, ",.0f" if value is not None and value >= 100 else ".1f")
-
-    return text
+def _speed(cell: CellResult, result: MatrixResult) -> str | None:
+    speed = None if cell.measures is None else cell.measures.tokens_per_second
+    return None if speed is None else f"{speed:,.0f}{_mark(result, cell.timing_note)}"
 
 
-def _speed(result: MatrixResult, cell: CellResult) -> str:
-    speed = _measures(cell).tokens_per_second
-    return NOTHING if speed is None else f"{speed:,.0f}{_mark(result, cell.timing_note)}"
-
-
-def _memory(_: MatrixResult, cell: CellResult) -> str:
-    memory = _measures(cell).peak_memory_bytes
-    return NOTHING if memory is None else f"{memory / GIB:.2f}"
-
-
-def _slots(_: MatrixResult, cell: CellResult) -> str:
-    return figure(_measures(cell).computed_slots or None, ",")
-
-
-def _compared(name: str) -> Callable[[MatrixResult, CellResult], str]:
-    return lambda _, cell: difference(None if cell.comparison is None else getattr(cell.comparison, name))
-
-
-def _cosine(_: MatrixResult, cell: CellResult) -> str:
-    # 1 - 3e-13 must not read as less than a rounded 1.
-    return figure(None if cell.comparison is None else cell.comparison.gradient_cosine, ".6f")
+def _slots(cell: CellResult, _: MatrixResult) -> int | None:
+    return None if cell.measures is None else cell.measures.computed_slots or None
 
 
 COLUMNS = (
-    Column("first ms", "first ms", "speed", _ms("first_call_ms")),
-    Column("forward ms", "fwd ms", "speed", _ms("forward_ms")),
-    Column("backward ms", "bwd ms", "speed", _ms("backward_ms")),
-    Column("tokens/s", "tokens/s", "speed", _speed),
-    Column("x reference", "x ref", "speed", lambda result, cell: figure(result.speed_ratio(cell), ".2f")),
-    Column("peak GiB", "GiB", "speed", _memory),
-    Column("slots", "slots", "speed", _slots),
-    Column("graphs", "graphs", "numbers", _measured("graphs", "d")),
-    Column("recompiles", "recomp", "numbers", _measured("recompiles", "d")),
-    Column("graph breaks", "breaks", "numbers", _measured("graph_breaks", "d")),
-    Column("max Δlogprob", "max nats", "numbers", _compared("logprob_max")),
-    Column("mean Δlogprob", "mean", "numbers", _compared("logprob_mean")),
-    Column("gradient error", "grad err", "numbers", _compared("gradient_relative_error")),
-    Column("cosine", "cosine", "numbers", _cosine),
+    Column("first ms", "speed", "measures.first_call_ms", _ms),
+    Column("forward ms", "speed", "measures.forward_ms", _ms, "fwd ms"),
+    Column("backward ms", "speed", "measures.backward_ms", _ms, "bwd ms"),
+    Column("tokens/s", "speed", _speed),
+    Column("x reference", "speed", lambda cell, result: result.speed_ratio(cell), ".2f", "x ref"),
+    Column("peak GiB", "speed", "measures.peak_memory_bytes", gib, "GiB"),
+    Column("slots", "speed", _slots, ","),
+    Column("graphs", "numbers", "measures.graphs", "d"),
+    Column("recompiles", "numbers", "measures.recompiles", "d", "recomp"),
+    Column("graph breaks", "numbers", "measures.graph_breaks", "d", "breaks"),
+    Column("max Δlogprob", "numbers", "comparison.logprob_max", ".2g", "max nats"),
+    Column("mean Δlogprob", "numbers", "comparison.logprob_mean", ".2g", "mean"),
+    Column("gradient error", "numbers", "comparison.gradient_relative_error", ".2g", "grad err"),
+    # six digits: 1 - 3e-13 must not read as less than a rounded 1
+    Column("cosine", "numbers", "comparison.gradient_cosine", ".6f"),
 )
 """All columns, in the order in which reports show them."""

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lockstep.lab.step_bench.result import BenchResult, CellResult
-from lockstep.lab.suite.report import GIB, NOTHING, Column, Head, Line, Problem, Report, Table, Tone, number
+from lockstep.lab.suite.report import (
+    NOTHING,
+    Column,
+    Head,
+    Line,
+    Problem,
+    Report,
+    Table,
+    Tone,
+    gib,
+    heads,
+    milliseconds,
+)
 
 _SMALL = ("optimizer", "weights")
 """Shown without their spread."""
@@ -15,11 +27,15 @@ _TONES: dict[str, Tone] = {"ok": "good", "refused": "warn", "interrupted": "warn
 
 def report(result: BenchResult) -> Report:
     """Describe the measurement for its reports."""
+    has_peak = any(cell.mfu is not None for cell in result.cells)  # known of some GPUs only
     return Report(
         title=f"One RL step: {result.settings.get('model', '')}",
         verdict=result.verdict,
         tone="good" if result.ok else "bad",
-        tables=[_table(result, times()), _table(result, ratios(result))],
+        tables=[
+            _table(result, TIMES),
+            _table(result, [column for column in RATIOS if column.head != "MFU" or has_peak]),
+        ],
         problems=[
             Problem(name=cell.name, why=f"{cell.status}: {cell.reason}", tone=_tone(cell))
             for cell in result.cells
@@ -36,9 +52,9 @@ def _tone(cell: CellResult) -> Tone:
     return _TONES.get(cell.status, "bad")
 
 
-def _table(result: BenchResult, columns: list[Column]) -> Table:
+def _table(result: BenchResult, columns: Sequence[Column]) -> Table:
     return Table(
-        heads=[Head("cell", kind="name"), Head("", kind="tone"), *(Head(column.head) for column in columns)],
+        heads=[Head("cell", kind="name"), Head("", kind="tone"), *heads(columns)],
         lines=[
             Line([cell.name, cell.status, *(c.text(cell, result.reference) for c in columns)], _tone(cell))
             for cell in result.cells
@@ -46,61 +62,46 @@ def _table(result: BenchResult, columns: list[Column]) -> Table:
     )
 
 
-_Text = Callable[[CellResult, CellResult], str]
-"""The text of (a cell, the first cell)."""
+def _time(phase: str) -> Callable[[CellResult, CellResult], str | None]:
+    """The column of a phase: its median and, of the larger ones, half the distance of least and largest."""
 
-
-def times() -> list[Column]:
-    """Milliseconds of each phase."""
-    columns: dict[str, _Text] = {"ranks": lambda cell, _: str(cell.ranks or NOTHING)}
-    columns |= {f"{phase} ms" if phase == "step" else phase: _milliseconds(phase) for phase in _PHASES}
-    return [Column(head, head, "times", text) for head, text in columns.items()]
-
-
-def ratios(result: BenchResult) -> list[Column]:
-    """The figures of cells compared with the first one, and their costs."""
-    columns: dict[str, _Text] = {
-        "x step": _ratio("step"),
-        "x gen": _ratio("generate"),
-        "x train": _ratio("train"),
-        "gen/s": lambda cell, _: number(cell.generated_per_second, ",.0f"),
-        "train/s": lambda cell, _: number(cell.trained_per_second, ",.0f"),
-    }
-    if any(cell.mfu is not None for cell in result.cells):
-        columns["MFU"] = lambda cell, _: number(cell.mfu, ".3f")
-    columns |= {
-        "GiB": _memory,
-        "compile": lambda cell, _: number(getattr(cell.ready, "compile_seconds", None), ".1f"),
-        "first": lambda cell, _: number(getattr(cell.ready, "first_step_seconds", None), ".1f"),
-        "recomp": lambda cell, _: number(getattr(cell.outcome, "recompiles", None), "d"),
-        "gap": _gap,
-    }
-    return [Column(head, head, "ratios", text) for head, text in columns.items()]
-
-
-def _milliseconds(phase: str) -> _Text:
-    def text(cell: CellResult, _: CellResult) -> str:
+    def text(cell: CellResult, _: CellResult) -> str | None:
         spread = cell.spread(phase)
         if spread is None:
-            return NOTHING
-        median = f"{1e3 * spread.median:,.0f}" if spread.median >= 0.1 else f"{1e3 * spread.median:.3g}"
+            return None
+        median = milliseconds(spread.median) if spread.median >= 0.1 else f"{1000 * spread.median:.3g}"
         return median if phase in _SMALL else f"{median} ±{100 * spread.share / 2:.0f}%"
 
     return text
 
 
-def _ratio(phase: str) -> _Text:
-    return lambda cell, first: number(cell.ratio(first, phase), ".3f")
+def _ratio(phase: str) -> Callable[[CellResult, CellResult], float | None]:
+    return lambda cell, first: cell.ratio(first, phase)
 
 
-def _memory(cell: CellResult, _: CellResult) -> str:
-    peak = 0 if cell.outcome is None else cell.outcome.peak_memory_bytes
-    return f"{peak / GIB:.2f}" if peak else NOTHING
+def _memory(cell: CellResult, _: CellResult) -> int | None:
+    return None if cell.outcome is None else cell.outcome.peak_memory_bytes or None
 
 
-def _gap(cell: CellResult, _: CellResult) -> str:
-    gap = None if cell.outcome is None else cell.outcome.logprob_gap
-    return "0" if gap == 0 else number(gap, ".1e")
+TIMES = (
+    Column("ranks", "times", lambda cell, _: cell.ranks or None),
+    *(Column("step ms" if phase == "step" else phase, "times", _time(phase)) for phase in _PHASES),
+)
+"""Milliseconds of each phase."""
+RATIOS = (
+    Column("x step", "ratios", _ratio("step"), ".3f"),
+    Column("x gen", "ratios", _ratio("generate"), ".3f"),
+    Column("x train", "ratios", _ratio("train"), ".3f"),
+    Column("gen/s", "ratios", "generated_per_second", ",.0f"),
+    Column("train/s", "ratios", "trained_per_second", ",.0f"),
+    Column("MFU", "ratios", "mfu", ".3f"),
+    Column("GiB", "ratios", _memory, gib),
+    Column("compile", "ratios", "ready.compile_seconds", ".1f"),
+    Column("first", "ratios", "ready.first_step_seconds", ".1f"),
+    Column("recomp", "ratios", "outcome.recompiles", "d"),
+    Column("gap", "ratios", "outcome.logprob_gap", lambda gap: "0" if gap == 0 else f"{gap:.1e}"),
+)
+"""Cells compared with the first one, and what they cost."""
 
 
 def explanation(result: BenchResult) -> str:

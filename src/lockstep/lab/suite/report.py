@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,12 +88,22 @@ class Column:
     """A figure of each row of a suite."""
 
     head: str
-    short: str
-    """The head in the terminal."""
     part: str
     """The table that the column belongs to."""
-    text: Callable[..., str]
-    """The figure, of what the suite has a row for."""
+    value: str | Callable[..., Any]
+    """A path of attributes of the row, such as "comparison.loss.max", or a function of what `text` is given.
+    None: the figure is not known."""
+    form: str | Callable[[Any], str] = ""
+    """How a known figure is written: a format, or a function."""
+    short: str = ""
+    """The head in the terminal; empty: `head`."""
+
+    def text(self, row: object, *more: object) -> str:
+        """Format the figure of a row; "-" where it is not known."""
+        value = self.value(row, *more) if callable(self.value) else _at(row, self.value)
+        if value is None:
+            return NOTHING
+        return self.form(value) if callable(self.form) else format(value, self.form)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,14 +152,26 @@ class Report:
     """(row, how to repeat it alone)."""
 
 
-def number(value: float | None, form: str) -> str:
-    """Format a figure; "-" where it is not known.
+def _at(row: Any, path: str) -> Any:
+    """The attribute at the end of a path; None where the path ends before."""
+    for name in path.split("."):
+        row = None if row is None else getattr(row, name)
+    return row
 
-    Example:
-        >>> number(0.25, ".1f"), number(None, ".1f")
-        ('0.2', '-')
-    """
-    return NOTHING if value is None else format(value, form)
+
+def heads(columns: Iterable[Column], kind: Kind = "n") -> list[Head]:
+    """The heads of columns."""
+    return [Head(column.head, column.short, kind) for column in columns]
+
+
+def milliseconds(seconds: float) -> str:
+    """Format seconds as whole milliseconds."""
+    return f"{1000 * seconds:,.0f}"
+
+
+def gib(size: float) -> str:
+    """Format bytes as GiB."""
+    return f"{size / GIB:.2f}"
 
 
 def write_report(report: Report, values: Mapping[str, Any], out: Path, stem: str) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.lab.loss_curves.differences import ratio, relative
 from lockstep.lab.loss_curves.draw import COLOURS, Curve, Panel, svg, write_png
 from lockstep.lab.suite.report import (
-    GIB,
-    NOTHING,
     Column,
     Head,
     Line,
@@ -17,7 +15,9 @@ from lockstep.lab.suite.report import (
     Report,
     Table,
     Tone,
-    number,
+    gib,
+    heads,
+    milliseconds,
     write_report,
 )
 from lockstep.lab.train_parity.job import Role
@@ -37,7 +37,8 @@ def write_reports(result: ParityResult, out: Path) -> None:
 def report(result: ParityResult) -> Report:
     """Describe the run for its reports."""
     drawn = any(stack.rows for stack in result.stacks)
-    figures = columns(result)
+    with_gradients = any(_gradient_error(stack) is not None for stack in result.stacks)
+    figures = [column for column in COLUMNS if with_gradients or column.value is not _gradient_error]
     parts = [[column for column in figures if column.part == part] for part in ("numbers", "speed")]
     return Report(
         title=f"Parity: {result.settings.get('model', '')}, {result.algorithm}",
@@ -57,11 +58,7 @@ def report(result: ParityResult) -> Report:
 
 
 def _heads(figures: Sequence[Column]) -> list[Head]:
-    return [
-        Head("stack", kind="name"),
-        Head("verdict", kind="tone"),
-        *(Head(c.head, c.short) for c in figures),
-    ]
+    return [Head("stack", kind="name"), Head("verdict", kind="tone"), *heads(figures)]
 
 
 def _lines(result: ParityResult, figures: Sequence[Column]) -> list[Line]:
@@ -73,77 +70,31 @@ def _lines(result: ParityResult, figures: Sequence[Column]) -> list[Line]:
     return lines
 
 
-def _of_spread(name: str, part: str, show: Callable[[float], str]) -> Callable[[StackResult], str]:
-    def text(stack: StackResult) -> str:
-        spread = None if stack.comparison is None else getattr(stack.comparison, name)
-        return NOTHING if spread is None else show(getattr(spread, part))
-
-    return text
-
-
-def _gradients(stack: StackResult) -> str:
+def _gradient_error(stack: StackResult) -> float | None:
     errors = stack.comparison.gradients if stack.comparison is not None else {}
-    return f"{max(errors.values()):.1e}" if errors else NOTHING
+    return max(errors.values(), default=None)
 
 
-def columns(result: ParityResult) -> tuple[Column, ...]:
-    """All columns, in the order in which reports show them."""
-
-    def nats(value: float) -> str:
-        return f"{value:.1e}"
-
-    all_columns = [
-        Column("ranks", "ranks", "speed", lambda s: str(s.ranks or NOTHING)),
-        Column("steps", "steps", "speed", lambda s: str(len(s.rows) or NOTHING)),
-        Column("loss", "loss", "numbers", _trend),
-        *_spread_columns("loss", "Δloss", "dloss", ratio),
-        *_spread_columns("grad_norm", "Δgrad norm", "dnorm", ratio),
-        *_spread_columns("logprob", "Δlogprob (nats)", "nats", nats),
-        Column("gradient error", "grad err", "numbers", _gradients),
-        Column("ms/step", "ms/step", "speed", _ms),
-        Column("tokens/s", "tokens/s", "speed", _speed),
-        Column("peak GiB", "peak GiB", "speed", _memory),
-        Column("seconds", "seconds", "speed", _seconds),
-    ]
-    if all(_gradients(stack) == NOTHING for stack in result.stacks):
-        all_columns = [column for column in all_columns if column.head != "gradient error"]
-    return tuple(all_columns)
+def _trend(stack: StackResult) -> str | None:
+    return "not falling" if stack.learning == "does not fall" else stack.learning
 
 
-def _spread_columns(name: str, head: str, short: str, show: Callable[[float], str]) -> list[Column]:
-    """The columns of the largest and the mean difference."""
-    return [
-        Column(
-            f"{part} {head}",
-            f"max {short}" if part == "max" else "mean",
-            "numbers",
-            _of_spread(name, part, show),
-        )
-        for part in ("max", "mean")
-    ]
-
-
-def _ms(stack: StackResult) -> str:
-    return NOTHING if stack.step_seconds is None else f"{1000 * stack.step_seconds:,.0f}"
-
-
-def _speed(stack: StackResult) -> str:
-    return number(stack.tokens_per_second, ",.0f")
-
-
-def _memory(stack: StackResult) -> str:
-    return NOTHING if stack.peak_memory_bytes is None else f"{stack.peak_memory_bytes / GIB:.2f}"
-
-
-def _seconds(stack: StackResult) -> str:
-    return f"{stack.seconds:.0f}" if stack.seconds else NOTHING
-
-
-def _trend(stack: StackResult) -> str:
-    if stack.falls is None:
-        return NOTHING
-    words = {"falls": "falls", "does not fall": "not falling", "not shown": "not shown"}
-    return words[stack.learning] if stack.learning is not None else NOTHING
+COLUMNS = (
+    Column("ranks", "speed", lambda stack: stack.ranks or None),
+    Column("steps", "speed", lambda stack: len(stack.rows) or None),
+    Column("loss", "numbers", _trend),
+    Column("max Δloss", "numbers", "comparison.loss.max", ratio, "max dloss"),
+    Column("mean Δloss", "numbers", "comparison.loss.mean", ratio, "mean"),
+    Column("max Δgrad norm", "numbers", "comparison.grad_norm.max", ratio, "max dnorm"),
+    Column("mean Δgrad norm", "numbers", "comparison.grad_norm.mean", ratio, "mean"),
+    Column("max Δlogprob (nats)", "numbers", "comparison.logprob.max", ".1e", "max nats"),
+    Column("mean Δlogprob (nats)", "numbers", "comparison.logprob.mean", ".1e", "mean"),
+    Column("gradient error", "numbers", _gradient_error, ".1e", "grad err"),
+    Column("ms/step", "speed", "step_seconds", milliseconds),
+    Column("tokens/s", "speed", "tokens_per_second", ",.0f"),
+    Column("peak GiB", "speed", "peak_memory_bytes", gib),
+    Column("seconds", "speed", lambda stack: stack.seconds or None, ".0f"),
+)
 
 
 def panels(result: ParityResult) -> list[Panel]:
