@@ -11,30 +11,20 @@ from typing import Any
 from lockstep.lab.engine_parity.job import Outcome, Phase
 from lockstep.lab.engine_parity.judge import Problem
 from lockstep.lab.engine_parity.phase import PhaseReport
-from lockstep.lab.suite.result import SuiteResult
-from lockstep.lab.suite.run import Status
+from lockstep.lab.suite.result import SuiteResult, SuiteRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineResult:
+class EngineResult(SuiteRow):
     """One engine."""
 
-    name: str
     engine: str
     """EngineConfig.name."""
-    status: Status
-    """hung: it did not end in time."""
-    reason: str = ""
     is_reference: bool = False
     phases: tuple[PhaseReport, ...] = ()
     """The phases that the engine reached: before the update of weights, after it."""
     problems: tuple[tuple[Phase, Problem], ...] = ()
     outcome: Outcome | None = None
-    seconds: float = 0.0
-    """Duration of the whole process."""
-    folder: str = ""
-    """The engine's folder below OUT; empty: nothing was started."""
-    log: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of its EngineConfig that are not the defaults."""
 

@@ -8,9 +8,8 @@ A worker that crashes, hangs or cannot start is a row with its reason; the other
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +30,7 @@ from lockstep.lab.engine_parity.phase import PhaseReport, report
 from lockstep.lab.engine_parity.prompts import Prompts
 from lockstep.lab.engine_parity.result import EngineResult, EnginesResult
 from lockstep.lab.suite.job_files import check_seconds, read_lines, same_fields
-from lockstep.lab.suite.process import ExitStatus, ProcessRunner
-from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
-from lockstep.observe.files import write_json
+from lockstep.lab.suite.run import Suite, check_folder, how_it_ended, make_folder
 
 WORKER = ("-m", "lockstep.lab.engine_parity.worker")
 """Arguments of the interpreter that run a job file."""
@@ -77,43 +74,50 @@ class EnginesOptions:
         check_seconds(self.timeout, "timeout")
 
 
-@dataclass
-class _Suite:
-    """The run under way."""
+class _Suite(Suite[EngineChoice, EngineResult, EnginesResult]):
+    """The run under way; the first engine is the reference."""
 
-    options: EnginesOptions
-    progress: Callable[[EngineResult, int, int], None]
-    runner: ProcessRunner = field(default_factory=ProcessRunner)
-    results: list[EngineResult] = field(default_factory=list)
-    reference_rows: tuple[Row, ...] = ()
-    interrupted: bool = False
-
-    def __post_init__(self) -> None:
-        self.out = self.options.out.resolve()
+    def __init__(self, options: EnginesOptions, progress: Callable[[EngineResult, int, int], None]) -> None:
+        super().__init__(options.out, "engines", device=options.device, progress=progress)
+        self.options, self.parts = options, options.engines
+        self.reference_rows: tuple[Row, ...] = ()
 
     # --- one engine -----------------------------------------------------------------------------------------
 
-    def run(self, choice: EngineChoice) -> EngineResult:
+    def run(self, part: EngineChoice) -> EngineResult:
         """Run one engine's worker and return the engine's row."""
         options = self.options
-        folder = self.out / file_stem(choice.name)
-        log = self.out / "logs" / f"{file_stem(choice.name)}.log"
+        folder = self.out / file_stem(part.name)
+        log = self.out / "logs" / f"{file_stem(part.name)}.log"
         folder.mkdir()
-        own = {"name": choice.name, "engine": choice.config, "prompts": options.prompts.ids, "out": folder}
+        own = {"name": part.name, "engine": part.config, "prompts": options.prompts.ids, "out": folder}
         job = EnginesJob(**same_fields(EnginesJob, options) | own)
-        argv = [sys.executable, "-u", *WORKER, str(job.write())]
-        exit_status = self.runner.run(argv, log=log, timeout=options.timeout)
-        return self._result(choice, folder=folder, log=log, exit_status=exit_status)
-
-    def _result(
-        self, choice: EngineChoice, *, folder: Path, log: Path, exit_status: ExitStatus
-    ) -> EngineResult:
+        exit_status = self.work(WORKER, job, log=log, timeout=options.timeout)
         outcome, rows = Outcome.read(folder), tuple(read_lines(folder / ROWS, Row))
-        passes = read_lines(folder / PASSES, Pass)
+        phases = self._phases(rows, read_lines(folder / PASSES, Pass), outcome)
+        status, reason = how_it_ended(exit_status, outcome, log=log, timeout=options.timeout)
+        return EngineResult(
+            name=part.name,
+            engine=part.config.name,
+            status=status,
+            reason=reason,
+            is_reference=not self.results,
+            phases=phases,
+            problems=self._problems(part, rows, phases, outcome),
+            outcome=outcome,
+            seconds=exit_status.seconds,
+            folder=folder.name,
+            log=str(log.relative_to(self.out)),
+            settings=part.config.model_dump(mode="json", exclude_defaults=True),
+        )
+
+    def _phases(
+        self, rows: tuple[Row, ...], passes: Sequence[Pass], outcome: Outcome | None
+    ) -> tuple[PhaseReport, ...]:
         is_reference = not self.results
         if is_reference:
             self.reference_rows = rows
-        reports = [
+        reports = (
             report(
                 phase,
                 rows,
@@ -123,23 +127,8 @@ class _Suite:
                 reference=None if is_reference else self.reference_rows,
             )
             for phase in PHASES
-        ]
-        phases = tuple(phase for phase in reports if phase is not None)
-        status, reason = how_it_ended(exit_status, outcome, log=log, timeout=self.options.timeout)
-        return EngineResult(
-            name=choice.name,
-            engine=choice.config.name,
-            status=status,
-            reason=reason,
-            is_reference=is_reference,
-            phases=phases,
-            problems=self._problems(choice, rows, phases, outcome),
-            outcome=outcome,
-            seconds=exit_status.seconds,
-            folder=folder.name,
-            log=str(log.relative_to(self.out)),
-            settings=choice.config.model_dump(mode="json", exclude_defaults=True),
         )
+        return tuple(phase for phase in reports if phase is not None)
 
     def _problems(
         self,
@@ -169,22 +158,8 @@ class _Suite:
 
     # --- all of them ----------------------------------------------------------------------------------------
 
-    def run_all(self) -> EnginesResult:
-        """Run all engines, the reference first. Ctrl-C ends the run with the results so far."""
-        try:
-            for number, choice in enumerate(self.options.engines, start=1):
-                row = self.run(choice)
-                self.results.append(row)
-                self.progress(row, number, len(self.options.engines))
-                write_json(self.out / "engines.json", self.result().as_dict())
-        except KeyboardInterrupt:
-            self.interrupted = True
-        return self.result()
-
     def result(self) -> EnginesResult:
         """The result so far."""
-        from lockstep.lab.suite.machine import machine
-
         options = self.options
         return EnginesResult(
             engines=tuple(self.results),
@@ -193,8 +168,8 @@ class _Suite:
             settings=self._settings(),
             notes=options.prompts.notes,
             command=options.command,
-            complete=not self.interrupted and len(self.results) == len(options.engines),
-            machine=machine(options.device),
+            complete=self.complete,
+            machine=self.machine,
         )
 
     def _settings(self) -> Mapping[str, Any]:

@@ -108,10 +108,10 @@ def _whole(result: MatrixResult) -> Table:
             names = [f"({cell.name})", *("" for _ in axes[1:])]
         log = Cell("log" if cell.log else "", link=cell.log or "")
         lines.append(Line([*names, result_text(cell), *_figures(result, cell, COLUMNS), log]))
-    heads = [*(Head(axis, kind="") for axis in axes), Head("result", kind="")]
+    axis_heads = [Head(name, kind="") for name in (*axes, "result")]
     return Table(
         on=("markdown",),
-        heads=[*heads, *heads(COLUMNS), Head("log", kind="", terminal=False)],
+        heads=[*axis_heads, *heads(COLUMNS), Head("log", kind="", terminal=False)],
         lines=lines,
     )
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.lab.step_bench.job import BenchOutcome, Ready, StepTimes
-from lockstep.lab.suite.result import SuiteResult
-from lockstep.lab.suite.run import Status
+from lockstep.lab.suite.result import SuiteResult, SuiteRow
 
 TIMED = ("step", "generate", "train", "forward", "backward", "optimizer", "weights")
 """Fields of StepTimes."""
@@ -30,14 +29,9 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CellResult:
-    """One cell: a row of the table."""
+class CellResult(SuiteRow):
+    """One cell. interrupted: Ctrl-C came before its last turn, or before it was started."""
 
-    name: str
-    status: Status
-    """refused: its settings cannot work. hung: it did not come to an end in time. interrupted: Ctrl-C came
-    before its last turn, or before it was started."""
-    reason: str = ""
     ranks: int = 0
     times: tuple[StepTimes, ...] = ()
     ready: Ready | None = None
@@ -46,8 +40,6 @@ class CellResult:
     """Prompts and completions of one step; 0: not known."""
     sampled_tokens: int = 0
     """Completions of one step; 0: not known."""
-    log: str = ""
-    """Empty: no process was started."""
 
     def spread(self, phase: str) -> Spread | None:
         """The spread of one of `TIMED`; None: nothing was measured."""

@@ -8,9 +8,7 @@ Taking turns means that a machine which slows down for a while slows down every 
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,16 +32,16 @@ from lockstep.lab.step_bench.job import (
 from lockstep.lab.step_bench.result import BenchResult, CellResult
 from lockstep.lab.step_bench.work import BenchWork
 from lockstep.lab.suite.job_files import check_seconds, same_fields
-from lockstep.lab.suite.process import ExitStatus, ProcessRunner, read_tail
-from lockstep.lab.suite.run import Status, broken, check_folder, make_folder
+from lockstep.lab.suite.process import read_tail, start_logged
+from lockstep.lab.suite.result import Status
+from lockstep.lab.suite.run import Suite, broken, check_folder, make_folder
 from lockstep.observe.files import write_json
+from lockstep.processes.child import describe_status
 
 WORKER = ("-m", "lockstep.lab.step_bench.worker")
 """Arguments of the interpreter that run a job file."""
 _POLL_SECONDS = 0.01
 _MOST_SECONDS = 1e9
-_FOREVER = 7 * 24 * 3600.0
-"""Deadline of a cell's process; the suite itself looks at each turn's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,39 +74,25 @@ class BenchOptions:
 
 
 class _Running:
-    """One cell's processes, watched from a thread of its own."""
+    """One cell's processes."""
 
     def __init__(self, job: BenchJob, *, log: Path, environment: Mapping[str, str]) -> None:
-        self.job, self.log, self.environment = job, log, environment
-        self.exit_status: ExitStatus | None = None
-        self.timed_out: str = ""
-        self._runner = ProcessRunner()
-        self._thread = threading.Thread(target=self._run, name=f"bench {job.cell}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        argv = [sys.executable, "-u", *WORKER, str(self.job.out / "job.json")]
-        try:
-            self.exit_status = self._runner.run(
-                argv, log=self.log, timeout=_FOREVER, environment=self.environment
-            )
-        except KeyboardInterrupt:  # what ProcessRunner.stop ends a run with
-            self.exit_status = ExitStatus(returncode=None, timed_out=True, seconds=0.0)
+        self.job, self.log = job, log
+        self.timed_out = ""
+        self._stopped = False
+        argv = [sys.executable, "-u", *WORKER, str(job.write())]
+        self._child = start_logged(argv, log=log, environment=environment)
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
-    def cut_short(self) -> bool:
-        """Whether the process has not ended by itself: it is at work, or was stopped."""
-        return self.alive or (self.exit_status is not None and self.exit_status.returncode is None)
+    def status(self) -> int | None:
+        """The exit status; None: it has not ended by itself, but is at work or was stopped."""
+        return None if self._stopped else self._child.poll()
 
     def wait(self, arrived: Callable[[], bool], seconds: float, what: str) -> bool:
         """Wait until `arrived`; False: the process ended, or was killed at the deadline."""
         until = time.monotonic() + seconds
         while not arrived():
-            if not self.alive:
+            if self.status is not None:
                 return arrived()
             if time.monotonic() > until:
                 self.timed_out = f"{what} took more than {seconds:g} s (--timeout)"
@@ -120,31 +104,32 @@ class _Running:
     def end(self, seconds: float) -> None:
         """Ask the cell to write its result and to close within `seconds`."""
         give_turn(self.job.out, END)
-        self._thread.join(seconds)
-        if self.alive and not self.timed_out:
+        if self._child.wait(seconds) is None and not self.timed_out:
             self.timed_out = f"its end took more than {seconds:g} s (--timeout)"
         self.stop()
 
     def stop(self) -> None:
         """Kill what is left of the process."""
-        self._runner.stop()
-        self._thread.join()
+        self._stopped = self.status is None
+        self._child.end()
 
 
-@dataclass
-class _Suite:
-    """The measurement under way."""
+class _Suite(Suite[BenchCell, CellResult, BenchResult]):
+    """The measurement under way.
 
-    options: BenchOptions
-    progress: Callable[[str], None]
-    jobs: Mapping[str, BenchJob | str]
-    """Cell -> its job, or why its settings are refused."""
-    results: list[CellResult] = field(default_factory=list)
-    running: dict[str, _Running] = field(default_factory=dict)
-    interrupted: bool = False
+    Args:
+        jobs: cell -> its job, or why its settings are refused.
+    """
+
+    def __init__(
+        self, options: BenchOptions, say: Callable[[str], None], jobs: Mapping[str, BenchJob | str]
+    ) -> None:
+        super().__init__(options.out, "bench", device=options.device, progress=lambda *_: None)
+        self.options, self.say, self.jobs, self.parts = options, say, jobs, options.cells
+        self.running: dict[str, _Running] = {}
 
     def run_all(self) -> BenchResult:
-        """Run every cell. Ctrl-C ends the run with the results so far."""
+        """Run every cell, in turns. Ctrl-C ends the run with the results so far."""
         options = self.options
         groups = [[cell] for cell in options.cells] if options.one_at_a_time else [list(options.cells)]
         try:
@@ -158,8 +143,6 @@ class _Suite:
                     self._finish(cell)
         except KeyboardInterrupt:
             self.interrupted = True
-            for running in self.running.values():
-                running.stop()
         finally:
             for running in self.running.values():
                 running.stop()
@@ -170,12 +153,11 @@ class _Suite:
     def _start(self, cell: BenchCell) -> None:
         job = self.jobs[cell.name]
         if isinstance(job, str):
-            self.results.append(self._row(cell))
-            self.progress(f"{cell.name}: refused: {job}")
+            self.results.append(self.run(cell))
+            self.say(f"{cell.name}: refused: {job}")
             return
         job.out.mkdir()
-        job.write()
-        log = self.options.out.resolve() / f"{cell.slug}.log"
+        log = self.out / f"{cell.slug}.log"
         log.unlink(missing_ok=True)
         running = self.running[cell.name] = _Running(job, log=log, environment=self._environment(job.out))
         timeout = self.options.timeout
@@ -184,7 +166,7 @@ class _Suite:
             return
         ready = read_ready(job.out)
         assert ready is not None
-        self.progress(
+        self.say(
             f"{cell.name}: warm after {ready.load_seconds + ready.first_step_seconds:.1f} s, "
             f"{ready.compile_seconds:.1f} s of them compiling"
         )
@@ -205,22 +187,22 @@ class _Suite:
             self._finish(cell)
             return
         last = read_times(running.job.out)[-1]
-        self.progress(f"{cell.name}: step {repeat}/{self.options.repeats} {last.step:.3f} s")
+        self.say(f"{cell.name}: step {repeat}/{self.options.repeats} {last.step:.3f} s")
 
     def _finish(self, cell: BenchCell) -> None:
         if cell.name not in self.running:
             return
         self.running[cell.name].end(self.options.timeout)
-        row = self._row(cell)
+        row = self.run(cell)
         self.results.append(row)
         del self.running[cell.name]
         if row.status != "ok":
-            self.progress(f"{cell.name}: {row.status}: {row.reason}")
+            self.say(f"{cell.name}: {row.status}: {row.reason}")
         write_json(self.options.out / "bench.json", self.result().as_dict())
 
-    def _row(self, cell: BenchCell) -> CellResult:
+    def run(self, part: BenchCell) -> CellResult:
         """The row of a cell in its current state."""
-        refused, running = self.jobs[cell.name], self.running.get(cell.name)
+        cell, refused, running = part, self.jobs[part.name], self.running.get(part.name)
         if isinstance(refused, str):
             return CellResult(name=cell.name, status="refused", reason=refused)
         if running is None:
@@ -250,12 +232,11 @@ class _Suite:
             return outcome.status, outcome.reason + _advice(outcome.status, self.options)
         if outcome is not None and len(times) == self.options.repeats:
             return "ok", ""
-        if running.cut_short:
+        if running.status is None:
             warm = read_ready(running.job.out) is not None
             progress = f"after {len(times)} of {self.options.repeats} steps" if warm else "before it was warm"
             return "interrupted", progress
-        ended = "it was killed" if running.exit_status is None else running.exit_status.describe()
-        status, reason = broken(read_tail(running.log), ended)
+        status, reason = broken(read_tail(running.log), f"it {describe_status(running.status)}")
         return status, reason + _advice(status, self.options)
 
     # --- the result -----------------------------------------------------------------------------------------
@@ -266,20 +247,13 @@ class _Suite:
         options = self.options
         ended = {row.name: row for row in self.results}
         return BenchResult(
-            cells=tuple(ended.get(cell.name) or self._row(cell) for cell in options.cells),
+            cells=tuple(ended.get(cell.name) or self.run(cell) for cell in options.cells),
             settings=self._settings(),
             notes=tuple(options.notes),
             command=options.command,
-            complete=not self.interrupted and len(ended) == len(options.cells),
+            complete=self.complete,
             machine=self.machine,
         )
-
-    @functools.cached_property
-    def machine(self) -> dict[str, str]:
-        """The settings of the measurement, for the reports."""
-        from lockstep.lab.suite.machine import machine
-
-        return machine(self.options.device)
 
     def _settings(self) -> dict[str, Any]:
         options, work = self.options, self.options.work

@@ -44,6 +44,19 @@ class ExitStatus:
         return "it was killed" if self.returncode is None else f"it {describe_status(self.returncode)}"
 
 
+def start_logged(
+    argv: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> Child:
+    """Start `argv` with stdout and stderr at the end of `log`."""
+    variables = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+    with log.open("ab") as file:
+        return Child(argv, output=file, env=variables, cwd=directory, linger=_LINGER_SECONDS)
+
+
 class ProcessRunner:
     """Run commands, from several threads if need be; `stop` kills those that are running."""
 
@@ -66,22 +79,20 @@ class ProcessRunner:
         Raises:
             KeyboardInterrupt: Ctrl-C, or `stop` was called; the process is dead by then.
         """
-        variables = {**os.environ, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
         start = time.monotonic()
-        with log.open("ab") as file:
+        with self._lock:
+            if self._stopped:
+                raise KeyboardInterrupt
+            child = start_logged(argv, log=log, environment=environment, directory=directory)
+            self._running.add(child)
+        try:
+            status = child.wait(timeout)
+            if status is None:
+                child.ask_for_traceback()
+        finally:
+            child.end()
             with self._lock:
-                if self._stopped:
-                    raise KeyboardInterrupt
-                child = Child(argv, output=file, env=variables, cwd=directory, linger=_LINGER_SECONDS)
-                self._running.add(child)
-            try:
-                status = child.wait(timeout)
-                if status is None:
-                    child.ask_for_traceback()
-            finally:
-                child.end()
-                with self._lock:
-                    self._running.discard(child)
+                self._running.discard(child)
         if self._stopped:
             raise KeyboardInterrupt
         return ExitStatus(

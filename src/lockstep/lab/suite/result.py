@@ -5,7 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Status = Literal["ok", "refused", "failed", "oom", "hung", "skipped", "interrupted"]
+"""How a row of a suite ended. hung: it did not come to an end in time. skipped: by a flag. interrupted: by
+Ctrl-C."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuiteRow:
+    """One part of a suite."""
+
+    name: str
+    status: Status
+    reason: str = ""
+    """Why it is not ok."""
+    seconds: float = 0.0
+    """Duration of the whole process, start and loading included."""
+    folder: str = ""
+    """The part's folder below OUT; empty: nothing was started."""
+    log: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +48,10 @@ class SuiteResult(ABC):
     @abstractmethod
     def verdict(self) -> str:
         """The verdict, which is printed last."""
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
 
     def facts(self) -> dict[str, Any]:
         """The fields that every suite's JSON has."""

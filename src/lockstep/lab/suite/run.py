@@ -1,25 +1,87 @@
-"""The run of a suite: its folder, and how a worker ended."""
+"""The run of a suite: its folder, its parts one after the other, and how a worker ended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Generic, TypeVar
 
 from lockstep.errors import ConfigError
-from lockstep.lab.suite.job_files import WorkerOutcome
+from lockstep.lab.suite.job_files import Job, WorkerOutcome
 from lockstep.lab.suite.process import (
     ExitStatus,
+    ProcessRunner,
     line_that_matters,
     looks_out_of_memory,
     read_tail,
     stalled_in,
 )
+from lockstep.lab.suite.result import Status, SuiteResult
+from lockstep.observe.files import write_json
 from lockstep.ranks.launch import TIMED_OUT, in_launcher
 
-Status = Literal["ok", "refused", "failed", "oom", "hung", "skipped", "interrupted"]
-"""How a row of a suite ended. hung: it did not come to an end in time. skipped: by a flag. interrupted: by
-Ctrl-C."""
+Part = TypeVar("Part")
+Row = TypeVar("Row")
+Result = TypeVar("Result", bound=SuiteResult)
+
+
+class Suite(ABC, Generic[Part, Row, Result]):
+    """A run under way: a row per part, each by a worker in processes of its own.
+
+    Args:
+        out: its folder, which exists.
+        stem: the name of its JSON file.
+        progress: called with each row, its number, and how many there are.
+    """
+
+    def __init__(
+        self, out: Path, stem: str, *, device: str, progress: Callable[[Row, int, int], None]
+    ) -> None:
+        self.out, self.stem, self.device, self.progress = out.resolve(), stem, device, progress
+        self.runner = ProcessRunner()
+        self.parts: Sequence[Part] = ()
+        self.results: list[Row] = []
+        self.interrupted = False
+
+    @abstractmethod
+    def run(self, part: Part) -> Row:
+        """Run one part to its end, whatever that is."""
+
+    @abstractmethod
+    def result(self) -> Result:
+        """The result so far."""
+
+    def run_all(self) -> Result:
+        """Run all parts. Ctrl-C ends the run with the results so far, which are on disk after each part."""
+        try:
+            for number, part in enumerate(self.parts, start=1):
+                row = self.run(part)
+                self.results.append(row)
+                self.progress(row, number, len(self.parts))
+                write_json(self.out / f"{self.stem}.json", self.result().as_dict())
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return self.result()
+
+    def work(self, worker: Sequence[str], job: Job, *, log: Path, timeout: float) -> ExitStatus:
+        """Write a job and run its worker, the interpreter with these arguments, until its end."""
+        log.unlink(missing_ok=True)
+        argv = [sys.executable, "-u", *worker, str(job.write())]
+        return self.runner.run(argv, log=log, timeout=timeout)
+
+    @property
+    def complete(self) -> bool:
+        return not self.interrupted and len(self.results) == len(self.parts)
+
+    @functools.cached_property
+    def machine(self) -> dict[str, str]:
+        """The machine and the versions."""
+        from lockstep.lab.suite.machine import machine  # loads torch
+
+        return machine(self.device)
 
 
 def check_folder(out: Path, command: str, *, name: str = "--out") -> None:

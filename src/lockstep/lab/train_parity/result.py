@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.lab.loss_curves.differences import WINDOW, Falls, ratio
-from lockstep.lab.suite.result import SuiteResult
-from lockstep.lab.suite.run import Status
+from lockstep.lab.suite.result import SuiteResult, SuiteRow
 from lockstep.lab.train_parity.compare import Comparison
 from lockstep.lab.train_parity.job import Role, StepRow
 
@@ -25,14 +24,9 @@ Learning = Literal["falls", "does not fall", "not shown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StackResult:
-    """One stack: a row of the table."""
+class StackResult(SuiteRow):
+    """One stack; the name of a value model's row: see `row_name`."""
 
-    name: str
-    """The stack's; of a value model: see `row_name`."""
-    status: Status
-    """hung: it did not end in time. skipped: --skip or SKIP_*."""
-    reason: str = ""
     role: Role = "policy"
     """The model that was trained: value is PPO's second one."""
     ranks: int = 0
@@ -41,14 +35,9 @@ class StackResult:
     comparison: Comparison | None = None
     """None for the reference, and where there is nothing to compare."""
     is_reference: bool = False
-    seconds: float = 0.0
-    """Duration of the whole process, start and loading included."""
     attention: str = ""
     dtype: str = ""
     statement: str = ""
-    folder: str = ""
-    """The stack's folder below OUT; empty: nothing was started."""
-    log: str = ""
     problems: tuple[str, ...] = ()
     """Why the stack does not agree; empty: it does, or was skipped."""
     learning: Learning | None = None

@@ -9,7 +9,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from lockstep.config.train import TrainConfig, token_slots
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.lab.loss_curves.differences import falls
 from lockstep.lab.suite.job_files import RANK_LOGS, check_seconds, read_lines, same_fields
-from lockstep.lab.suite.process import ExitStatus, ProcessRunner, line_that_matters, read_tail
-from lockstep.lab.suite.run import check_folder, how_it_ended, make_folder
+from lockstep.lab.suite.process import line_that_matters, read_tail
+from lockstep.lab.suite.run import Suite, check_folder, how_it_ended, make_folder
 from lockstep.lab.train_parity.compare import compare
 from lockstep.lab.train_parity.job import (
     INPUTS,
@@ -40,7 +40,6 @@ from lockstep.lab.train_parity.job import (
 )
 from lockstep.lab.train_parity.result import ParityResult, StackResult, judge, learning, row_name
 from lockstep.lab.train_parity.stacks import Stack, skipped
-from lockstep.observe.files import write_json
 
 WORKER = ("-m", "lockstep.lab.train_parity.worker")
 """Arguments of the interpreter that run a job file."""
@@ -88,23 +87,18 @@ class ParityOptions:
         check_seconds(self.timeout, "timeout")
 
 
-@dataclass
-class _Suite:
-    """The run under way."""
+class _Suite(Suite[tuple[Stack, Role], StackResult, ParityResult]):
+    """The run under way; the reference comes first."""
 
-    options: ParityOptions
-    progress: Callable[[StackResult, int, int], None]
-    runner: ProcessRunner = field(default_factory=ProcessRunner)
-    results: list[StackResult] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.out = self.options.out.resolve()
-        self.logs = (self.options.log_dir or self.options.out / "logs").resolve()
-        chosen = [stack for stack in self.options.stacks if stack.name != self.options.reference.name]
-        self.stacks = [self.options.reference, *chosen]
-        roles: tuple[Role, ...] = ("policy", "value") if self.options.algorithm == "ppo" else ("policy",)
+    def __init__(self, options: ParityOptions, progress: Callable[[StackResult, int, int], None]) -> None:
+        super().__init__(options.out, "parity", device=options.device, progress=progress)
+        self.options = options
+        self.logs = (options.log_dir or options.out / "logs").resolve()
+        chosen = [stack for stack in options.stacks if stack.name != options.reference.name]
+        self.stacks = [options.reference, *chosen]
+        roles: tuple[Role, ...] = ("policy", "value") if options.algorithm == "ppo" else ("policy",)
         self.parts = [(stack, role) for role in roles for stack in self.stacks]
-        self.interrupted = False
+        self._static = True if any(stack.execution != "eager" for stack in self.stacks) else None
 
     # --- inputs ---------------------------------------------------------------------------------------------
 
@@ -112,13 +106,12 @@ class _Suite:
         """Make the recording that all stacks are fed, in a process of its own."""
         options = self.options
         ranks = max([self._ranks(stack) or 1 for stack in self.stacks])
-        compiled = any(stack.execution != "eager" for stack in self.stacks)
         own = {
             "recording": None if options.recording is None else options.recording.resolve(),
             "min_packs": ranks,
             "token_budget": token_slots(options.train),
             "max_length": min(options.max_length, token_slots(options.train)),
-            "static_capacity": compiled,
+            "static_capacity": bool(self._static),
             "out": self.out,
         }
         spec = InputsSpec(**same_fields(InputsSpec, options) | own)
@@ -141,8 +134,11 @@ class _Suite:
 
     # --- one stack ------------------------------------------------------------------------------------------
 
-    def run(self, stack: Stack, role: Role = "policy") -> StackResult:
-        """Run one stack and return its row, not compared yet."""
+    def run(self, part: tuple[Stack, Role]) -> StackResult:
+        """Run one stack and compare its row with the reference's."""
+        return self._judged(self._row(*part))
+
+    def _row(self, stack: Stack, role: Role) -> StackResult:
         is_reference = stack.name == self.options.reference.name
         base: dict[str, Any] = {"name": row_name(stack.name, role), "role": role}
         word = skipped(stack, self.options.skip)
@@ -157,7 +153,8 @@ class _Suite:
         except LockstepError as error:
             return StackResult(status="refused", reason=str(error), **base)
         base |= {"ranks": job.ranks, "folder": folder.name, "log": str(log)}
-        exit_status = self._run_job(job, log)
+        # The launcher ends its ranks at the deadline, and is killed itself if it does not.
+        exit_status = self.work(WORKER, job, log=log, timeout=job.timeout + _BEHIND_LAUNCHER)
         rows, outcome = tuple(read_lines(folder / METRICS, StepRow)), Outcome.read(folder)
         base |= {"rows": rows, "seconds": exit_status.seconds}
         if outcome is not None:
@@ -197,13 +194,7 @@ class _Suite:
         check_backend(job.train, lora=False)
         check_support(job)
         folder.mkdir()
-        job.write()
         return job
-
-    def _run_job(self, job: ParityJob, log: Path) -> ExitStatus:
-        log.unlink(missing_ok=True)
-        argv = [sys.executable, "-u", *WORKER, str(job.out / "job.json")]
-        return self.runner.run(argv, log=log, timeout=job.timeout + _BEHIND_LAUNCHER)
 
     def _gains(self, rows: Sequence[Any], role: Role) -> list[float]:
         """Losses that are comparable over steps: GRPO's and PPO's, of different rollouts, less their starting
@@ -215,18 +206,9 @@ class _Suite:
     # --- all of them ----------------------------------------------------------------------------------------
 
     def run_all(self) -> ParityResult:
-        """Run all stacks, the reference first. Ctrl-C ends the run with the results so far."""
+        """Make the inputs, then run all stacks."""
         self.report = self.make_inputs()
-        self._static = True if any(s.execution != "eager" for s in self.stacks) else None
-        try:
-            for number, (stack, role) in enumerate(self.parts, start=1):
-                row = self._judged(self.run(stack, role))
-                self.results.append(row)
-                self.progress(row, number, len(self.parts))
-                write_json(self.out / "parity.json", self.result().as_dict())
-        except KeyboardInterrupt:
-            self.interrupted = True
-        return self.result()
+        return super().run_all()
 
     def _judged(self, row: StackResult) -> StackResult:
         reference = next((other for other in self.results if other.role == row.role), row)
@@ -258,8 +240,8 @@ class _Suite:
             notes=(*options.notes, *self.report.notes),
             command=options.command,
             must_fall=options.must_fall,
-            complete=not self.interrupted and len(self.results) == len(self.parts),
-            machine=_machine(options.device),
+            complete=self.complete,
+            machine=self.machine,
         )
 
     def _settings(self) -> Mapping[str, Any]:
@@ -313,9 +295,3 @@ def where_it_was(folder: Path) -> str:
             frames[rank] = f"rank {rank} was in {frame[3]} ({Path(frame[1]).name}:{frame[2]})"
     texts = [frames[rank] for rank in sorted(frames)[:_MOST_RANKS]]
     return "".join(f"; {text}" for text in texts)
-
-
-def _machine(device: str) -> dict[str, str]:
-    from lockstep.lab.suite.machine import machine
-
-    return machine(device)
