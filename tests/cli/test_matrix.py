@@ -88,7 +88,7 @@ def test_flags_become_options(ran: Ran, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_exit_status_reflects_failures(ran: Ran, capsys: pytest.CaptureFixture[str]) -> None:
     bad = CellResult(
-        name="a", values={}, flags=(), command="c", status="crashed: SIGSEGV", reason="r", folder="cells/a"
+        name="a", values={}, flags=(), command="c", status="failed", reason="r", folder="cells/a"
     )
     ran.answer = result(cells=(bad,))
     assert main(["matrix", "--quiet"]) == 1

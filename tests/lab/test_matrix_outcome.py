@@ -22,10 +22,10 @@ DESYNC: dict[str, Any] = {"index": 3, "status": "desync", "error": {"type": "Des
     ("rows", "code", "status", "reason"),
     [
         ([OK], 0, "ok", ""),
-        ([OK], 1, "failed", "exit status 1: ValueError: late"),
+        ([OK], 1, "failed", "ValueError: late"),
         ([OK, SKIPPED, DESYNC], 1, "failed", "2 of 3 inputs; input 3: Desync: rank 1 gone"),
         ([OK, SKIPPED], 1, "failed", "1 of 2 inputs; input 1: no reason given"),
-        ([OOM, SKIPPED], 1, "out of memory", "2 of 2 inputs; input 2: OutOfMemoryError: no room"),
+        ([OOM, SKIPPED], 1, "oom", "2 of 2 inputs; input 2: OutOfMemoryError: no room"),
         ([OOM, DESYNC], 1, "failed", "2 of 2 inputs; input 2: OutOfMemoryError: no room"),
         ([], 0, "failed", "no input was replayed"),
     ],

@@ -24,6 +24,16 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "matrix.json").read_text())["cells"][1]["speed_ratio"] == 1.5
 
 
+def test_a_matrix_of_an_earlier_version_had_words_of_its_own(tmp_path: Path) -> None:
+    words = {"out of memory": "oom", "timeout after 600 s": "hung", "crashed: SIGSEGV": "failed"}
+    words |= {"not run": "interrupted", "ok": "ok", "refused": "refused"}
+    values = made.result(*(made.cell(name=word) for word in words)).as_dict()
+    for cell, word in zip(values["cells"], words, strict=True):
+        cell["status"] = word
+    write_json(tmp_path / "matrix.json", values)
+    assert [cell.status for cell in read_matrix(tmp_path).cells] == list(words.values())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -88,10 +98,10 @@ def test_16_bits_without_a_yardstick_are_judged_by_depth() -> None:
 
 def test_verdicts() -> None:
     assert made.result().verdict == "matrix: 2 cells, 2 work, largest difference 2e-06 nats (packed)"
-    broken = made.cell(status="crashed: SIGSEGV", comparison=None, agrees=None)
+    broken = made.cell(status="failed", comparison=None, agrees=None)
     refused = made.cell(name="flex", status="refused", comparison=None, agrees=None)
     result = made.result(made.reference(), broken, refused)
-    assert result.verdict == "matrix: 3 cells, 1 work, 1 refused, 1 do not: packed (crashed: SIGSEGV)"
+    assert result.verdict == "matrix: 3 cells, 1 work, 1 refused, 1 do not: packed (failed)"
     assert not result.ok
     assert made.result(made.reference(), refused).ok
     assert not made.result(complete=False).ok

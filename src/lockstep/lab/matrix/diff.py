@@ -186,7 +186,7 @@ def _change(a: CellResult, b: CellResult) -> Change:
     before, after = _rank(a), _rank(b)
     if before == after:
         return "same" if a.status == b.status else "other"
-    if "not run" in (a.status, b.status):
+    if "interrupted" in (a.status, b.status):
         return "other"
     return "worse" if after < before else "better"
 

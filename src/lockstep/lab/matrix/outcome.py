@@ -13,17 +13,11 @@ from pydantic import ValidationError
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix.compare import Comparison, compare_outputs
 from lockstep.lab.matrix.result import CELL, CellResult, read_measures
-from lockstep.lab.suite.job_files import first_problem
-from lockstep.lab.suite.process import (
-    ExitStatus,
-    line_that_matters,
-    looks_out_of_memory,
-    read_tail,
-    stalled_in,
-)
+from lockstep.lab.suite.job_files import WorkerOutcome, first_problem
+from lockstep.lab.suite.process import ExitStatus
+from lockstep.lab.suite.run import how_it_ended
 from lockstep.observe.files import read_json, read_plain
 from lockstep.observe.text import printable_lines
-from lockstep.processes.child import signal_name
 
 _USAGE_STATUS = 2
 """lockstep's exit status for an invalid setting."""
@@ -38,9 +32,15 @@ def with_process_result(
         folder: the cell's: log.txt, and replay/ with the replay's own files.
         timeout: seconds that the cell had.
     """
-    log = read_tail(folder / "log.txt").partition("\n")[2] if (folder / "log.txt").exists() else ""
     rows, summary = read_rows(folder / "replay" / "results.jsonl"), _read(folder / "replay" / "summary.json")
-    status, reason = _status(exit_status, log=log, rows=rows, summary=summary, timeout=timeout)
+    outcome = None if summary is None else _outcome(rows, summary)
+    status, reason = how_it_ended(exit_status, outcome, log=folder / "log.txt", timeout=timeout)
+    # A command that refuses its settings says so in one line with its name in front; argparse says "error".
+    refuses = reason.startswith("lockstep ") and ": error: " not in reason
+    if exit_status.returncode == _USAGE_STATUS and refuses:
+        status = "refused"
+    if reason.startswith("lockstep replay: ") or status == "refused":
+        reason = reason.partition(": ")[2]
     return replace(
         result,
         status=status,
@@ -103,58 +103,25 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _status(
-    exit_status: ExitStatus,
-    *,
-    log: str,
-    rows: Sequence[Mapping[str, Any]],
-    summary: Mapping[str, Any] | None,
-    timeout: float,
-) -> tuple[str, str]:
-    if exit_status.timed_out:
-        where = stalled_in(log)
-        progress = f"{len(rows)} inputs were done" if rows else "no input was done"
-        return f"timeout after {timeout:g} s", progress + (f"; it was in {where}" if where else "")
-    code = exit_status.returncode
-    assert code is not None
-    if code < 0:
-        name = signal_name(code)
-        line = line_that_matters(log)
-        if name == "SIGKILL":
-            line = "killed from outside, as the system does when memory runs out" + (
-                f"; {line}" if line else ""
-            )
-        return f"crashed: {name}", line or "no output"
-    if summary is not None:
-        status, reason = _inputs(rows, summary)
-        if status == "ok" and code != 0:  # all inputs ran, and the process failed behind them
-            return "failed", f"exit status {code}: {line_that_matters(log) or 'no output'}"
-        return status, reason
-    line = line_that_matters(log) or "no output"
-    if code == _USAGE_STATUS and line.startswith("lockstep ") and ": error: " not in line:
-        return "refused", line.partition(": ")[2]
-    line = line.partition(": ")[2] if line.startswith("lockstep replay: ") else line
-    if looks_out_of_memory(line):
-        return "out of memory", line
-    return "failed", f"exit status {code}: {line}"
-
-
-def _inputs(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> tuple[str, str]:
-    """(status, reason) of a replay that ran to its end."""
+def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> WorkerOutcome:
+    """How a replay that ran to its end says it went."""
     bad = [row for row in rows if row.get("status") != "ok"]
+    if not rows:
+        return WorkerOutcome(status="failed", reason="no input was replayed")
     if not bad:
-        if not rows:
-            return "failed", "no input was replayed"
-        if summary.get("interrupted"):
-            return "failed", "the replay was interrupted"
-        return "ok", ""
-    bad.sort(key=lambda row: row.get("error") is None)  # inputs that were skipped cannot say why
+        interrupted = bool(summary.get("interrupted"))
+        reason = "the replay was interrupted" if interrupted else ""
+        return WorkerOutcome(status="failed" if interrupted else "ok", reason=reason)
+    # A device that an error has broken fails every later input as well: the first one says why. Inputs that
+    # were skipped cannot.
+    bad.sort(key=lambda row: row.get("error") is None)
     error = bad[0].get("error") or {}
     line = ": ".join(str(error[key]) for key in ("type", "line") if error.get(key)) or "no reason given"
-    tried = [row for row in bad if row.get("status") != "skipped"]
-    status = "out of memory" if tried and all(row.get("status") == "oom" for row in tried) else "failed"
-    # A device that an error has broken fails every later input as well: the first one says why.
-    return status, f"{len(bad)} of {len(rows)} inputs; input {bad[0].get('index')}: {line}"
+    tried = {row.get("status") for row in bad} - {"skipped"}
+    return WorkerOutcome(
+        status="oom" if tried == {"oom"} else "failed",
+        reason=f"{len(bad)} of {len(rows)} inputs; input {bad[0].get('index')}: {line}",
+    )
 
 
 def _summed(summary: Mapping[str, Any] | None) -> list[Any]:

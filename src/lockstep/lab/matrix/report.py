@@ -152,7 +152,7 @@ def problems(result: MatrixResult) -> list[tuple[CellResult, str]]:
     """Cells with a problem: why they do not work or do not agree, or why gradients were not compared."""
     rows = []
     for cell in result.cells:
-        if cell.status == "not run":
+        if cell.status == "interrupted":
             continue
         if not cell.works:
             rows.append((cell, f"{cell.status}: {cell.reason}" if cell.reason else cell.status))

@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from lockstep.errors import RecordingError
 from lockstep.lab.matrix.compare import Comparison
 from lockstep.lab.suite.job_files import first_problem
+from lockstep.lab.suite.result import Status
 from lockstep.observe.files import read_json
 
 FORMAT, VERSION = "lockstep-matrix", 1
@@ -31,6 +32,12 @@ HALF_RMS_LIMIT, HALF_GRADIENT_LIMIT = 0.025, 0.05
 number of layers, because rounding adds up as a random walk. On an H200 the random 8B shape in bfloat16 is
 0.029 nats and 0.029 from float32 with 2 layers, 0.11 nats and 0.14 with 32
 (benchmarks/results/matrix-h200)."""
+
+
+def status_of(word: Any) -> Any:
+    """The status of a cell; matrices of earlier versions had words of their own."""
+    old = {"out of memory": "oom", "timeout": "hung", "crashed": "failed", "not run": "interrupted"}
+    return next((new for start, new in old.items() if str(word).startswith(start)), word)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +82,9 @@ class CellResult:
     """The cell as flags of `lockstep replay`."""
     command: str
     """The whole command, to be typed."""
-    status: str
-    """ok, failed, out of memory, refused, crashed: SIGNAL, timeout after N s, or not run."""
+    status: Annotated[Status, BeforeValidator(status_of)]
     reason: str = ""
-    """Error class and the line that matters; of a refused cell, why."""
+    """Error class and the line that matters; of a refused cell, why; of one that is not done yet, nothing."""
     folder: str
     """The cell's folder, relative to the matrix's."""
     log: str | None = None
@@ -291,7 +297,7 @@ def judge(
 def verdict(result: MatrixResult) -> str:
     """The verdict, which `lockstep matrix` prints last."""
     table = result.table
-    ran = [cell for cell in table if cell.status != "not run"]
+    ran = [cell for cell in table if cell.status != "interrupted"]
     parts = [f"{len(table)} cells", f"{sum(cell.works for cell in ran)} work"]
     refused = sum(cell.status == "refused" for cell in ran)
     broken = [cell for cell in ran if not cell.works and cell.status != "refused"]

@@ -342,7 +342,7 @@ class _Work:
                 values=dict(cell.values),
                 flags=cell.flags,
                 command=self.command(cell),
-                status="not run",
+                status="interrupted",
                 folder=f"cells/{cell.slug}",
                 reference=self._reference_name(cell),
                 is_extra=not cell.values,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,12 @@ class ExitStatus:
 
     def describe(self) -> str:
         """ "it exited with status 1", "it was killed by SIGSEGV" or "it was killed"."""
-        return "it was killed" if self.returncode is None else f"it {describe_status(self.returncode)}"
+        if self.returncode is None:
+            return "it was killed"
+        kernel = self.returncode == -signal.SIGKILL
+        return f"it {describe_status(self.returncode)}" + (
+            ", as the system does when memory runs out" if kernel else ""
+        )
 
 
 def start_logged(
@@ -121,7 +127,7 @@ def read_tail(log: Path) -> str:
 
 def line_that_matters(text: str, *, limit: int = 300) -> str:
     """The one line of a log that says why: where a fatal signal hit, else the last error that is named, else
-    the last line.
+    the last line that is not the command itself ("$ ...").
 
     Example:
         >>> line_that_matters("Traceback ...\\n  File ...\\nValueError: no such kernel\\n\\nhint\\n")
@@ -138,7 +144,7 @@ def line_that_matters(text: str, *, limit: int = 300) -> str:
         match = _ERROR.match(line)
         if match and _ERROR_NAME.search(match[1]):
             return _shorten(f"{match[1].rpartition('.')[2]}: {match[2]}", limit)
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = next((line.strip() for line in reversed(lines) if line.strip() and line[:2] != "$ "), "")
     return _shorten(last, limit)
 
 

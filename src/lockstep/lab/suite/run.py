@@ -130,7 +130,15 @@ def how_it_ended(
         return outcome.status, outcome.reason
     if outcome is not None and exit_status.returncode == 0:
         return "ok", ""
-    return broken(tail, exit_status.describe())
+    status, reason = broken(tail, exit_status.describe())
+    if (
+        exit_status.returncode is not None
+        and exit_status.returncode <= 0
+        and reason != exit_status.describe()
+    ):
+        # The log of a process that was killed, or left as if all were well, knows nothing of that.
+        reason = f"{exit_status.describe()}: {reason}"
+    return status, reason
 
 
 def broken(tail: str, ending: str) -> tuple[Status, str]:
