@@ -28,7 +28,7 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_530,
+    "lab": 11_450,
     "engine": 6_510,
     "recording": 4_980,
     "cli": 4_400,
