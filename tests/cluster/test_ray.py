@@ -206,7 +206,7 @@ def test_a_rank_that_hangs_ends_the_world_with_the_report(tmp_path: Path, two_no
     report = json.loads(file.read_text())
     assert (report["cause"], report["culprits"]) == ("stopped process", [1])
     assert any("gather" in frame or "reduce" in frame for frame in report["ranks"][0]["stack"])
-    # As `lockstep hang` does. Where the signal met rank 1 inside a collective, the records of two dead ranks are alike.
+    # As `lockstep hang` does. If rank 1 was stopped inside a collective, two dead ranks have like records.
     assert 1 in examine(find_records(tmp_path / "run")).culprits
     assert left(tmp_path) == []
 
