@@ -32,37 +32,34 @@ Batch = list[PromptRequest]
 
 def greedy(job: EnginesJob) -> Batch:
     """Request one completion of every prompt at temperature 0."""
-    return [_prompt_request(job, prompt, step=_GREEDY, temperature=0.0) for prompt in range(len(job.prompts))]
+    return [_request(job, prompt, step=_GREEDY, samples=[0]) for prompt in range(len(job.prompts))]
 
 
 def stop(job: EnginesJob, completions: Iterable[tuple[PromptRequest, Completion]]) -> Batch:
     """Repeat some greedy requests, each with the id in the middle of its completion as a stop id."""
-    batch = []
     selected = set(some(job))
-    for source, completion in completions:
-        if source.prompt in selected and len(completion.token_ids) > 1:
-            stop_id = completion.token_ids[len(completion.token_ids) // 2]
-            batch.append(_prompt_request(job, source.prompt, step=_GREEDY, temperature=0.0, stop_id=stop_id))
-    return batch
+    return [
+        _request(job, source.prompt, step=_GREEDY, samples=[0], stop_id=ids[len(ids) // 2])
+        for source, completion in completions
+        if source.prompt in selected and len(ids := completion.token_ids) > 1
+    ]
 
 
 def sampled(job: EnginesJob) -> Batch:
     """Request n samples of every prompt."""
-    return [_samples(job, prompt, step=_SAMPLED) for prompt in range(len(job.prompts))]
+    samples = range(job.num_samples)
+    return [_request(job, prompt, step=_SAMPLED, samples=samples) for prompt in range(len(job.prompts))]
 
 
 def alone(job: EnginesJob) -> list[Batch]:
     """Request the last sample of some prompts, each in a call of its own."""
-    last = job.num_samples - 1
-    return [
-        [_prompt_request(job, prompt, step=_SAMPLED, temperature=job.temperature, sample=last)]
-        for prompt in some(job)
-    ]
+    last = [job.num_samples - 1]
+    return [[_request(job, prompt, step=_SAMPLED, samples=last)] for prompt in some(job)]
 
 
 def other(job: EnginesJob) -> Batch:
     """Request some prompts with seeds that no other pass has."""
-    return [_samples(job, prompt, step=_OTHER) for prompt in some(job)]
+    return [_request(job, prompt, step=_OTHER, samples=range(job.num_samples)) for prompt in some(job)]
 
 
 def some(job: EnginesJob) -> list[int]:
@@ -71,45 +68,23 @@ def some(job: EnginesJob) -> list[int]:
     return sorted({*range(min(SOME, count)), *range(max(0, count - SOME), count)})
 
 
-def _samples(job: EnginesJob, prompt: int, *, step: int) -> PromptRequest:
-    seeds = tuple(sample_seed(job.seed, step, prompt, i) for i in range(job.num_samples))
-    return PromptRequest(
-        prompt=prompt,
-        request=GenerationRequest(
-            prompt_token_ids=job.prompts[prompt],
-            sampling=_params(job, temperature=job.temperature),
-            seeds=seeds,
-        ),
-    )
-
-
-def _prompt_request(
-    job: EnginesJob,
-    prompt: int,
-    *,
-    step: int,
-    temperature: float,
-    sample: int = 0,
-    stop_id: int | None = None,
+def _request(
+    job: EnginesJob, prompt: int, *, step: int, samples: Sequence[int], stop_id: int | None = None
 ) -> PromptRequest:
+    """Request these samples of a prompt; the step decides the seeds, and whether it is greedy."""
+    params = SamplingParams(
+        max_tokens=job.max_tokens,
+        temperature=0.0 if step == _GREEDY else job.temperature,
+        ignore_eos=job.ignore_eos,
+        stop_token_ids=() if stop_id is None else (stop_id,),
+    )
     return PromptRequest(
         prompt=prompt,
         request=GenerationRequest(
             prompt_token_ids=job.prompts[prompt],
-            sampling=_params(
-                job, temperature=temperature, stop_token_ids=() if stop_id is None else (stop_id,)
-            ),
-            seeds=(sample_seed(job.seed, step, prompt, sample),),
+            sampling=params,
+            seeds=tuple(sample_seed(job.seed, step, prompt, sample) for sample in samples),
         ),
-        first_sample=sample,
+        first_sample=samples[0],
         stop_id=stop_id,
-    )
-
-
-def _params(job: EnginesJob, *, temperature: float, stop_token_ids: Sequence[int] = ()) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=job.max_tokens,
-        temperature=temperature,
-        ignore_eos=job.ignore_eos,
-        stop_token_ids=tuple(stop_token_ids),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,8 @@ class CurveComparison:
     b: Losses
     steps: tuple[int, ...]
     """The steps compared, by a's numbers."""
+    losses: tuple[tuple[float, float], ...]
+    """(a's, b's) at each of them."""
     differences: tuple[float, ...]
     """Relative to a's loss."""
     floor: float
@@ -122,6 +123,7 @@ def compare_losses(a: Losses, b: Losses, *, threshold: float, common: bool = Fal
         a=a,
         b=b,
         steps=tuple(step for step, _, _ in pairs),
+        losses=tuple((x, y) for _, x, y in pairs),
         differences=tuple(relative(y, x, floor=floor) for _, x, y in pairs),
         floor=floor,
         threshold=threshold,
@@ -161,13 +163,12 @@ def show(comparison: CurveComparison, console: Console) -> None:
         for h in ("run", "taken from", "losses", "first", "last", "trend")
     ]
     print_table(Table(heads=heads, lines=runs), console)
-    ours, theirs = _pairs(comparison)
     steps = [
         Line(
             [
                 str(comparison.steps[index]),
-                f"{ours[index]:.6g}",
-                f"{theirs[index]:.6g}",
+                f"{comparison.losses[index][0]:.6g}",
+                f"{comparison.losses[index][1]:.6g}",
                 ratio(comparison.differences[index]),
             ],
             "" if comparison.differences[index] <= comparison.threshold else "bad",
@@ -185,24 +186,19 @@ def _shown(count: int, *, most: int = 20) -> list[int]:
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
-def _pairs(comparison: CurveComparison) -> tuple[list[float], list[float]]:
-    """Values of a and b at the compared steps."""
-    ours = dict(zip(comparison.a.steps, comparison.a.values, strict=True))
-    theirs = dict(zip(comparison.b.steps, comparison.b.values, strict=True))
-    if all(step in theirs for step in comparison.steps):
-        return [ours[s] for s in comparison.steps], [theirs[s] for s in comparison.steps]
-    return list(comparison.a.values), list(comparison.b.values)
-
-
 def plot(comparison: CurveComparison, path: Path) -> None:
     """Draw both curves and their differences as a PNG. Raises ConfigError."""
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
-    ours, theirs = _pairs(comparison)
-    values: Mapping[str, list[float]] = {f"a: {comparison.a.path}": ours, f"b: {comparison.b.path}": theirs}
     losses = [
-        Curve(name=name, steps=comparison.steps, values=numbers, colour=COLOURS[i], dashed=i == 1)
-        for i, (name, numbers) in enumerate(values.items())
+        Curve(
+            name=f"{name}: {run.path}",
+            steps=comparison.steps,
+            values=[pair[i] for pair in comparison.losses],
+            colour=COLOURS[i],
+            dashed=i == 1,
+        )
+        for i, (name, run) in enumerate((("a", comparison.a), ("b", comparison.b)))
     ]
     far = Curve(name="difference", steps=comparison.steps, values=comparison.differences, colour=COLOURS[2])
     write_png(

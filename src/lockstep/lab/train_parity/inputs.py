@@ -31,7 +31,6 @@ from lockstep.config.base import Record
 from lockstep.config.data import DataConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.train import TrainConfig
 from lockstep.data.generated import reasoning_gym_dataset
 from lockstep.data.sft import SFTSet, load_sft
 from lockstep.errors import ConfigError, DataError, LockstepError
@@ -40,9 +39,10 @@ from lockstep.lab.suite.job_files import read_job_file
 from lockstep.lab.suite.machine import versions
 from lockstep.lab.train_parity.job import INPUTS, REPORT, VALUE_INPUTS, InputsReport, InputsSpec
 from lockstep.lab.train_parity.pairs import read_pairs, scored, spoiled, unpaired, with_reference
+from lockstep.lab.train_parity.start import starting_backend
 from lockstep.lab.train_parity.values import value_algorithm, with_values
 from lockstep.models.causal_lm import text_config
-from lockstep.models.load import load_model, load_tokenizer, meta_module
+from lockstep.models.load import load_tokenizer, meta_module
 from lockstep.models.quiet import quiet_transformers
 from lockstep.observe.files import json_lines, write_atomic, write_json
 from lockstep.observe.text import echo
@@ -354,17 +354,11 @@ def _at_the_start(
     plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec, header: RecordingHeader
 ) -> tuple[list[list[PackedBatch]], list[float]]:
     """Return the batches with old_logprobs of the starting weights, and each update's loss at these."""
-    from lockstep.train.local import LocalBackend
-
-    config = spec.model.model_copy(update={"dtype": "float32"}) if spec.device == "cpu" else spec.model
-    device = torch.device(spec.device)
-    model = load_model(config, attention="sdpa", device=device)
-    train = TrainConfig(token_budget=spec.token_budget, device=spec.device, attention="sdpa")
-    backend = LocalBackend(train, model=model, total_steps=0, temperature=header.temperature)
     loss = token_loss(header, "recorded")
     updates, baselines = [], []
-    for batches in plan:
-        logprobs = [values.cpu() for values in backend.logprobs(batches)]
+    with starting_backend(spec, temperature=header.temperature) as backend:
+        scored_plan = [[values.cpu() for values in backend.logprobs(batches)] for batches in plan]
+    for batches, logprobs in zip(plan, scored_plan, strict=True):
         known = [
             dataclasses.replace(batch, old_logprobs=values, rollout_logprobs=_rollout(batch, values))
             for batch, values in zip(batches, logprobs, strict=True)
@@ -376,7 +370,6 @@ def _at_the_start(
             for batch, values in zip(known, logprobs, strict=True)
         ]
         baselines.append(float(sum(float(share) for share in shares)))
-    backend.close()
     return [list(batches) for batches in updates], baselines
 
 

@@ -12,8 +12,9 @@ from lockstep.algorithms.kto import with_baseline
 from lockstep.config.data import DataConfig
 from lockstep.data.preferences import Pair, PreferenceSet, load_preferences, load_scored_pairs
 from lockstep.lab.train_parity.job import InputsSpec
+from lockstep.lab.train_parity.start import starting_backend
 from lockstep.models.causal_lm import text_config
-from lockstep.models.load import load_model, load_tokenizer, meta_module
+from lockstep.models.load import load_tokenizer, meta_module
 from lockstep.schema.batch import (
     PackedBatch,
     PreferenceBatch,
@@ -77,25 +78,17 @@ def unpaired(samples: Sequence[PreferenceSample]) -> list[UnpairedSample]:
 def with_reference(plan: Sequence[Sequence[PackedBatch]], spec: InputsSpec) -> list[list[PackedBatch]]:
     """Return the batches with ref_logprobs of the starting weights, computed by `local`, and KTO's baseline,
     which is 0 there: policy and reference are the same."""
-    from lockstep.config.train import TrainConfig
-    from lockstep.train.local import LocalBackend
-
-    config = spec.model.model_copy(update={"dtype": "float32"}) if spec.device == "cpu" else spec.model
-    model = load_model(config, attention="sdpa", device=torch.device(spec.device))
-    train = TrainConfig(token_budget=spec.token_budget, device=spec.device, attention="sdpa")
-    backend = LocalBackend(train, model=model, total_steps=0)
     updates: list[list[PackedBatch]] = []
-    for batches in plan:
-        logprobs = backend.logprobs(batches)
-        updates.append(
-            [
-                dataclasses.replace(
-                    with_baseline(batch, 0.0) if isinstance(batch, UnpairedBatch) else batch,
-                    ref_logprobs=values.cpu(),
-                )
-                for batch, values in zip(batches, logprobs, strict=True)
-                if isinstance(batch, PreferenceBatch | UnpairedBatch)
-            ]
-        )
-    backend.close()
+    with starting_backend(spec) as backend:
+        for batches in plan:
+            updates.append(
+                [
+                    dataclasses.replace(
+                        with_baseline(batch, 0.0) if isinstance(batch, UnpairedBatch) else batch,
+                        ref_logprobs=values.cpu(),
+                    )
+                    for batch, values in zip(batches, backend.logprobs(batches), strict=True)
+                    if isinstance(batch, PreferenceBatch | UnpairedBatch)
+                ]
+            )
     return updates

@@ -12,14 +12,12 @@ from torch import Tensor
 from lockstep.algorithms.ppo import WHITENING_EPS
 from lockstep.algorithms.value_loss import ValueLoss
 from lockstep.config.ppo import PPOConfig, ValueConfig
-from lockstep.config.train import TrainConfig
 from lockstep.lab.train_parity.job import InputsSpec
-from lockstep.models.load import load_model
+from lockstep.lab.train_parity.start import starting_backend
 from lockstep.ops.advantages import batch_mean_std, gae
 from lockstep.recording.replayable import VALUE_LOSS
 from lockstep.schema.batch import PackedBatch, PolicyBatch, ValueBatch
 from lockstep.schema.recording import VALUE
-from lockstep.train.local import LocalBackend
 
 
 def value_algorithm() -> dict[str, Any]:
@@ -41,17 +39,13 @@ def with_values(
         The packs with PPO's advantages, whitened over each step; the same as ValueBatches; and the value
         loss of each step before its first update.
     """
-    config = ValueConfig().model(spec.model)
-    if spec.device == "cpu":
-        config = config.model_copy(update={"dtype": "float32"})
-    model = load_model(config, attention="sdpa", device=torch.device(spec.device), head="scalar")
-    train = TrainConfig(token_budget=spec.token_budget, device=spec.device, attention="sdpa")
-    backend, loss = LocalBackend(train, model=model, total_steps=0), ValueLoss(ValueConfig())
+    loss = ValueLoss(ValueConfig())
+    with starting_backend(spec, "value") as backend:
+        scored = [[each.cpu() for each in backend.logprobs(batches)] for batches in plan]
     of_policy: list[list[PackedBatch]] = []
     of_value: list[list[PackedBatch]] = []
     starts: list[float] = []
-    for batches in plan:
-        values = [each.cpu() for each in backend.logprobs(batches)]
+    for batches, values in zip(plan, scored, strict=True):
         raw = [_estimates(batch, each) for batch, each in zip(batches, values, strict=True)]
         mask = torch.cat([batch.loss_mask for batch in batches])
         white = batch_mean_std(torch.cat(raw), mask, eps=WHITENING_EPS).float()
@@ -69,7 +63,6 @@ def with_values(
                 for batch, each in zip(of_value[-1], values, strict=True)
             )
         )
-    backend.close()
     return of_policy, of_value, starts
 
 
