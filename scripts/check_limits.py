@@ -28,10 +28,10 @@ MAX_TRACKED_BYTES = 12 * 2**20
 MAX_P99_LINES = 50
 
 BUDGETS = {
-    "lab": 11_450,
+    "lab": 11_415,
     "engine": 6_510,
     "recording": 4_980,
-    "cli": 4_400,
+    "cli": 4_390,
     "train": 4_250,
     "loop": 3_760,
     "rollout": 2_950,

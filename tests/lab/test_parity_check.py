@@ -53,11 +53,11 @@ class Incomplete:
 
 def test_what_is_wrong_with_a_class_is_named() -> None:
     assert interface_problems(Renamed) == [
-        "logprobs: batches must be allowed by position",
+        "logprobs: too many positional arguments",
         "has no method forward_backward",
-        "optimizer_step: needs lr, which the protocol does not have",
-        "weights: takes no policy_version",
-        "save: background must have a default",
+        "optimizer_step: missing a required argument: 'lr'",
+        "weights: missing a required argument: 'version'",
+        "save: missing a required argument: 'background'",
     ]
     found = interface_problems(Incomplete)
     assert "has no method export" in found and "has no method gradient_norm" in found

@@ -126,14 +126,11 @@ def _replay_args(name: str, text: str, shared: Sequence[str]) -> argparse.Namesp
 
 
 def _fresh(out: Path | None) -> Path:
-    if out is None:
-        out = arguments.default_out("bisect")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} is there already and not an empty folder; name a new one")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be made ({error.strerror}); name another folder") from error
+    from lockstep.lab.suite.run import check_empty, make_folder
+
+    out = out or arguments.default_out("bisect")
+    check_empty(out)
+    make_folder(out)
     return out
 
 

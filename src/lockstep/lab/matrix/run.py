@@ -41,6 +41,7 @@ from lockstep.lab.replay.cell import ALL_OFF, Cell, resolve_cell
 from lockstep.lab.suite.job_files import check_seconds
 from lockstep.lab.suite.machine import machine
 from lockstep.lab.suite.process import ProcessRunner
+from lockstep.lab.suite.run import make_folder
 from lockstep.loop.interrupt import Interrupt, Interrupted
 from lockstep.observe.files import write_json
 from lockstep.observe.lock import RunLock
@@ -151,12 +152,7 @@ class _Work:
                 raise ConfigError(f"--out {str(out)!r} holds something that is no matrix; give a new folder")
             if self.options.resume:
                 raise ConfigError(f"--resume: {str(out)!r} holds no matrix to go on with; leave --resume out")
-            try:
-                (out / "cells").mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"--out {str(out)!r}: cannot be made ({error.strerror}); give another folder"
-                ) from error
+            make_folder(out / "cells")
             return
         if not self.options.resume:
             raise ConfigError(

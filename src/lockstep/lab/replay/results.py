@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from lockstep.errors import ConfigError
+from lockstep.lab.suite.run import make_folder
 from lockstep.observe.files import check_above, jsonable, write_atomic, write_json
 from lockstep.observe.text import printable_lines
 
@@ -92,12 +93,7 @@ class ReplayFiles:
     def _files(self) -> tuple[TextIO, TextIO]:
         """(results, log)."""
         if self._opened is None:
-            try:
-                self.out.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"--out {self.out}: cannot be made ({error.strerror}); name another"
-                ) from error
+            make_folder(self.out)
             results = (self.out / f"results{self.suffix}.jsonl").open("w", encoding="utf-8")
             self._opened = results, (self.out / f"replay{self.suffix}.log").open("w", encoding="utf-8")
         return self._opened

@@ -95,6 +95,11 @@ def check_folder(out: Path, command: str, *, name: str = "--out") -> None:
             f"lockstep {command} starts processes itself; run it without torchrun or deepspeed (RANK and "
             "WORLD_SIZE are set in the environment)"
         )
+    check_empty(out, name)
+
+
+def check_empty(out: Path, name: str = "--out") -> None:
+    """Raise ConfigError: `out` is a file or holds something."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{name} {out} is there already and not an empty folder; name a new one")
 

@@ -182,25 +182,18 @@ def _methods(protocol: type[Any]) -> dict[str, Any]:
 
 
 def _signature_problem(expected: Any, method: Any) -> str:
-    """A call that the protocol allows and the method rejects; empty: there is none."""
-    own_parameters = inspect.signature(method).parameters
-    required_parameters = inspect.signature(expected).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in own_parameters.values()):
-        return ""
-    for name, parameter in required_parameters.items():
-        if name not in own_parameters:
-            return f"takes no {name}"
-        own = own_parameters[name]
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and own.kind is own.KEYWORD_ONLY:
-            return f"{name} must be allowed by position"
-        if parameter.default is not parameter.empty and own.default is own.empty:
-            return f"{name} must have a default"
-    needed = [
-        n
-        for n, p in own_parameters.items()
-        if n not in required_parameters and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
-    ]
-    return f"needs {', '.join(needed)}, which the protocol does not have" if needed else ""
+    """Why the method rejects a call that the protocol allows; empty: it takes every one."""
+    parameters = list(inspect.signature(expected).parameters.values())
+    by_position = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    least = [p for p in by_position if p.default is p.empty]
+    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    needed = [p for p in by_name if p.default is p.empty]
+    for places, names in ((least, needed), (by_position, by_name), ([], parameters)):
+        try:
+            inspect.signature(method).bind(*places, **{p.name: p for p in names})
+        except TypeError as error:
+            return str(error)
+    return ""
 
 
 # --- the model ----------------------------------------------------------------------------------------------
