@@ -38,7 +38,7 @@ import httpx2
 import pydantic_core
 
 from lockstep.engine.remote.http import MAX_REPLY_BYTES, HttpClient, Reply
-from lockstep.engine.sglang.stream import EventStreams
+from lockstep.engine.remote.stream import EventStreams
 
 SAMPLES, TOKENS = 256, 256
 WAVES, EVENT_TOKENS = 8, 8

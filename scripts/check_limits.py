@@ -29,14 +29,14 @@ MAX_P99_LINES = 50
 
 BUDGETS = {
     "lab": 11_415,
-    "engine": 6_510,
+    "engine": 7_240,
     "recording": 4_980,
     "cli": 4_390,
     "train": 4_250,
-    "loop": 3_760,
+    "loop": 3_770,
     "rollout": 2_950,
     "models": 2_740,
-    "config": 2_320,
+    "config": 2_330,
     "ranks": 1_750,
     "observe": 1_600,
     "invariant": 1_180,

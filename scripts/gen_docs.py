@@ -348,8 +348,8 @@ def engines_page() -> str:
         "# Engine arguments",
         NOTE,
         "What vLLM and SGLang are given for each setting. Lockstep's own engines, `native` and `hf`, read "
-        "the settings themselves. Every argument is sent, so that no default of an engine counts, and what "
-        "an engine would ignore or change is refused.",
+        'the settings themselves, also with `engine.process = "own"` (below: started). Every argument is '
+        "sent, so that no default of an engine counts, and what an engine would ignore or change is refused.",
         "## Where a setting counts",
         "Elsewhere it is refused when the config is made. `name`, `max_batch`, `transfer` and `verify` "
         "count everywhere.",

@@ -55,7 +55,7 @@ def test_declared_settings_exist():
         for refusal in backend.refuses:
             assert refusal.error.format_map(dict(TrainConfig()) | {"lora": True})
     for engine in engines().values():
-        places = {"in process", "started", "at a url"} if engine.external else {"embedded"}
+        places = {"in process", "started", "at a url"} if engine.external else {"embedded", "started"}
         assert set(engine.settings) <= places, engine.name
         for known in engine.settings.values():
             assert set(known) <= set(EngineConfig.model_fields), engine.name

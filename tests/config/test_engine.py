@@ -1,12 +1,14 @@
 import pytest
 
-from lockstep.config.engine import HAS_EFFECT, EngineConfig, kind, resolved
+from lockstep.config.engine import HAS_EFFECT, EngineConfig, has_own_weights, kind, resolved
 from lockstep.config.run import GRPORun
 
 PYTHON, URL = "/envs/vllm/bin/python", "http://127.0.0.1:8000"
 WHERE = {
     "native": {"name": "native"},
     "hf": {"name": "hf"},
+    "native, started": {"name": "native", "process": "own"},
+    "hf, started": {"name": "hf", "process": "own"},
     "auto": {},
     "vllm, in process": {"name": "vllm"},
     "vllm, started": {"name": "vllm", "python": PYTHON},
@@ -15,6 +17,7 @@ WHERE = {
     "sglang, at a url": {"name": "sglang", "unseeded": True, "url": URL},
 }
 OTHER = {
+    "process": "own",
     "replicas": 2,
     "cuda_devices": (0,),
     "tp": 2,
@@ -47,7 +50,7 @@ def test_every_setting_is_one_that_always_counts_or_is_in_the_table():
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", [name for name in OTHER if name not in ("python", "url")])
+@pytest.mark.parametrize("name", [name for name in OTHER if name not in ("python", "url", "process")])
 def test_a_setting_without_an_effect_is_refused(where, name):
     settings = WHERE[where] | {name: OTHER[name]}
     if name == "batch_invariant":
@@ -67,6 +70,22 @@ def test_a_setting_without_an_effect_is_refused(where, name):
 def test_the_trainers_own_modules_are_no_server(name, engine):
     with pytest.raises(ValueError, match=f"engine.{name} = .* has no effect with engine.name = '{engine}'"):
         EngineConfig(**{"name": engine, name: OTHER[name]})
+
+
+def test_a_process_of_its_own_is_for_the_trainers_own_modules():
+    for where in ("native", "hf"):
+        assert kind(EngineConfig(**WHERE[where], process="own")) == f"{where}, started"
+    config = EngineConfig(process="own", max_restarts=5)
+    assert has_own_weights(config) and not has_own_weights(EngineConfig())
+    assert kind(resolved(config, native=True)) == "native, started"
+    with pytest.raises(ValueError, match=r"engine.prefill_chunk = 5 has no effect .* 'hf'"):
+        resolved(EngineConfig(process="own", prefill_chunk=5), native=False)
+    for where in ("vllm, in process", "vllm, started", "vllm, at a url", "sglang, started"):
+        with pytest.raises(ValueError, match=r"engine.process = 'own' has no effect .* by engine.python"):
+            EngineConfig(**WHERE[where], process="own")
+    with pytest.raises(ValueError, match=r"engine.transfer = 'memory' needs the engine in the trainer's pro"):
+        EngineConfig(name="native", process="own", transfer="memory")
+    assert not has_own_weights(EngineConfig(name="their.module:Engine", process="own"))
 
 
 def test_auto_is_checked_as_what_it_comes_to():

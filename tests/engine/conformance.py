@@ -427,7 +427,7 @@ def settings(changed: GenerationRequest, **changes: object) -> SamplingParams:
 def test_a_sample_that_is_cut_and_continued_is_the_one_made_at_once(subject):
     """In three parts, of 5, 1 and 6 tokens. An engine without Lockstep's noise is compared where it has
     none."""
-    ours = not subject.engine.external
+    ours = subject.ours
     asked = request(prompt(20), range(3), temperature=subject.hottest() if ours else 0.0, max_tokens=12)
     (whole,) = subject.generate(asked)
     handle = subject.engine.submit(dataclasses.replace(asked, sampling=settings(asked, max_tokens=5)))
@@ -492,7 +492,7 @@ def test_a_refused_request_or_turn_leaves_the_others_alone(subject):
 
 
 def test_an_abort_ends_what_was_submitted_and_it_can_be_continued(subject):
-    ours = not subject.engine.external
+    ours = subject.ours
     asked = request(prompt(9), range(4), temperature=subject.hottest() if ours else 0.0, max_tokens=120)
     (whole,) = subject.generate(asked)
     first = subject.engine.submit(request(prompt(4), temperature=0.0, max_tokens=2))

@@ -39,6 +39,8 @@ class Subject:
     exact: bool = True
     """Greedy tokens equal the reference's, and tokens do not depend on the batch: float32 on a CPU."""
     seeded: bool = True
+    own_noise: bool | None = None
+    """It draws Lockstep's noise, a function of (seed, position); None: if it has no weights of its own."""
     temperatures: tuple[float, ...] = TEMPERATURES
     """Those that the engine was made for."""
     refuses: frozenset[str] = field(default_factory=frozenset)
@@ -47,6 +49,11 @@ class Subject:
 
     def __post_init__(self) -> None:
         assert self.refuses <= set(FIELDS), self.refuses
+
+    @property
+    def ours(self) -> bool:
+        """Whether a sample that is cut and continued is the one made at once, at any temperature."""
+        return not self.engine.external if self.own_noise is None else self.own_noise
 
     def generate(self, *requests: GenerationRequest, **kwargs: Any) -> list[list[Completion]]:
         return self.engine.generate(requests, **kwargs)

@@ -72,7 +72,7 @@ def config(**settings):
 
 def test_an_embedded_engine_gets_the_trainers_model(tiny):
     engine = make_engine(EngineConfig(name="hf"), model=tiny)
-    assert isinstance(engine, HFEngine) and not is_external("hf")
+    assert isinstance(engine, HFEngine) and not is_external(EngineConfig(name="hf"))
     several = make_engine(EngineConfig(name="hf", replicas=3), model=tiny)
     assert isinstance(several, Dispatcher) and len(several.engines) == 3
     with pytest.raises(ConfigError, match="'hf' samples with the trainer's modules and got no model"):
@@ -82,7 +82,7 @@ def test_an_embedded_engine_gets_the_trainers_model(tiny):
 def test_an_external_engine_gets_a_place():
     settings = config()
     engine = make_engine(settings, spec=SPEC)
-    assert engine.config is settings and engine.spec == SPEC and is_external(settings.name)
+    assert engine.config is settings and engine.spec == SPEC and is_external(settings)
     with pytest.raises(ConfigError, match="got no EngineSpec of the model"):
         make_engine(settings)
 

@@ -76,7 +76,11 @@ class Whole:
 def test_an_object_of_any_class_will_do(monkeypatch: pytest.MonkeyPatch, tiny: Any) -> None:
     name = module(monkeypatch, Whole)
     engine = make_engine(EngineConfig(name=name), model=tiny)
-    assert isinstance(engine, Whole) and not is_external(name) and not receives_weights(engine)
+    assert (
+        isinstance(engine, Whole)
+        and not is_external(EngineConfig(name=name))
+        and not receives_weights(engine)
+    )
 
 
 def test_a_class_that_lacks_methods_is_one_error(monkeypatch: pytest.MonkeyPatch, tiny: Any) -> None:
@@ -87,7 +91,7 @@ def test_a_class_that_lacks_methods_is_one_error(monkeypatch: pytest.MonkeyPatch
 
     name = module(monkeypatch, Half)
     with pytest.raises(ConfigError) as caught:
-        is_external(name)
+        is_external(EngineConfig(name=name))
     assert str(caught.value) == (
         "engine.name = 'their_engine:Theirs' lacks submit, continue_, finished, abort, sleep, wake, "
         "stats, close, begin_update, receive, finish_update, fail_update, read_back, memory, describe; "
@@ -115,6 +119,6 @@ def test_a_function_that_makes_an_engine(monkeypatch: pytest.MonkeyPatch, tiny: 
 
     name = module(monkeypatch, theirs)
     with pytest.raises(ConfigError, match="lacks external"):
-        is_external(name)
+        is_external(EngineConfig(name=name))
     theirs.external = False  # type: ignore[attr-defined]
     assert isinstance(make_engine(EngineConfig(name=name), model=tiny), Whole)

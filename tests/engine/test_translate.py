@@ -85,6 +85,7 @@ AT_START = {
     "options": {"attention_backend": "x"},
 }
 ELSEWHERE = {
+    "process",  # make_engine
     "replicas",  # make_engine
     "max_model_len",  # make_engine puts it into the spec
     "cuda_devices",  # the server's process

@@ -12,7 +12,7 @@ from lockstep.config.declarations import engines
 from lockstep.errors import ConfigError
 
 _WHY = {
-    "replicas": "a process can hold one of vLLM's engines, and a url names one server",
+    "replicas": "a process can hold one engine of vLLM or native, and a url names one server",
     "cuda_devices": "only a server that Lockstep starts can be given GPUs",
     "tp": "only a server that Lockstep starts is split over GPUs",
     "max_model_len": "the trainer's own modules take what the model takes",
@@ -36,6 +36,7 @@ _WHY = {
     "python": "it starts a server with another interpreter",
     "token_env": "a server that Lockstep starts gets a token by itself",
     "url": "it names a vLLM or SGLang server",
+    "process": "vllm and sglang get a process of their own by engine.python, or have one at engine.url",
 }
 """Setting that does not have an effect everywhere -> why it has none elsewhere. Where it has one, each engine
 declares (`settings` in its support.toml)."""
@@ -57,7 +58,7 @@ HAS_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
 """Setting -> where it has an effect, and why it has none elsewhere. The others always have one."""
 
 _EMBEDDED = tuple(name for name, engine in engines().items() if not engine.external)
-"""The engines that "auto" can resolve to."""
+"""The engines that "auto" can resolve to: Lockstep's own, which need no process of their own."""
 
 
 class EngineConfig(Config):
@@ -65,6 +66,9 @@ class EngineConfig(Config):
 
     name: Name = "auto"
     """native, hf, vllm, sglang, `module:Class` for your own, or auto: native on CUDA, hf on a CPU."""
+    process: Literal["auto", "own"] = "auto"
+    """native and hf. own: a process of their own, which Lockstep starts and sends weights to, as to a server
+    of vLLM; auto: the trainer's process, where they read its weights."""
     max_batch: PositiveInt = 256
     """Samples decoded together."""
     kv_cache_tokens: PositiveInt | None = None
@@ -142,11 +146,18 @@ def resolved(config: EngineConfig, *, native: bool) -> EngineConfig:
     return with_name
 
 
+def has_own_weights(config: EngineConfig) -> bool:
+    """Whether weights are sent to the engine. Of a `module:Class` only the class knows:
+    lockstep.engine.build.is_external."""
+    engine, own = engines().get(config.name), config.process == "own"
+    return config.name == "auto" and own if engine is None else engine.external or own
+
+
 def kind(config: EngineConfig) -> str:
-    """Return the engine and where it runs: "native", "hf", "vllm, in process", "sglang, at a url", ..."""
+    """Return the engine and where it runs: "native", "hf", "native, started", "vllm, in process", ..."""
     engine = engines().get(config.name)
     if engine is None or not engine.external:
-        return config.name
+        return config.name + (", started" if config.process == "own" else "")
     if config.url is not None:
         return f"{config.name}, at a url"
     here = config.python is None and "in process" in engine.settings
@@ -168,7 +179,8 @@ def check_engine(config: EngineConfig) -> None:
             f"engine.python = {_shown(config.python)} starts a server and engine.url = {config.url!r} is one "
             "that runs already; leave one of them out"
         )
-    here = _EMBEDDED if config.name == "auto" else (kind(config),)
+    names = _EMBEDDED if config.name == "auto" else (config.name,)
+    here = tuple(kind(config.model_copy(update={"name": name})) for name in names)
     fields = type(config).model_fields
     for name, (places, why) in HAS_EFFECT.items():
         value, default = getattr(config, name), fields[name].get_default(call_default_factory=True)
@@ -177,17 +189,17 @@ def check_engine(config: EngineConfig) -> None:
                 f"engine.{name} = {_shown(value)} has no effect with engine.name = {config.name!r}"
                 f"{_where(config)}: {why}; it has one with {_listed(places)}"
             )
-    if config.name in (*_EMBEDDED, "auto"):
-        _check_embedded(config)
-    else:
+    if has_own_weights(config):
         _check_own_weights(config)
+    else:
+        _check_embedded(config)
 
 
 def _check_embedded(config: EngineConfig) -> None:
     if config.transfer not in ("auto", "memory"):
         raise ConfigError(
             f"engine.transfer = {config.transfer!r}: engine.name = {config.name!r} is in the trainer's "
-            "process and shares or copies its weights; leave it at 'auto'"
+            "process and shares or copies its weights; leave it at 'auto', or set engine.process = 'own'"
         )
 
 

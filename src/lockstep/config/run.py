@@ -13,7 +13,7 @@ from lockstep.config.batch import RewardRoleConfig
 from lockstep.config.cluster import ClusterConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.declarations import backends, engines
-from lockstep.config.engine import EngineConfig
+from lockstep.config.engine import EngineConfig, has_own_weights
 from lockstep.config.model import ModelConfig
 from lockstep.config.record import RecordConfig
 from lockstep.config.rollout import RewardConfig, RolloutConfig
@@ -278,12 +278,14 @@ class GRPORun(RunConfig):
                 "step (rollout.prompts_per_step * rollout.group_size)"
             )
         engine = engines().get(self.engine.name)
-        external = engine is not None and engine.external
-        if self.train.deterministic and external and not self.engine.batch_invariant:
+        served = self.engine.process == "own" and self.engine.name in ("auto", "native", "hf")
+        alone = self.train.batch_invariant if served else self.engine.batch_invariant
+        if self.train.deterministic and has_own_weights(self.engine) and not alone:
             raise ValueError(
                 f"train.deterministic = true with engine.name = {self.engine.name!r}: what it decodes "
                 "together is a matter of timing, and its samples change with it; set "
-                "engine.batch_invariant = true, or engine.name = 'native' or 'hf'"
+                f"{'train' if served else 'engine'}.batch_invariant = true, or engine.name = 'native' or "
+                "'hf' in the trainer's process"
             )
         if self.train.reuse_rollout_logprobs and engine is not None and not engine.keeps_bits:
             raise ValueError(

@@ -7,19 +7,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from lockstep.config.engine import EngineConfig
+from lockstep.config.engine import EngineConfig, has_own_weights
 from lockstep.engine.admission import admit_decoding
 from lockstep.engine.members import load_engine_class, require_engine
 from lockstep.engine.replicas import Dispatcher, DispatcherOfOwnWeights
+from lockstep.engine.served.engine import ServedEngine
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError
 from lockstep.models.load import LoadedModel
 from lockstep.protocols.engine import InferenceEngine, ReceivesWeights, SharesWeights
 
 
-def is_external(name: str) -> bool:
+def is_external(config: EngineConfig) -> bool:
     """Whether the engine has weights of its own, which must be sent to it."""
-    return bool(load_engine_class(name).external)
+    return has_own_weights(config) or bool(load_engine_class(config.name).external)
 
 
 def make_engine(
@@ -37,6 +38,8 @@ def make_engine(
         ModelError: its decoding of this model fails the proof of lockstep.engine.admission.
     """
     factory = load_engine_class(config.name)
+    if has_own_weights(config) and not factory.external:
+        factory = ServedEngine
 
     def make(index: int, **inputs: LoadedModel | EngineSpec) -> InferenceEngine:
         return require_engine(factory(one_of(config, index), **inputs), name=config.name)

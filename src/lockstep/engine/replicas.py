@@ -331,6 +331,12 @@ class DispatcherOfOwnWeights(_Replicas[ReceivesWeights]):
         return tuple(t for t in first if all(t in other for other in others))
 
     @property
+    def contract(self) -> KernelContract | None:
+        """The kernels that all replicas compute with; None: they differ, or promise no bits."""
+        first, *others = (getattr(engine, "contract", None) for engine in self.engines)
+        return first if all(other == first for other in others) else None
+
+    @property
     def dirty(self) -> bool:
         """Whether any replica is dirty."""
         return any(engine.dirty for engine in self.engines)

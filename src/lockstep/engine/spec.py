@@ -34,3 +34,9 @@ class EngineSpec:
     work_dir: Path
     """For logs, folders and files of weights; the run directory's `engine/`."""
     seed: int = 0
+    batch_invariant: bool = False
+    """Of the trainer's forward: native in a process of its own then computes with the same kernels."""
+    execution: str = "eager"
+    """LoadedModel.execution of the trainer."""
+    threads: int = 0
+    """CPU threads of torch, which decide bits; 0: the default of the process."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 from lockstep.config.declarations import engines
+from lockstep.config.engine import has_own_weights
 from lockstep.config.run import GRPORun, RunConfig
 from lockstep.config.train import DEFAULT_TOKEN_BUDGET
 from lockstep.errors import ConfigError
@@ -37,7 +38,7 @@ def choose_token_budget(
     usual = max(DEFAULT_TOKEN_BUDGET, longest)
     if not device.startswith("cuda"):
         return Choice(value=usual, reason="" if usual == DEFAULT_TOKEN_BUDGET else "the longest document")
-    if isinstance(run, GRPORun) and (run.engine.name not in engines() or engines()[run.engine.name].external):
+    if isinstance(run, GRPORun) and (run.engine.name not in engines() or has_own_weights(run.engine)):
         return Choice(value=usual, reason=f"engine {run.engine.name} takes memory of its own")
     parts = max(1, ranks // (run.train.tp * run.train.ring))
     needed = math.ceil(run.documents_per_update / parts) * longest

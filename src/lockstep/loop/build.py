@@ -20,6 +20,7 @@ import transformers
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config.algorithm import GRPOConfig
 from lockstep.config.base import Config
+from lockstep.config.engine import kind
 from lockstep.config.ppo import PPORun
 from lockstep.config.run import DPORun, GRPORun, OfflineRun, RunConfig
 from lockstep.data.held_out import evaluates, load_train_and_held_out
@@ -146,7 +147,7 @@ def build_online(
     """
     options, ranks = run.algorithm.resolved(), ranks or RankContext.alone()
     run, total_bytes = resolve_engine(run, ranks=ranks), total_device_bytes(run.train, ranks)
-    external, reward_set = is_external(run.engine.name), RewardSet(run.rewards, functions=rewards)
+    external, reward_set = is_external(run.engine), RewardSet(run.rewards, functions=rewards)
     with ranks.together("loading model and data"):
         policy = load_policy(run, engine=run.engine.name, ranks=ranks, total_bytes=total_bytes)
         axes, model = policy.axes, policy.model
@@ -275,11 +276,11 @@ def _bitwise_check(
 ) -> BitwiseCheck | None:
     """Return the check of equal kernel contracts; None: they need not be equal, or cannot be. With several
     ranks the error of one is the error of all. Closes the engine before it raises."""
-    external, reuse = is_external(run.engine.name), run.train.reuse_rollout_logprobs
+    external, reuse = is_external(run.engine), run.train.reuse_rollout_logprobs
     contract: KernelContract | None = None
     try:
         with ranks.together("comparing kernel contracts"):
-            if axes.batch_invariant and not external:
+            if axes.batch_invariant and (not external or kind(run.engine) == "native, started"):
                 contract = shared_contract(backend, cast(SharesWeights, engine), engine_name=run.engine.name)
             if contract is None and reuse:
                 raise ConfigError(

@@ -44,6 +44,9 @@ def external_engine_spec(run: GRPORun, axes: Axes, model: LoadedModel, *, work_d
         temperatures=frozenset({run.rollout.sampling.temperature, run.eval.temperature}),
         work_dir=work_dir,
         seed=run.seed,
+        batch_invariant=axes.batch_invariant,
+        execution=model.execution,
+        threads=torch.get_num_threads(),
     )
 
 

@@ -219,7 +219,7 @@ def memory_parts_of(backend: str) -> Callable[[ModelShape, TrainConfig, StepSize
 
 def generate_parts(shape: ModelShape, run: GRPORun, *, device: str) -> list[MemoryPart]:
     """Return the parts of memory that sampling one rollout batch holds beside the weights."""
-    apart = shards_weights(run.train)
+    apart = shards_weights(run.train) or run.engine.process == "own"
     batch = min(run.engine.max_batch, run.rollout.prompts_per_step * run.rollout.group_size)
     length = run.data.max_prompt_tokens + run.rollout.sampling.max_tokens
     # What auto means where the run starts.

@@ -52,7 +52,7 @@ def open_engine(config: EngineConfig, request: EngineRequest) -> InferenceEngine
     """
     device = _device()
     config = standalone_config(config, request.model)
-    if not is_external(config.name):
+    if not is_external(config):
         model = load_model(request.model, attention="sdpa", device=device)
         if request.adjust is not None:
             request.adjust(model)

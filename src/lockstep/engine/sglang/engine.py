@@ -36,11 +36,11 @@ from lockstep.engine.remote.server import (
     server_gpus,
 )
 from lockstep.engine.remote.stall import StallDetector
+from lockstep.engine.remote.stream import EventStreams
 from lockstep.engine.requests import StopStrings
 from lockstep.engine.sglang.driver import NAME, SGLangDriver
 from lockstep.engine.sglang.package import find_package
 from lockstep.engine.sglang.samples import Partial, read_event, request_body, rid
-from lockstep.engine.sglang.stream import EventStreams
 from lockstep.engine.sglang.translate import sglang_environment, sglang_server_command
 from lockstep.engine.spec import EngineSpec
 from lockstep.errors import ConfigError, EngineError

@@ -78,7 +78,7 @@ class _Run:
         self.facts |= self.trainer.facts()
         model, device = self.trainer.model, self.trainer.device
         self.say(f"trainer: {job.model.name}, {self.facts['attention']}, {self.facts['dtype']}, {device}")
-        spec = make_engine_spec(job, model, device=device) if is_external(job.engine.name) else None
+        spec = make_engine_spec(job, model, device=device) if is_external(job.engine) else None
         started = time.perf_counter()
         engine: InferenceEngine = make_engine(job.engine, model=model, spec=spec)
         self.engine = engine

@@ -3,9 +3,9 @@
 import pytest
 
 from lockstep.engine.remote.http import BadReply, Reply, Unreachable
-from lockstep.engine.sglang.stream import EventStreams
+from lockstep.engine.remote.stream import EventStreams
 
-from ..test_http import answering, ok
+from .test_http import answering, ok
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

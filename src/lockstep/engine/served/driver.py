@@ -1,0 +1,175 @@
+"""The interface of lockstep.engine.served.server, from the trainer's side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.remote.driver import SHORT_SECONDS, Job, Load, Sample, read_load, tensor_from_hex
+from lockstep.engine.remote.http import BadReply, HttpClient, HttpError
+from lockstep.engine.remote.reply_fields import logprobs, token_ids, whole
+from lockstep.engine.remote.server import ServerProcess, masked
+from lockstep.engine.spec import EngineSpec
+from lockstep.errors import EngineError
+from lockstep.schema.contract import KernelContract
+from lockstep.schema.weights import Transport, UpdateSession, WeightBucket
+from lockstep.version import __version__
+from lockstep.wire.receive import bucket_json
+
+
+class ServedDriver:
+    """Implements lockstep.engine.remote.driver.Driver."""
+
+    generate_path = "/generate"
+
+    def __init__(
+        self, config: EngineConfig, spec: EngineSpec, *, client: HttpClient, server: ServerProcess
+    ) -> None:
+        self.name = config.name
+        self.contract: KernelContract | None = None
+        """Of the engine in the server, once it runs."""
+        on_gpu = spec.device != "cpu"
+        self.transports: tuple[Transport, ...] = ("disk", "collective")
+        if on_gpu:
+            self.transports = ("ipc", "disk") if spec.shares_device else ("collective", "disk")
+        self._config, self._client, self._server = config, client, server
+        self._session: dict[str, Any] = {}
+        self._version: int | None = None
+
+    # start
+
+    def ready(self) -> str | None:
+        try:
+            self._client.get("/health", seconds=2.0).json()
+        except HttpError as error:
+            return str(error)
+        return None
+
+    def check(self) -> None:
+        info = self._client.get("/info", seconds=SHORT_SECONDS).object()
+        if info.get("version") != __version__:
+            raise EngineError(
+                f"the server of engine {self.name} runs lockstep {info.get('version')!a} and this process "
+                f"{__version__}; let both have one installation"
+            )
+        try:
+            found = info["contract"]
+            self.contract = None if found is None else KernelContract.from_json(found)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise EngineError(f"the server of engine {self.name} describes its kernels: {error}") from error
+        self._version = None
+
+    def describe(self) -> dict[str, Any]:
+        spec = self._server.spec
+        return {
+            "engine": self.name,
+            "where": "in its own process",
+            "version": __version__,
+            "url": self._client.url,
+            "command": list(spec.command),
+            "environment": masked(spec.environment),
+            "log": str(spec.log),
+            "pid": self._server.pid,
+        }
+
+    # samples
+
+    def body(self, job: Job) -> dict[str, Any]:
+        """Nothing: samples of one prompt are requested together, see lockstep.engine.served.engine."""
+        return {}
+
+    def read(self, job: Job, reply: Mapping[str, Any]) -> Sample:
+        """Parse an event."""
+        try:
+            if reply["policy_version"] != self._version and self._version is not None:
+                raise ValueError(f"policy_version {reply['policy_version']!a} is not {self._version}")
+            reason = reply["finish_reason"]
+            if reason not in ("stop", "length", "abort"):
+                raise ValueError(f"finish_reason {ascii(reason)[:80]} is unknown")
+            return Sample(
+                token_ids=token_ids(reply["token_ids"], "token_ids"),
+                logprobs=logprobs(reply["logprobs"], "logprobs"),
+                finish_reason=reason,
+                stop_reason=reply["stop_reason"],
+                cached_tokens=whole(reply["cached_tokens"], "cached_tokens"),
+            )
+        except (KeyError, ValueError) as error:
+            raise EngineError(f"the server of engine {self.name} sent no valid sample: {error}") from error
+
+    def load(self, seconds: float) -> Load:
+        reply = self._client.get("/load", seconds=seconds).object()
+        return read_load(reply.get("tokens"), reply.get("kv_cache_use"))
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Abort the flows of these ids."""
+        for flow in ids:
+            self._post("/abort", {"flow": flow}, seconds=SHORT_SECONDS)
+
+    # memory
+
+    def sleep(self) -> None:
+        self._timed("/sleep", {}, seconds=self._config.update_seconds)
+
+    def wake(self) -> None:
+        self._timed("/wake", {}, seconds=self._config.update_seconds)
+
+    def memory(self) -> dict[str, int]:
+        reply = self._client.get("/load", seconds=SHORT_SECONDS).object()
+        try:
+            return {name: whole(reply.get(name), name) for name in ("weights_bytes", "kv_cache_bytes")}
+        except ValueError as error:
+            raise EngineError(f"the server of engine {self.name} tells its memory: {error}") from error
+
+    # weights
+
+    def begin(self, session: UpdateSession) -> None:
+        self._session = {"policy_version": session.policy_version, "run_id": session.run_id}
+        self._timed("/weights/begin", {"session": self._session}, seconds=_left(session))
+
+    def receive(self, bucket: WeightBucket, seconds: float) -> None:
+        about = bucket_json(
+            bucket.specs,
+            index=bucket.index,
+            num_bytes=bucket.num_bytes,
+            transport=bucket.transport,
+            handle=bucket.handle or {},
+        )
+        self._timed("/weights/receive", {"session": self._session, "bucket": about}, seconds=seconds)
+
+    def finish(self, session: UpdateSession) -> None:
+        """The server takes a bucket for one session only, and drops its caches with the old version."""
+        self._timed("/weights/finish", {"session": self._session}, seconds=_left(session))
+        self._version = session.policy_version
+
+    def fail(self, reason: str) -> None:
+        self._timed("/weights/fail", {}, seconds=SHORT_SECONDS)
+
+    def read_back(self, names: Sequence[str]) -> dict[str, Tensor]:
+        held = self._timed("/weights/read", {"names": list(names)}, seconds=self._config.update_seconds)
+        try:
+            return {name: tensor_from_hex(one["dtype"], one["hex"]) for name, one in held.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"the server of engine {self.name} reads its weights: {error}") from error
+
+    # HTTP
+
+    def _timed(self, path: str, body: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+        """POST with a deadline that the server keeps, too: its own error is the better one."""
+        return self._post(path, {**body, "seconds": seconds}, seconds=seconds + 1.0)
+
+    def _post(self, path: str, body: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+        reply = self._client.post(path, body, seconds=seconds)
+        if reply.status != 200:
+            raise BadReply(f"{reply.what} answered {reply.status}: {reply.error_text()}")
+        return reply.object()
+
+
+def _left(session: UpdateSession) -> float:
+    left = session.deadline - time.monotonic()
+    if left <= 0:
+        raise EngineError("the update's deadline (engine.update_seconds) has passed")
+    return left

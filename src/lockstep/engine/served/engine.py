@@ -1,0 +1,225 @@
+"""`engine.process = "own"`: native or hf behind a server of ours.
+
+    trainer's process                                       server's process (lockstep.engine.served.server)
+    ServedEngine ── one POST for what is submitted ───────► engine, as it is embedded elsewhere
+                 ◄── an event for each sample as it ends ──
+                 ── weights in buckets ───────────────────► its Parameters
+
+A request's samples are asked for together, so that their prompt is computed once, and all that is submitted
+before the first step runs together: the engine decodes the same batches as in the trainer's process. A
+connection that breaks ends the whole flow; what is missing is asked for again, and its seeds make the same
+samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.remote.driver import Job
+from lockstep.engine.remote.engine import RemoteEngine, no_tokens
+from lockstep.engine.remote.http import BadReply, HttpError, Reply
+from lockstep.engine.remote.server import (
+    ServerProcess,
+    ServerSpec,
+    free_port,
+    new_token,
+    server_client,
+    server_environment,
+    server_gpus,
+)
+from lockstep.engine.remote.stall import StallDetector
+from lockstep.engine.remote.stream import EventStreams
+from lockstep.engine.served.driver import ServedDriver
+from lockstep.engine.served.host import request_json
+from lockstep.engine.spec import EngineSpec
+from lockstep.errors import ConfigError, EngineError
+from lockstep.observe.text import printable
+from lockstep.schema.contract import KernelContract
+from lockstep.wire.server_token import TOKEN
+
+_PACKAGES = Path(__file__).resolve().parents[3]
+_SAME_BITS = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
+"""Variables that limit the units of a CPU, and with them decide the bits of its products."""
+_POLL_SECONDS = 0.1
+_ABORT_SECONDS = 1.0
+_TRIES = 3
+
+
+class ServedEngine(RemoteEngine):
+    """Implements lockstep.protocols.ReceivesWeights. See RemoteEngine for what can be called when."""
+
+    def __init__(self, config: EngineConfig, *, spec: EngineSpec) -> None:
+        """Starts the server.
+
+        Raises:
+            ConfigError: a GPU that this process does not see.
+            EngineError: it does not start in time.
+        """
+        server = make_server(config, spec)
+        client = server_client(config, server)
+        self._served = ServedDriver(config, spec, client=client, server=server)
+        self._breaks = 0
+        super().__init__(config, spec=spec, client=client, driver=self._served, server=server)
+
+    @property
+    def contract(self) -> KernelContract | None:
+        """The kernels that the engine computes with; None: it promises no bits."""
+        return self._served.contract
+
+    def broken(self, sign: HttpError) -> None:
+        """Give up a flow whose connection broke. Raises ServerDied; EngineError, the third time in a row."""
+        self._raise_if_dead(sign)
+        self._breaks += 1
+        if self._breaks == _TRIES:
+            raise EngineError(
+                f"engine {self.name} is running but broke the connection of its samples {_TRIES} times: "
+                f"{sign}{self._log_text()}"
+            )
+        self._close_flow()
+
+    def ended(self, job: Job, sample: Any) -> None:
+        """See RemoteEngine."""
+        super().ended(job, sample)
+        self._breaks = 0
+
+    def _new_flow(self) -> _Flow:
+        return _Flow(self, EventStreams(self._client))
+
+
+class _Flow:
+    """The samples at the server."""
+
+    def __init__(self, engine: ServedEngine, streams: EventStreams) -> None:
+        self.watch = StallDetector(engine)
+        self._engine, self._streams = engine, streams
+        self._id = uuid.uuid4().hex
+        self._waiting: list[Job] = []
+        self._open: dict[str, Job] = {}
+        """Samples at the server."""
+        self._opened = 0
+        self._abort_again = 0.0
+
+    def add(self, job: Job, body: Mapping[str, Any]) -> None:
+        self._waiting.append(job)
+
+    def step(self) -> None:
+        if self._waiting:
+            self._request()
+        for _, event in self._streams.poll(_POLL_SECONDS):
+            if isinstance(event, HttpError):
+                return self._engine.broken(event)
+            if isinstance(event, Reply):
+                raise EngineError(
+                    f"engine {self._engine.name} refused: {event.error_text()} ({event.status})"
+                )
+            if event is not None:
+                self._take(event)
+        if self._open:
+            self.watch.check(len(self._open))
+
+    def abort(self) -> None:
+        """Abort: what was not requested yet ends at once, the rest when the server says so."""
+        for job in self._waiting:
+            self._engine.ended(job, no_tokens())
+        self._waiting.clear()
+        if self._open and time.monotonic() > self._abort_again:
+            self._engine._served.abort([self._id])
+            self._abort_again = time.monotonic() + _ABORT_SECONDS
+
+    def close(self) -> None:
+        """The server drops what it was asked for here when its connections are closed."""
+        self._streams.close()
+
+    def _request(self) -> None:
+        """One POST for all that waits, the samples of a turn together."""
+        turns: dict[int, list[Job]] = {}
+        for job in self._waiting:
+            turns.setdefault(id(job.turn), []).append(job)
+            self._open[job.id] = job
+        groups = [
+            request_json(jobs[0].request, ids=[j.id for j in jobs], samples=[j.sample for j in jobs])
+            for jobs in turns.values()
+        ]
+        body = json.dumps({"flow": self._id, "groups": groups}, separators=(",", ":")).encode()
+        self._streams.open(self._opened, self._engine._served.generate_path, body)
+        self._opened += 1
+        self._waiting.clear()
+
+    def _take(self, event: bytes) -> None:
+        what = f"engine {self._engine.name}"
+        value = Reply(status=200, body=event, what=what).object()
+        if "error" in value:
+            raise EngineError(printable(str(value["error"])))
+        job = self._open.pop(str(value.get("id")), None)
+        if job is None:
+            raise BadReply(f"{what} sent a sample that it was not asked for: {ascii(value.get('id'))[:80]}")
+        self.watch.news()
+        self._engine.ended(job, self._engine._served.read(job, value))
+
+
+def make_server(config: EngineConfig, spec: EngineSpec) -> ServerProcess:
+    """A server that is not started yet, and the file that describes it."""
+    port, token = free_port(), new_token()
+    if TOKEN in config.env:
+        raise ConfigError(f"engine.env.{TOKEN}: a started server gets a token of its own; leave it out")
+    spec.work_dir.mkdir(parents=True, exist_ok=True)
+    path = spec.work_dir.resolve() / f"{config.name}-server.json"
+    path.write_text(json.dumps(describe_server(config, spec, port=port), indent=1), encoding="utf-8")
+    needed = {name: os.environ[name] for name in _SAME_BITS if name in os.environ} | {
+        "PYTHONPATH": os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONSAFEPATH": "1",  # the folder we are in is not its business
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": server_gpus(
+            config.cuda_devices, device=spec.device, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+        ),
+    }
+    return ServerProcess(
+        ServerSpec(
+            name=config.name,
+            command=(sys.executable, "-m", "lockstep.engine.served.server", str(path)),
+            environment=server_environment(needed=needed, extra={**config.env, TOKEN: token}),
+            port=port,
+            log=spec.work_dir / f"{config.name}.log",
+            start_seconds=config.start_seconds,
+            token=token,
+        )
+    )
+
+
+def describe_server(config: EngineConfig, spec: EngineSpec, *, port: int) -> dict[str, Any]:
+    """Return what a server must know, as plain JSON: nothing of it is secret."""
+    copied = (
+        "weights",
+        "model_name",
+        "dtype",
+        "eos_token_ids",
+        "max_model_len",
+        "batch_invariant",
+        "execution",
+    )
+    return {
+        "port": port,
+        "config": {name: getattr(config, name) for name in _EMBEDDED},
+        "folder": str(spec.folder),
+        "device": "cpu" if spec.device == "cpu" else "cuda:0",
+        "threads": spec.threads,
+        **{name: getattr(spec, name) for name in copied},
+    }
+
+
+_EMBEDDED = ("name", "max_batch", "kv_cache_tokens", "prefill_chunk", "memory_fraction", "eager", "sleep")
+"""Settings that the engine itself reads."""

@@ -1,0 +1,182 @@
+"""Lockstep's engines in processes of their own: what the conformance suite does not ask."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from conformance_parts import conformance_model, prompt, request
+from served_parts import Served, spec_of
+
+from lockstep.config.engine import EngineConfig
+from lockstep.engine.build import is_external, make_engine
+from lockstep.engine.remote.http import HttpClient
+from lockstep.engine.served.engine import make_server
+from lockstep.errors import ConfigError, EngineError
+from lockstep.schema.weights import UpdateSession, WeightBucket
+from lockstep.wire.server_token import TOKEN
+
+
+@pytest.fixture(scope="module")
+def model():
+    return conformance_model()
+
+
+@pytest.fixture(scope="module")
+def served(model, tmp_path_factory):
+    made = Served(model, tmp_path_factory.mktemp("served"), transfer="disk", verify="always")
+    made.push(1)
+    yield made
+    made.close()
+
+
+def session(version=2):
+    return UpdateSession(policy_version=version, run_id="test", deadline=time.monotonic() + 120)
+
+
+def pid_of(engine):
+    return engine._client.get("/info", seconds=30.0).object()["pid"]
+
+
+def test_it_has_weights_of_its_own(model):
+    own = EngineConfig(name="native", process="own")
+    assert is_external(own) and not is_external(EngineConfig(name="native"))
+    with pytest.raises(ConfigError, match="has weights of its own and got no EngineSpec"):
+        make_engine(own, model=model)
+
+
+def test_it_answers_only_who_knows_the_token(served):
+    spec = served.engine._server.spec
+    for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": f"Bearer {spec.token}x"}):
+        stranger = HttpClient(spec.url, name="stranger", headers=headers)
+        assert stranger.get("/info", seconds=30.0).status == 401
+        for path in ("/generate", "/abort", "/sleep", "/weights/begin", "/weights/read"):
+            assert stranger.post(path, {"flow": "x", "groups": []}, seconds=30.0).status == 401
+    assert spec.token not in json.dumps(served.engine.describe()) + " ".join(spec.command)
+    assert all(spec.token not in file.read_text() for file in spec.log.parent.glob("*.*") if file.is_file())
+
+
+def test_what_is_no_request_is_an_answer(served):
+    client = served.engine._client
+    assert client.get("/no-such-path", seconds=30.0).status == 404
+    assert client.post("/weights/read", {"wrong": 1}, seconds=30.0).status == 500
+    assert client.post("/generate", {"flow": "x"}, seconds=30.0).status == 400
+    assert client.post("/generate", b"no json", seconds=30.0).status == 400
+    assert len(served.engine.generate([request(prompt(4), temperature=0.0)])[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("index", "name", "shape", "message"),
+    [
+        (1, "model.norm.weight", (64,), "bucket 1 came where 0 was expected"),
+        (0, "model.no.weight", (64,), "the model has no such weight"),
+        (0, "model.norm.weight", (3,), r"came with shape \[3\]; the model has shape \[64\]"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_leave_it_dirty(
+    served, tmp_path, index, name, shape, message
+):
+    from safetensors.torch import save_file
+
+    from lockstep.wire.buckets import Layout
+
+    layout, tensor, path = Layout(1 << 20), torch.ones(shape), tmp_path / "bucket.safetensors"
+    layout.place(name, tensor)
+    save_file({name: tensor}, path)
+    opened = session()
+    served.engine.begin_update(opened)
+    with pytest.raises(EngineError, match=message):
+        served.engine.receive(
+            WeightBucket(
+                index=index,
+                specs=tuple(layout.specs),
+                num_bytes=layout.num_bytes,
+                transport="disk",
+                handle={"path": str(path)},
+            )
+        )
+    with pytest.raises(EngineError, match=r"ended without .* weights"):
+        served.engine.finish_update(opened)
+    served.engine.fail_update("the test's trainer failed")
+    client = served.engine._client
+    assert client.post("/generate", {"flow": "x", "groups": []}, seconds=30.0).status == 409
+    with pytest.raises(EngineError, match="dirty"):
+        served.engine.generate([request(prompt(4))])
+    served.push(3)
+    assert served.engine.generate([request(prompt(4), temperature=0.0)])[0][0].policy_version == 3
+
+
+def test_a_session_of_another_run_is_refused(served):
+    served.engine.begin_update(session())
+    served.engine._served._session["run_id"] = "of another"
+    with pytest.raises(EngineError, match=r"no session of weights .*of another"):
+        served.engine.finish_update(served.engine._session)
+    served.engine.fail_update("the test's trainer failed")
+    served.push(4)
+
+
+def test_a_server_that_dies_comes_back_with_the_weights(served):
+    """While nothing runs, and between two samples of a stream."""
+    asked = [request(prompt(6 + i), range(4), max_tokens=6 + 40 * i) for i in range(3)]
+    whole = served.engine.generate(asked)
+    os.kill(pid_of(served.engine), signal.SIGKILL)
+    again = served.engine.generate(asked)
+    killed = []
+
+    def kill(*_):
+        if not killed:
+            killed.append(pid_of(served.engine))
+            os.kill(killed[0], signal.SIGKILL)
+
+    third = served.engine.generate(asked, on_completion=kill)
+    fourth = served.engine.generate(asked)  # where all samples had come before the kill, it restarts only now
+    for row, *others in zip(whole, again, third, fourth, strict=True):
+        for other in others:
+            for ours, theirs in zip(row, other, strict=True):
+                assert replace(ours, cached_tokens=0) == replace(theirs, cached_tokens=0)
+    assert served.engine.stats().restarts == 2 and not served.engine.dirty
+    os.kill(pid_of(served.engine), signal.SIGKILL)
+    with pytest.raises(
+        EngineError, match=r"SIGKILL.*started again 2 times already \(engine.max_restarts = 2"
+    ):
+        served.engine.generate(asked)
+
+
+def test_a_server_that_cannot_start_says_why(model, tmp_path):
+    spec = spec_of(model, tmp_path)
+    (spec.folder / "config.json").unlink()
+    config = EngineConfig(name="native", process="own")
+    with pytest.raises(EngineError, match=r"the native server .* before it answered(.|\n)*config.json"):
+        make_engine(config, spec=spec)
+
+
+def test_nothing_secret_is_in_the_file_of_a_server(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    config = EngineConfig(name="native", process="own", env={"NCCL_DEBUG": "INFO"})
+    spec = make_server(config, spec_of(model, tmp_path)).spec
+    assert spec.environment["ATEN_CPU_CAPABILITY"] == "default" and spec.environment[TOKEN] == spec.token
+    assert spec.token not in (tmp_path / "native-server.json").read_text()
+    with pytest.raises(ConfigError, match=f"engine.env.{TOKEN}: a started server gets a token"):
+        make_server(config.model_copy(update={"env": {TOKEN: "x"}}), spec_of(model, tmp_path))
+
+
+def test_weights_of_a_folder_are_read_by_the_server(model, tmp_path):
+    from lockstep.models.export import export_hf
+
+    export_hf(model.module, model.tokenizer, tmp_path / "whole")
+    served = Served(model, tmp_path, spec={"weights": "folder", "folder": tmp_path / "whole"}, name="hf")
+    try:
+        embedded = make_engine(EngineConfig(name="hf"), model=model)
+        asked = [request(prompt(9), range(3), temperature=0.7)]
+        ((ours, *_),), ((theirs, *_),) = served.engine.generate(asked), embedded.generate(asked)
+        assert ours.token_ids == theirs.token_ids and ours.policy_version == 0
+    finally:
+        served.close()
